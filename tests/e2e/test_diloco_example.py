@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of islands that seldom talk, by the command its docstring gives, and resumed."""
+"""The example of islands that exchange updates rarely, by the command its docstring gives, and resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def losses_of(command: Command, *options: str) -> tuple[list[int], list[float], 
 
 
 @pytest.mark.timeout(120)
-def test_islands_learn_the_same_and_go_on_from_a_checkpoint(command: Command, tmp_path: Path) -> None:
+def test_islands_learn_the_same_and_resume_from_a_checkpoint(command: Command, tmp_path: Path) -> None:
     options = ("--every", "10", "--checkpoints", str(tmp_path), "--save-every", "20")
     steps, losses, final = losses_of(command, *options, "--steps", "25")
     more_steps, more_losses, more_final = losses_of(command, *options, "--steps", "45")

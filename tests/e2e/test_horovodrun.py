@@ -74,7 +74,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(command: Command) -> None
 @pytest.mark.parametrize(
     ("library", "words"), [("horovod.torch", "rankwise horovodrun -np 4"), ("megengine", "rankwise.compat.megengine")]
 )
-def test_a_library_that_is_not_there_is_told_apart(command: Command, library: str, words: str) -> None:
+def test_a_missing_library_has_its_own_error(command: Command, library: str, words: str) -> None:
     command.write("train.py", f"import {library}")
     ended = command.run("-n", "1", "train.py")
     assert ended.returncode == 1
@@ -119,7 +119,7 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
     line = "without effect here: HOROVOD_CYCLE_TIME, HOROVOD_TIMELINE (docs/from-horovod.md, Variables)"
     assert told.stderr.count(line) == 1
     assert not (command.folder / "timeline.json").exists()
-    # What ranks say below the level is not printed; what the launcher says is.
+    # Messages of ranks below the level are not printed; the launcher's are.
     assert "without effect" not in ended(HOROVOD_LOG_LEVEL="warning").stderr
 
 

@@ -81,7 +81,7 @@ SLOW_TO_END = """
 """
 
 
-def test_who_only_hears_of_a_failure_is_not_blamed_when_it_ends_first(command: Command) -> None:
+def test_a_rank_that_only_receives_a_failure_is_not_blamed_if_it_ends_first(command: Command) -> None:
     command.write("train.py", SLOW_TO_END)
     ended = horovodrun(command, "python", "-W", "error", "train.py")
     report = ended.stderr.partition("failed first")
@@ -96,7 +96,7 @@ def test_a_pipe_of_the_command_ends_as_in_a_shell(command: Command) -> None:
     assert "Broken pipe" not in ended.stderr
 
 
-def test_a_file_that_cannot_be_run_is_told_apart(command: Command) -> None:
+def test_a_file_that_cannot_be_run_has_its_own_error(command: Command) -> None:
     command.write("train.sh", "\x7fELF is not what this is").chmod(0o755)
     ended = horovodrun(command, "./train.sh")
     assert ended.returncode == 1

@@ -236,7 +236,7 @@ def test_the_first_failing_rank_is_what_is_raised(command: Command, kind: str) -
     assert re.fullmatch(textwrap.dedent(expected).strip() + r"\s*", shown), shown
 
 
-def test_restarts_are_told_and_only_the_last_attempt_counts(command: Command) -> None:
+def test_restarts_are_reported_and_only_the_last_attempt_counts(command: Command) -> None:
     command.write(
         "train.py",
         """

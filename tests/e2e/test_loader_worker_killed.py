@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader worker that is killed while its rank waits for the others: every rank is told of the worker."""
+"""A loader worker that is killed while its rank waits for the others: every rank's error names the worker."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SCRIPT = """
         ("signal.setitimer(signal.ITIMER_REAL, 0.05)", "RuntimeError: told to go on without"),
     ],
 )
-def test_what_a_signals_handler_raises_is_not_taken_for_a_lost_connection(
+def test_an_exception_of_a_signal_handler_is_not_mistaken_for_a_lost_connection(
     command: Command, sends: str, words: str, exchange: str
 ) -> None:
     command.write("train.py", SCRIPT.format(sends=sends, exchange=exchange))

@@ -90,7 +90,7 @@ def test_sync_ends_with_any_rank_and_starts_again_from_its_last_state(command: C
     assert _sums(again.stdout) == sums, "to the bit"
 
 
-def test_who_asks_sync_to_stop_finds_the_state_saved(command: Command) -> None:
+def test_a_sync_job_that_is_asked_to_stop_saves_its_state(command: Command) -> None:
     sums = _undisturbed(command)
     asked = command.run("-n", "3", "train.py", "sync", "1", "ask")
     assert asked.returncode == 75, asked.stderr
@@ -100,7 +100,7 @@ def test_who_asks_sync_to_stop_finds_the_state_saved(command: Command) -> None:
 
 
 @pytest.mark.parametrize(("mode", "harm"), [("async", "kill"), ("stale", "kill"), ("async", "halt")])
-def test_async_goes_on_without_a_worker(command: Command, mode: str, harm: str) -> None:
+def test_async_continues_without_a_worker(command: Command, mode: str, harm: str) -> None:
     command.write("train.py", TRAIN)
     ended = command.run("-n", "3", "train.py", mode, "1", harm)
     assert ended.returncode == 0, ended.stderr

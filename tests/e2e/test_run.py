@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise run`` as a person uses it: what ranks see, and what is told before anything starts."""
+"""``rankwise run`` as users call it: what ranks see, and errors before anything starts."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_threads_are_shared_out_unless_the_user_chose(command: Command, chosen: 
         ([], "the following arguments are required"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(command: Command, words: list[str], text: str) -> None:
+def test_a_mistake_is_reported_before_anything_starts(command: Command, words: list[str], text: str) -> None:
     command.write("good.py", "print('started')")
     command.write("bad.py", "print('started')\nx = = 1\n")
     command.write("bare/__init__.py", "print('started')")

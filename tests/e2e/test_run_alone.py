@@ -27,7 +27,7 @@ for step in range(3):
 """
 
 
-def test_a_script_that_never_joins_is_told_in_its_first_step_and_at_the_end(command: Command) -> None:
+def test_a_script_that_never_joins_is_reported_in_its_first_step_and_at_the_end(command: Command) -> None:
     command.write("train.py", TRAIN.format(first="", last=""))
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 0
@@ -82,14 +82,14 @@ torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1).step()
 @pytest.mark.parametrize(
     "first", [JOINED, GROUP, RPC, HOROVOD, FORKED], ids=["join", "group", "rpc", "horovod", "forked"]
 )
-def test_nothing_is_said_of(command: Command, first: str) -> None:
+def test_no_report_for(command: Command, first: str) -> None:
     command.write("train.py", TRAIN.format(first=first, last=""))
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 0, ended.stderr
     assert "alone" not in ended.stderr
 
 
-def test_nothing_is_said_of_one_rank(command: Command) -> None:
+def test_no_report_with_one_rank(command: Command) -> None:
     command.write("train.py", TRAIN.format(first="", last=""))
     ended = command.run("-n", "1", "train.py")
     assert (ended.returncode, ended.stderr) == (0, "step 0\nstep 1\nstep 2\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that the job goes on without, under ``rankwise run``: who ends, what is said, what a shell gets."""
+"""Optional ranks under ``rankwise run``: which processes end, the reports, and the exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEGINNING = """
 """
 
 
-def test_the_others_go_on_without_ranks_that_die_raise_or_are_stopped(command: Command) -> None:
+def test_the_others_continue_without_ranks_that_die_raise_or_are_stopped(command: Command) -> None:
     command.write(
         "train.py",
         BEGINNING

@@ -64,7 +64,7 @@ def test_a_crash_shows_the_line_of_python_it_was_at(command: Command) -> None:
 
 
 @pytest.mark.parametrize("line", ["breakpoint()", "input('name? ')"])
-def test_what_would_read_from_the_terminal_is_told_that_there_is_none(command: Command, line: str) -> None:
+def test_reading_from_the_terminal_is_an_error_without_one(command: Command, line: str) -> None:
     command.write("train.py", f"{line}\nprint('after')\n")
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 1
@@ -146,7 +146,7 @@ def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
     assert re.search(r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr)
 
 
-def test_after_a_kill_it_is_said_where_that_rank_was(command: Command) -> None:
+def test_after_a_kill_the_report_shows_where_that_rank_was(command: Command) -> None:
     path = command.write(
         "train.py",
         """
@@ -254,7 +254,7 @@ def test_a_restart_shares_nothing_with_the_attempt_before(command: Command) -> N
     assert ended.stderr.endswith("ValueError: only once\n[rankwise] restart 1 of 2\n")
 
 
-def test_restarts_come_to_an_end(command: Command) -> None:
+def test_restarts_are_limited(command: Command) -> None:
     command.write("train.py", "import os, sys; print(os.environ['RANKWISE_ATTEMPT']); sys.exit(6)")
     ended = command.run("--max-restarts", "2", "train.py")
     assert (ended.returncode, ended.stdout) == (6, "0\n1\n2\n")

@@ -109,7 +109,7 @@ def test_replicas_that_part_end_the_job(command: Command, script: str, words: li
     ],
     ids=["no wrapper", "a criterion", "local SGD"],
 )
-def test_what_may_be_meant_is_a_warning_once(command: Command, script: str, words: str) -> None:
+def test_a_difference_that_may_be_intended_is_a_warning_once(command: Command, script: str, words: str) -> None:
     command.write("train.py", script)
     ended = command.run("--device", "cpu", "-n", "2", "--guard", "train.py")
     assert ended.returncode == 0, ended.stderr
@@ -162,7 +162,7 @@ def test_each_optimizer_of_a_loop_is_compared_from_its_first_step(command: Comma
     ],
     ids=["DDP", "averaged by hand", "other shapes", "unequal steps", "no group"],
 )
-def test_nothing_is_said_of(command: Command, script: str) -> None:
+def test_no_report_for(command: Command, script: str) -> None:
     command.write("train.py", script)
     ended = command.run("--device", "cpu", "-n", "2", "--guard", "train.py")
     assert ended.returncode == 0, ended.stderr

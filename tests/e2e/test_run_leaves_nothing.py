@@ -151,7 +151,7 @@ def test_a_signal_before_the_ranks_are_there(command: Command) -> None:
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_nothing_is_left_when_the_warm_server_is_killed(command: Command, kind: str) -> None:
+def test_nothing_is_left_when_the_fork_server_is_killed(command: Command, kind: str) -> None:
     started = _start(command, kind)
     os.kill(_server_of(command, started), signal.SIGKILL)
     _, text = started.communicate()
@@ -208,7 +208,7 @@ def test_a_finished_run_leaves_no_temporary_files(command: Command) -> None:
     assert list(_temporary(command).iterdir()) == []
 
 
-def test_what_a_rank_left_running_ends_with_the_run(command: Command) -> None:
+def test_processes_that_a_rank_left_running_end_with_the_run(command: Command) -> None:
     command.write("train.py", "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)")
     assert command.run("-n", "2", "train.py").returncode == 0
     assert command.processes() == []

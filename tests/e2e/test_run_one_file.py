@@ -62,7 +62,7 @@ def test_a_file_that_two_ranks_write_is_reported_once(command: Command, how: str
 
 
 @pytest.mark.parametrize("how", SILENT)
-def test_nothing_is_said_of(command: Command, how: str) -> None:
+def test_no_report_for(command: Command, how: str) -> None:
     command.write("train.py", f"{HEAD}\n{SILENT[how]}")
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 0, ended.stderr

@@ -56,7 +56,7 @@ def test_one_rank_writes_what_python_writes(command: Command) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_what_torch_imports_while_it_trains_is_not_reported_as_leaked(command: Command) -> None:
+def test_imports_of_torch_during_training_are_not_reported_as_leaked(command: Command) -> None:
     command.write(
         "train.py",
         """

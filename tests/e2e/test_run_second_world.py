@@ -48,7 +48,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others(command: Command) -> None:
     assert all(line.startswith("Rank 1 failed: SIGKILL") for line in ended.stdout.splitlines())
 
 
-def test_ranks_go_on_without_those_that_may_go_there(command: Command) -> None:
+def test_ranks_continue_without_optional_ranks(command: Command) -> None:
     command.write(
         "train.py",
         BEGINNING
@@ -70,7 +70,7 @@ def test_ranks_go_on_without_those_that_may_go_there(command: Command) -> None:
     assert "[rankwise] rank 1 failed (SIGKILL); the others continue without it\n" in ended.stderr
 
 
-def test_all_save_when_the_launcher_is_told_to_stop(command: Command) -> None:
+def test_all_ranks_save_when_the_launcher_is_asked_to_stop(command: Command) -> None:
     command.write(
         "train.py",
         BEGINNING

@@ -210,7 +210,7 @@ def test_a_rank_that_ends_before_its_peers_open_nothing_ends_well(command: Comma
     assert (ended.returncode, ended.stdout) == (0, "worked on\n"), ended.stderr
 
 
-def test_a_wait_for_others_to_join_names_who_is_missing(command: Command) -> None:
+def test_a_wait_for_others_to_join_names_the_missing_ranks(command: Command) -> None:
     command.write(
         "train.py",
         """

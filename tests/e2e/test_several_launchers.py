@@ -74,7 +74,9 @@ def test_two_launchers_run_one_job(command: Command, launchers: Launchers) -> No
     assert {line.split()[2] for line in lines} == {"2"}
 
 
-def test_a_failure_is_told_whole_once_and_everywhere_by_its_exit_code(command: Command, launchers: Launchers) -> None:
+def test_a_failure_is_reported_in_full_once_and_everywhere_by_its_exit_code(
+    command: Command, launchers: Launchers
+) -> None:
     command.write("train.py", HELLO + "    if world.rank == 1:\n        raise SystemExit(7)\n    rw.barrier()\n")
     first = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "0", "train.py")
     second = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "1", "train.py")
@@ -119,7 +121,7 @@ def test_torchs_store_is_served_to_several_machines_where_that_is_asked_for(
         (("--nodes", "2", "train.py"), {"RANKWISE_SECRET": "another"}, "do not hold the same secret"),
     ],
 )
-def test_a_launcher_that_contradicts_is_refused_and_the_job_goes_on(
+def test_a_contradicting_launcher_is_refused_and_the_job_continues(
     command: Command, launchers: Launchers, words: tuple[str, ...], env: dict[str, str], text: str
 ) -> None:
     command.write("train.py", HELLO)
@@ -135,7 +137,7 @@ def test_a_launcher_that_contradicts_is_refused_and_the_job_goes_on(
     assert (right.wait(50), first.wait(50)) == (0, 0)
 
 
-def test_two_launchers_of_one_number_are_told(command: Command, launchers: Launchers) -> None:
+def test_two_launchers_with_one_node_rank_are_an_error(command: Command, launchers: Launchers) -> None:
     command.write("train.py", HELLO)
     first = launchers.start("-n", "1", "--nodes", "3", "--node-rank", "0", "train.py")
     launchers.start("-n", "1", "--nodes", "3", "--node-rank", "1", "train.py")
@@ -167,7 +169,7 @@ def test_a_node_that_never_comes_is_named(command: Command, launchers: Launchers
         (("--nodes", "2", "--interface", "no0", "--rendezvous", "127.0.0.1:29400"), "no network interface 'no0'"),
     ],
 )
-def test_a_mistake_is_told_at_once(command: Command, words: tuple[str, ...], text: str) -> None:
+def test_a_mistake_is_reported_immediately(command: Command, words: tuple[str, ...], text: str) -> None:
     command.write("train.py", HELLO)
     ended = command.run(*words, "train.py", env=SECRET)
     assert (ended.returncode, text in ended.stderr) == (2, True), ended.stderr

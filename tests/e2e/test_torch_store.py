@@ -41,7 +41,7 @@ def lines(command: Command, *words: str, env: dict[str, str] | None = None) -> l
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_ranks_meet_at_the_address_that_they_are_told(command: Command, num_ranks: int, host: str) -> None:
+def test_ranks_meet_at_the_given_address(command: Command, num_ranks: int, host: str) -> None:
     command.write(
         "train.py",
         BEGINNING
@@ -226,7 +226,7 @@ def test_one_option_closes_it(command: Command, *, by_variable: bool) -> None:
     assert "--torch-store on" in ended.stderr
 
 
-def test_a_bad_variable_is_told_before_anything_starts(command: Command) -> None:
+def test_a_bad_variable_is_reported_before_anything_starts(command: Command) -> None:
     command.write("train.py", "print('started')")
     ended = command.run("-n", "2", "train.py", env={"RANKWISE_TORCH_STORE": "1"})
     assert (ended.returncode, ended.stdout) == (2, "")

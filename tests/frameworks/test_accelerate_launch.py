@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(110)
 
 
 @pytest.mark.parametrize("source", ["torchrun", "openmpi"])
-def test_two_ranks_come_to_what_one_comes_to(launcher: Launcher, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_compute_what_one_rank_computes(
+    launcher: Launcher, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone, together = launcher.folder / "alone", launcher.folder / "together"
     alone.mkdir()
     together.mkdir()

@@ -46,7 +46,7 @@ def check_ranks(trained: Trained, number: int) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_two_ranks_come_to_what_they_come_to_under_torchrun(launcher: Launcher, script: str) -> None:
+def test_two_ranks_compute_the_same_as_under_torchrun(launcher: Launcher, script: str) -> None:
     expected = launcher.train(TORCHRUN, 2, script, *devices(script, 2))
     got = launcher.train(RANKWISE, 2, script, *devices(script, 2))
     check_ranks(expected, 2)

@@ -32,7 +32,7 @@ def one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "sizes"), FITTING, ids=[f"{way} {sizes}" for way, sizes in FITTING])
-def test_what_is_spread_over_gpus_trains_as_on_one_cpu(
+def test_a_model_distributed_over_gpus_trains_as_on_one_cpu(
     tmp_path_factory: pytest.TempPathFactory, one_cpu: Found, strategy: str, sizes: dict[str, int]
 ) -> None:
     world_size = torch.Size(sizes.values()).numel()
@@ -90,7 +90,7 @@ def test_scripts_in_other_libraries_words_train_as_on_one_cpu(words: str) -> Non
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["parameter server", "islands"])
-def test_what_travels_otherwise_trains_as_on_one_cpu(way: str) -> None:
+def test_other_transports_train_as_on_one_cpu(way: str) -> None:
     expected = run_ranks(train_seldom, 1, way, NUM_GPUS)[0].get()
     for result in run_ranks(train_seldom, NUM_GPUS, way, NUM_GPUS, device=None, timeout_seconds=240.0):
         assert largest_difference(result.get(), expected) < TOLERANCE

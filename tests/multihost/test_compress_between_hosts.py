@@ -16,7 +16,7 @@ COMPRESSED = Path(__file__).with_name("compressed.py")
 
 
 @pytest.mark.parametrize(("ranks_per_host", "check", "how"), [(2, "0", "SharedMemory"), (1, "1", "TorchGroup")])
-def test_unlike_processors_come_to_the_same_bits_near_to_exact_gradients(
+def test_different_processors_compute_the_same_bits_near_exact_gradients(
     hosts: Hosts, ranks_per_host: int, check: str, how: str
 ) -> None:
     all_ended = hosts.run_ranks(COMPRESSED, ranks_per_host, env={"RANKWISE_CHECK": check})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link between hosts that is cut while ranks train in ways that seldom wait for each other, or send little."""
+"""A link between hosts that is cut while ranks train with strategies that rarely wait or send little."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def of_script(folder: Path, timeout_seconds: float, jobs: Sequence[str]) -> tupl
 
 
 @pytest.mark.timeout(120)
-def test_a_cut_link_costs_nothing_but_time(tmp_path: Path, warm_python: WarmPython) -> None:
+def test_a_cut_link_costs_only_time(tmp_path: Path, warm_python: WarmPython) -> None:
     jobs = [job for way in TAKEN for job in ([way, f"{way}-cut"] if way in EXACT else [f"{way}-cut"])]
     with ThreadPoolExecutor() as pool, Hosts(2, python=warm_python) as hosts:
         cutting = Cutting(hosts, tmp_path)

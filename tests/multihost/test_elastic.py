@@ -49,7 +49,7 @@ def test_a_rank_that_dies_or_stops_is_replaced(
 
 
 @pytest.mark.parametrize("way", ["launcher", "cable"])
-def test_a_lost_node_is_gone_on_without_and_taken_in_again(
+def test_a_job_continues_without_a_lost_node_and_readmits_it(
     hosts: Hosts, tmp_path: Path, undisturbed: dict[str, torch.Tensor], way: str
 ) -> None:
     job = Job(hosts, tmp_path, "wait", "--nodes", "1:2")

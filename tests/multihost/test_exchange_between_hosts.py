@@ -35,14 +35,14 @@ def test_large_tensors_and_gradients_are_the_same_bits_on_every_host_and_in_ever
     assert found[0]["number"] == 12 + 4 * (2 + 4 + 4) + 2 + 1
 
 
-def test_what_was_chosen_is_said_in_one_line(hosts: Hosts) -> None:
+def test_the_choice_is_logged_in_one_line(hosts: Hosts) -> None:
     code = "import rankwise as rw\nwith rw.join() as world:\n    pass"
     all_ended = hosts.run_ranks(code, [2, 2])
     lines = [line for ended in all_ended for line in ended.stderr.splitlines() if "exchange: " in line]
     assert lines == ["[rankwise] exchange: shared memory between 2 ranks on each of 2 hosts, Gloo between hosts"]
 
 
-def test_ranks_alone_on_their_hosts_go_through_gloo_and_the_reason_is_said(hosts: Hosts) -> None:
+def test_ranks_alone_on_their_hosts_use_gloo_and_log_the_reason(hosts: Hosts) -> None:
     code = "import rankwise as rw\nwith rw.join() as world:\n    assert rw.all_reduce(1) == 2"
     first, second = hosts.run_ranks(code, [1, 1])
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
@@ -50,7 +50,7 @@ def test_ranks_alone_on_their_hosts_go_through_gloo_and_the_reason_is_said(hosts
 
 
 @pytest.mark.parametrize("ranks_per_host", [[2, 2], [1, 1]])
-def test_with_checking_gradients_that_meet_another_collective_are_told_before_they_are_sent(
+def test_with_checking_gradients_against_another_collective_are_reported_before_sending(
     hosts: Hosts, ranks_per_host: list[int]
 ) -> None:
     code = (
@@ -76,7 +76,7 @@ def test_with_checking_gradients_that_meet_another_collective_are_told_before_th
             assert "on        rank 3/4 on host1, reported on every rank" in ended.stderr
 
 
-def test_ranks_in_different_containers_go_through_gloo_and_the_reason_is_said(tmp_path: Path) -> None:
+def test_ranks_in_different_containers_use_gloo_and_log_the_reason(tmp_path: Path) -> None:
     code = (
         "import sys, rankwise as rw\n"
         "with rw.join(init_method=f'file://{sys.argv[1]}/store', rank=int(sys.argv[2]), world_size=2) as world:\n"

@@ -51,7 +51,7 @@ def test_a_disk_that_fills_up_behind_stdout_is_named(tmp_path: Path) -> None:
     assert _trained(tmp_path) == []
 
 
-def test_ranks_with_log_files_go_on_when_the_disk_of_stdout_is_full(tmp_path: Path) -> None:
+def test_ranks_with_log_files_continue_when_the_disk_of_stdout_is_full(tmp_path: Path) -> None:
     ended = _run(tmp_path, "--log-dir logs train.py > disk/train.log")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("disk/train.log: No space left on device; the ranks continue") == 1
@@ -60,7 +60,7 @@ def test_ranks_with_log_files_go_on_when_the_disk_of_stdout_is_full(tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", ["--log-dir disk train.py", "--log-dir disk train.py > disk/train.log 2>&1"])
-def test_ranks_go_on_when_the_disk_of_their_log_files_is_full(tmp_path: Path, words: str) -> None:
+def test_ranks_continue_when_the_disk_of_their_log_files_is_full(tmp_path: Path, words: str) -> None:
     ended = _run(tmp_path, words)
     assert ended.returncode == 0, ended.stderr
     assert _trained(tmp_path) == ["trained-0", "trained-1"]

@@ -220,7 +220,7 @@ def test_nothing_is_left_of_hosts_half_made() -> None:
     assert traces(hosts) == []
 
 
-def test_what_the_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_programs_that_the_machine_lacks_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("hosts.TUN", tmp_path / "tun")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that find each other though names mislead, and what they are told where they cannot."""
+"""Ranks that find each other despite misleading names, and their errors if they cannot."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_ranks_listen_only_where_the_others_come_from(debian_hosts: Hosts) -> No
     assert found == [([f"{address}:{PORT}"], [address]), ([], [other])]
 
 
-def test_rank_zero_told_localhost_serves_the_others_all_the_same(debian_hosts: Hosts) -> None:
+def test_rank_zero_given_localhost_still_serves_the_others(debian_hosts: Hosts) -> None:
     """As an operator of Kubernetes sets it for the first pod."""
     code = "import os; os.environ.update({'MASTER_ADDR': 'localhost'} if os.environ['RANK'] == '0' else {})"
     first, second = debian_hosts.run_ranks(code + JOIN_AND_LOOK, 1)

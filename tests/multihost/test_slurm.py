@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Slurm: its steps train to the one-rank result, and a job that is told to stop goes on where it was."""
+"""A real Slurm: its steps train to the one-rank result, and a job that is asked to stop resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -13,27 +13,18 @@ from typing import TYPE_CHECKING
 import interrupted
 import pytest
 import torch
-from slurm import Slurm
 from training import CASES, Parameters, train_all
 
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from slurm import Slurm
 
 TRAINING = Path(__file__).with_name("training.py")
 INTERRUPTED = Path(__file__).with_name("interrupted.py")
 TOLERANCE = 1e-10
 NUM_RANKS = 4
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    """A cluster of two nodes, for all tests here: it takes a second to start."""
-    with Slurm(2) as made:
-        yield made
-    assert not made.folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +94,7 @@ def check_resumed(folder: Path, num_ranks: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_a_step_that_is_told_to_stop_saves_and_its_job_goes_on_where_it_was(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_step_that_is_asked_to_stop_saves_and_its_job_resumes_there(slurm: Slurm, tmp_path: Path) -> None:
     # Exported as many people have it, for other libraries: these agree with the step's own.
     text = f"""
         export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
@@ -129,7 +120,7 @@ def test_a_step_that_is_told_to_stop_saves_and_its_job_goes_on_where_it_was(slur
 
 
 @pytest.mark.timeout(180)
-def test_a_submitted_job_that_is_told_to_stop_and_then_preempted_goes_on_where_it_was(
+def test_a_submitted_job_that_is_stopped_and_then_preempted_resumes_where_it_stopped(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     shape = ("--nodes", "2", "--ranks-per-node", "1", "--time", "1:00:00")
@@ -159,7 +150,7 @@ def test_a_submitted_job_that_is_told_to_stop_and_then_preempted_goes_on_where_i
     check_resumed(tmp_path, 2)
 
 
-def test_each_task_of_a_step_tells_who_started_it_and_all_are_examined_together(slurm: Slurm, tmp_path: Path) -> None:
+def test_each_task_of_a_step_reports_its_launcher_and_all_are_examined_together(slurm: Slurm, tmp_path: Path) -> None:
     srun = ("srun", "--nodes=2", "--ntasks-per-node=1")
     rankwise = (sys.executable, "-m", "rankwise")
     # A file each: srun cuts lines at 1024 bytes, and mixes what tasks write there.
@@ -176,7 +167,7 @@ def test_each_task_of_a_step_tells_who_started_it_and_all_are_examined_together(
     assert "error" not in {finding["level"] for finding in read["findings"]}
 
 
-def test_what_slurm_refuses_is_shown_in_its_own_words(slurm: Slurm, tmp_path: Path) -> None:
+def test_an_error_of_slurm_is_shown_with_its_own_text(slurm: Slurm, tmp_path: Path) -> None:
     command = ("-m", "rankwise", "submit", "--partition", "nowhere", str(INTERRUPTED))
     ran = slurm.run(sys.executable, *command, cwd=tmp_path)
     assert ran.exit_code == 2

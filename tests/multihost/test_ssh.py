@@ -91,7 +91,7 @@ def job(ssh_hosts: SshHosts, tmp_path: Path) -> Job:
 
 
 def wait_for_end(pid: int) -> bool:
-    """Whether a process that may be nobody's child here ends."""
+    """Whether a process ends that need not be a child of this one."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -203,7 +203,7 @@ def test_ranks_end_with_the_process_that_ssh_has_started(job: Job) -> None:
         assert wait_for_end(pid)
 
 
-def test_an_elastic_job_goes_on_without_a_host_whose_connection_ends(job: Job) -> None:
+def test_an_elastic_job_continues_without_a_host_whose_connection_ends(job: Job) -> None:
     process, pids = job.begin("--nodes", "1:2")
     os.kill(ssh_of(process, "host1"), signal.SIGKILL)
     assert wait_for_end(pids[1])
@@ -225,7 +225,7 @@ def test_an_elastic_job_goes_on_without_a_host_whose_connection_ends(job: Job) -
         ("host0,host1", ["ConfigurationError: Script 'nowhere.py' does not exist.", "on        host", "rsync -a"]),
     ],
 )
-def test_what_cannot_start_on_one_host_starts_on_none(job: Job, hosts: str, expected: list[str]) -> None:
+def test_a_job_that_cannot_start_on_one_host_starts_on_none(job: Job, hosts: str, expected: list[str]) -> None:
     exit_code, out, said = job.run("--hosts", hosts, "-n", "1", "nowhere.py")
     assert (exit_code, out) == (2, "")
     for words in expected:

@@ -371,7 +371,7 @@ def _refused(world: World, strategy: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_needs_a_backend_of_the_device_says_so(strategy: str) -> None:
+def test_strategies_that_need_a_backend_of_the_device_raise_an_error(strategy: str) -> None:
     for text in on_standin(_refused, 2, strategy):
         assert f"{strategy}() needs a torch backend that supports standin tensors, and gloo does not." in text
         assert "rankwise.replicate()" in text

@@ -72,7 +72,7 @@ def _inside_of_jit(_: World) -> None:
     assert rw.all_reduce(1) == 2
 
 
-def test_what_jax_only_traces_is_refused(run_ranks: RunRanks) -> None:
+def test_a_jax_tracer_is_refused(run_ranks: RunRanks) -> None:
     for result in run_ranks(_inside_of_jit, 2):
         result.get()
 
@@ -135,7 +135,7 @@ class _Unreadable(_NoWayBack):
         raise BufferError("it lies on a device of another kind")
 
 
-def test_what_cannot_be_read_or_given_back_is_refused() -> None:
+def test_arrays_that_cannot_be_read_or_returned_are_refused() -> None:
     with rw.join():
         for value, words in (
             (_NoWayBack(), "pass it as a NumPy array"),

@@ -73,7 +73,7 @@ def _restore(world: World, path: str) -> bool:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_four_ranks_save_any_number_loads(tmp_path: Path, asynchronous: bool) -> None:
+def test_any_number_of_ranks_loads_a_checkpoint_of_four(tmp_path: Path, asynchronous: bool) -> None:
     for result in run_ranks(_save, 4, str(tmp_path), asynchronous):
         assert result.get() == [
             "manifest.json",
@@ -85,7 +85,7 @@ def test_what_four_ranks_save_any_number_loads(tmp_path: Path, asynchronous: boo
         assert [result.get() for result in run_ranks(_restore, world_size, str(tmp_path))] == [True] * world_size
 
 
-def test_what_one_rank_saves_three_load(tmp_path: Path) -> None:
+def test_three_ranks_load_a_checkpoint_of_one(tmp_path: Path) -> None:
     assert run_ranks(_save, 1, str(tmp_path), False)[0].get() == [
         "manifest.json",
         "part-00000.safetensors",
@@ -260,7 +260,7 @@ def _save_many_in_the_background(world: World, path: str) -> tuple[list[str], in
     return sorted(entry.name for entry in checkpoints.directory.iterdir()), extra["n"]
 
 
-def test_training_goes_on_beside_saves_in_the_background(tmp_path: Path) -> None:
+def test_training_continues_during_saves_in_the_background(tmp_path: Path) -> None:
     for result in run_ranks(_save_many_in_the_background, 2, str(tmp_path)):
         assert result.get() == (["checkpoint-000007", "checkpoint-000008"], 7)
 
@@ -319,7 +319,7 @@ def _load_what_one_rank_refuses(world: World, path: str) -> list[str]:
     return texts
 
 
-def test_what_one_rank_refuses_is_loaded_on_none(tmp_path: Path) -> None:
+def test_a_state_that_one_rank_refuses_is_loaded_on_none(tmp_path: Path) -> None:
     first, second = (result.get() for result in run_ranks(_load_what_one_rank_refuses, 2, str(tmp_path / "c")))
     assert first[0].startswith("PeerFailed: Rank 1 failed in loading loader")
     assert "KeyError: 3" in second[0]

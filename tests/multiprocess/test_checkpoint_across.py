@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings saved under one arrangement go on under any other, as if they had always been on one device."""
+"""Trainings saved under one strategy continue under any other, as if they had always been on one device."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _go_on(world: World, path: str, name: str, sources: list[str]) -> dict[str, 
 
 
 @pytest.mark.timeout(300)
-def test_a_training_goes_on_under_every_other_arrangement(tmp_path: Path) -> None:
+def test_a_training_continues_under_every_other_strategy(tmp_path: Path) -> None:
     names = list(ARRANGEMENTS)
     for name in names:
         for result in run_ranks(_train_and_save, _world_size(name), str(tmp_path), name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two jobs on one folder of checkpoints: the second is told, and a dead one's lock stops nobody."""
+"""Two jobs on one folder of checkpoints: the second gets an error, and a dead job's lock blocks no other job."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Named:
 
 
 def _job(connection: Connection, path: str, hostname: str) -> None:
-    """Be a job of one rank that saves when it is told to, and says what came of it."""
+    """Be a job of one rank that saves on request and reports the result."""
     _be_on(hostname)
     with join(device="cpu"):
         checkpoints = Checkpointer(path)
@@ -123,7 +123,7 @@ def _save(world: World, path: str) -> str:
 
 
 @pytest.mark.parametrize("hostname", ["", ELSEWHERE], ids=["same machine", "another machine"])
-def test_the_second_job_is_told_on_every_rank_and_the_first_goes_on(tmp_path: Path, hostname: str) -> None:
+def test_the_second_job_raises_on_every_rank_and_the_first_continues(tmp_path: Path, hostname: str) -> None:
     with _started(tmp_path, hostname) as first:
         assert first.save() == "saved"
         for result in run_ranks(_save, 2, str(tmp_path)):
@@ -158,7 +158,7 @@ def _read(world: World, path: str) -> list[str]:
     return came_to
 
 
-def test_a_script_that_reads_is_let_in_and_one_that_would_go_on_training_is_told(tmp_path: Path) -> None:
+def test_reading_a_locked_folder_works_and_resuming_a_training_there_is_an_error(tmp_path: Path) -> None:
     with _started(tmp_path) as first:
         assert first.save() == "saved"
         for result in run_ranks(_read, 2, str(tmp_path)):
@@ -167,7 +167,7 @@ def test_a_script_that_reads_is_let_in_and_one_that_would_go_on_training_is_told
 
 
 @pytest.mark.parametrize("hostname", ["", ELSEWHERE], ids=["same machine", "another machine"])
-def test_the_lock_of_a_killed_job_stops_nobody(tmp_path: Path, hostname: str) -> None:
+def test_the_lock_of_a_killed_job_blocks_no_other_job(tmp_path: Path, hostname: str) -> None:
     for number in range(1, 4):
         with _started(tmp_path, hostname) as job:
             assert job.save() == "saved"
@@ -176,7 +176,7 @@ def test_the_lock_of_a_killed_job_stops_nobody(tmp_path: Path, hostname: str) ->
 
 
 @pytest.mark.parametrize("content", [b"", b'{"hostname": "gpu', b"[1]", b'{"pid": []}'])
-def test_the_lock_of_a_job_killed_while_it_wrote_it_stops_nobody(tmp_path: Path, content: bytes) -> None:
+def test_a_lock_half_written_by_a_killed_job_blocks_no_other_job(tmp_path: Path, content: bytes) -> None:
     (tmp_path / f"{folder_lock.PREFIX}7").write_bytes(content)
     with _started(tmp_path) as job:
         assert job.save() == "saved"
@@ -204,7 +204,7 @@ def test_a_stopped_process_of_this_machine_keeps_its_lock(tmp_path: Path) -> Non
         assert first.save() == "saved"
 
 
-def test_of_several_jobs_that_find_a_dead_one_s_lock_at_once_one_goes_on(tmp_path: Path) -> None:
+def test_of_several_jobs_that_find_a_dead_lock_one_continues(tmp_path: Path) -> None:
     with _started(tmp_path) as first, _started(tmp_path) as a, _started(tmp_path) as b, _started(tmp_path) as c:
         assert first.save() == "saved"
         owns, jobs = first, [a, b, c]
@@ -262,7 +262,7 @@ def test_a_later_attempt_of_the_same_job_takes_the_lock_of_the_earlier_at_once()
     assert of("", 0).is_running(of("", 1, "gpu-08")) is None
 
 
-def test_a_process_that_got_the_number_of_a_dead_owner_is_not_taken_for_it() -> None:
+def test_a_process_that_reuses_the_pid_of_a_dead_owner_is_not_mistaken_for_it() -> None:
     here, parent = lock_owner.LockOwner.this_process(), os.getppid()
     started = process_probe.start_time_of(parent)
     assert dataclasses.replace(here, pid=parent, start_time=started).is_running(here) is True

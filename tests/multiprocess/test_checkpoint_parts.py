@@ -58,7 +58,9 @@ def _load_each(world: World, path: str, saved: list[str], names: list[str]) -> N
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_lies_on_four_ranks_in_any_way_loads_in_any_other(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_checkpoint_of_four_ranks_under_any_strategy_loads_under_any_other(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     names = list(ARRANGEMENTS)
     for result in run_ranks(_save_each, 4, str(tmp_path), names, asynchronous):
         result.get()
@@ -190,7 +192,7 @@ def _save_and_load_what_cannot_be(world: World, path: str) -> dict[str, str]:
     return texts
 
 
-def test_what_makes_up_no_whole_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_parts_that_do_not_cover_the_whole_are_refused_on_all_ranks(tmp_path: Path) -> None:
     first, second = (result.get() for result in run_ranks(_save_and_load_what_cannot_be, 2, str(tmp_path)))
     for texts in (first, second):
         assert "CheckpointError: model.scale cannot be saved: it is on the meta" in texts["saved from nowhere"]

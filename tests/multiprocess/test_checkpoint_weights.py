@@ -141,7 +141,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_the_earlier_file(tmp_pa
 
 
 @pytest.mark.parametrize("weights", [{"a": 1}, {"a": torch.ones(2, dtype=torch.complex64)}, [torch.ones(2)]])
-def test_what_such_files_cannot_hold_is_refused(tmp_path: Path, weights: object) -> None:
+def test_values_that_such_files_cannot_hold_are_refused(tmp_path: Path, weights: object) -> None:
     with pytest.raises(RankwiseError, match=r"save_weights|complex64"):
         save_weights(tmp_path / "f", weights)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
@@ -150,7 +150,7 @@ def test_what_such_files_cannot_hold_is_refused(tmp_path: Path, weights: object)
     assert load_weights(tmp_path / "f", torch.nn.Linear(3, 2)).weight.sum() == 6
 
 
-def test_a_folder_without_room_for_all_of_it_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_folder_without_enough_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     # As large as no disk, and without memory.
     endless = torch.zeros(1).expand(2**50)
     with pytest.raises(CheckpointError, match=r"(?s)No space left.*free 4503599627370\d+ bytes"):
@@ -166,7 +166,7 @@ class _Doubling(torch.nn.Linear):
         destination[prefix + "weight"] = destination[prefix + "weight"] * 2
 
 
-def test_a_model_whose_state_is_not_its_own_memory_is_not_loaded_in_vain(tmp_path: Path) -> None:
+def test_loading_a_model_whose_state_is_not_its_own_memory_has_an_effect(tmp_path: Path) -> None:
     save_weights(tmp_path / "f", torch.nn.Linear(3, 2))
     with pytest.raises(ConfigurationError, match=r"weight cannot be loaded in place: state_dict\(\) returns a copy"):
         load_weights(tmp_path / "f", _Doubling(3, 2))

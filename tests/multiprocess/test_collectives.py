@@ -96,7 +96,7 @@ def _sends_and_changes(world: World) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_broadcast_is_no_alias(run_ranks: RunRanks, world_size: int) -> None:
+def test_a_broadcast_value_is_no_alias(run_ranks: RunRanks, world_size: int) -> None:
     for rank, result in enumerate(run_ranks(_sends_and_changes, world_size)):
         value, received = result.get()
         assert value.tolist() == [0.0, 1.0, 2.0]

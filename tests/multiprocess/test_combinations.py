@@ -28,7 +28,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("strategy", "sizes"), WAYS, ids=[f"{way} {sizes}" for way, sizes in WAYS])
-def test_what_is_spread_trains_as_on_one_device(
+def test_a_distributed_model_trains_as_on_one_device(
     tmp_path_factory: pytest.TempPathFactory, one_device: Found, strategy: str, sizes: dict[str, int]
 ) -> None:
     world_size = torch.Size(sizes.values()).numel()
@@ -120,6 +120,6 @@ def _differing(world: World, case: str) -> str:
         ("nobody splits", "tensor_parallel(model) first"),
     ],
 )
-def test_what_would_mix_numbers_is_refused_on_every_rank(case: str, words: str) -> None:
+def test_calls_that_would_mix_values_are_refused_on_every_rank(case: str, words: str) -> None:
     for result in run_ranks(_differing, 4 if case.startswith("nobody") else 2, case):
         assert words in result.get()

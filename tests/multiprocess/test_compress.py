@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed gradients: equal on all ranks, nothing lost over time, harm that passes."""
+"""Compressed gradients: equal on all ranks, nothing lost over time, failures that pass."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _drain(world: World, method: Method | str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("method", REMEMBERING, ids=str)
-def test_what_is_left_out_comes_later(run_ranks: RunRanks, world_size: int, method: Method | str) -> None:
+def test_a_remainder_is_added_to_a_later_step(run_ranks: RunRanks, world_size: int, method: Method | str) -> None:
     for result in run_ranks(_drain, world_size, method):
         result.get()
 
@@ -108,7 +108,7 @@ def _round(world: World, method: str, epsilon: float) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("method", "epsilon"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
-def test_two_bytes_round_and_no_more(run_ranks: RunRanks, world_size: int, method: str, epsilon: float) -> None:
+def test_two_bytes_round_and_nothing_else(run_ranks: RunRanks, world_size: int, method: str, epsilon: float) -> None:
     for result in run_ranks(_round, world_size, method, epsilon):
         result.get()
 
@@ -203,7 +203,7 @@ def _unused_by_all(world: World, method: Method | str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("method", REMEMBERING, ids=str)
-def test_what_no_rank_uses_is_remembered_until_it_is_used(
+def test_a_remainder_of_an_unused_parameter_is_kept_until_it_is_used(
     run_ranks: RunRanks, world_size: int, method: Method | str
 ) -> None:
     for result in run_ranks(_unused_by_all, world_size, method):

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import hashlib
 import threading
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,19 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
 
 
-def _of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+@cache
+def _drawn(rank: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
+    numel = max(_sizes(dtype.itemsize))
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 20, (numel,), generator=generator).to(dtype)
+        return torch.randn(numel, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 20, (numel,), generator=generator, dtype=torch.uint8).to(
+        dtype
+    )
+
+
+def _of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return _drawn(rank, dtype)[:numel].clone()
 
 
 def _sizes(itemsize: int) -> list[int]:
@@ -229,7 +238,7 @@ def _models_come_and_go(_: World) -> list[tuple[int, int]]:
     return held
 
 
-def test_memory_and_descriptors_of_models_that_are_gone_are_free() -> None:
+def test_memory_and_descriptors_of_deleted_models_are_freed() -> None:
     for result in run_ranks_auto(_models_come_and_go, 2, exchange="shared_memory"):
         held = result.get()
         assert held[1:] == [held[0]] * 3
@@ -243,7 +252,7 @@ def _ours_against_theirs(world: World) -> str:
     return str(caught.value)
 
 
-def test_what_rankwise_sends_itself_is_told_from_what_the_user_sends() -> None:
+def test_rankwises_own_messages_are_distinguished_from_the_users() -> None:
     for result in run_ranks_auto(_ours_against_theirs, 2, exchange="shared_memory"):
         assert "rank 0: buffers of rank 0" in result.get()
         assert "rank 1: barrier()" in result.get()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that the job goes on without, on real ranks that no launcher looks after."""
+"""Optional ranks, on real ranks without a launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVENT_SECONDS = 20.0
 
 
 def _without_rank_two(world: World) -> FailureDetector:
-    """Declare all ranks but the first expendable, and have rank 2 fail; return this rank's watch."""
+    """Declare all ranks but the first optional, and have rank 2 fail; return this rank's watch."""
     session = current()
     detector, store = session.detector, session.store
     assert detector is not None
@@ -161,7 +161,7 @@ def _confirm_twice(session: Session) -> None:
     ranks.confirm("renaming", lambda: None)
 
 
-def test_who_waits_for_one_that_failed_is_told_its_error() -> None:
+def test_waiting_for_a_failed_rank_raises_its_error() -> None:
     of_two = "2: ValueError: the batch is bad"
     for result in testing.run_ranks(_wait_for_who_failed, 4)[:2]:
         assert result.get() == [of_two, of_two, "3: no word from host3"]

@@ -63,7 +63,7 @@ def _join_after_a_failure(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_process_whose_world_failed_is_told_to_end(run_ranks: RunRanks) -> None:
+def test_a_process_whose_world_failed_is_asked_to_end(run_ranks: RunRanks) -> None:
     for result in run_ranks(_join_after_a_failure, 2):
         assert "rankwise run --max-restarts" in result.get()
 
@@ -77,7 +77,7 @@ def _raise_beside_a_wait_of_torch(world: World, failing: int) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_connection_that_broke_in_torch_is_told_by_its_reason(run_ranks: RunRanks, failing: int) -> None:
+def test_a_connection_that_broke_in_torch_is_recognized_by_its_reason(run_ranks: RunRanks, failing: int) -> None:
     results = run_ranks(_raise_beside_a_wait_of_torch, 3, failing)
     assert isinstance(results[failing].error, ValueError)
     for rank in {0, 1, 2} - {failing}:
@@ -198,7 +198,7 @@ def _different_collectives(world: World, how: str) -> str:
         ("shapes", "float32[3]", "float32[4]"),
     ],
 )
-def test_different_collectives_are_told_apart(run_ranks: RunRanks, how: str, rank_0: str, others: str) -> None:
+def test_different_collectives_are_distinguished(run_ranks: RunRanks, how: str, rank_0: str, others: str) -> None:
     for result in run_ranks(_different_collectives, 3, how):
         evidence = result.get().splitlines()
         assert any("rank 0: " in line and rank_0 in line for line in evidence)
@@ -221,7 +221,7 @@ def _agree(world: World, failing: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_agreement_turns_one_error_into_everyones_and_goes_on(run_ranks: RunRanks, failing: int) -> None:
+def test_agreement_raises_one_ranks_error_on_all_ranks_and_continues(run_ranks: RunRanks, failing: int) -> None:
     values = [result.get() for result in run_ranks(_agree, 3, failing)]
     expected = [f"{'own' if rank == failing else f'peer {failing}'}, still 3 together" for rank in range(3)]
     assert values == expected

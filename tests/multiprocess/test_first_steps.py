@@ -125,7 +125,7 @@ def test_ranks_that_train_apart_are_reported_once_in_their_first_step(how: str) 
         "one rank",
     ],
 )
-def test_nothing_is_said_of(how: str) -> None:
+def test_no_report_for(how: str) -> None:
     assert [result.get() for result in testing.run_ranks(_train, NUM_RANKS, how)] == [[], [], []]
 
 
@@ -259,7 +259,7 @@ SGD, LBFGS = torch.optim.SGD, torch.optim.LBFGS
     ],
     ids=["dropout", "no dropout", "BatchNorm", "one BatchNorm twice", "BatchNorms", "LBFGS", "nothing"],
 )
-def test_what_keeps_a_run_from_being_that_of_one_rank_is_said_once(
+def test_causes_of_other_results_than_one_ranks_are_reported_once(
     layers: list[nn.Module], make: Callable[..., torch.optim.Optimizer], words: str, expected: str | None
 ) -> None:
     first, other = [result.get() for result in testing.run_ranks(_said_of, 2, layers, make, words)]

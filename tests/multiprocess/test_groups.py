@@ -164,7 +164,7 @@ def _wrong(world: World) -> list[str]:
     return said
 
 
-def test_wrong_groups_and_parts_are_refused_and_the_world_goes_on(run_ranks: RunRanks) -> None:
+def test_wrong_groups_and_parts_are_refused_and_the_world_continues(run_ranks: RunRanks) -> None:
     for result in run_ranks(_wrong, 2):
         said = result.get()
         assert all("each once" in text for text in said[:3])
@@ -197,7 +197,7 @@ def _other_order_of_keys(world: World) -> list[str]:
     return said
 
 
-def test_values_under_other_keys_are_not_taken_for_one_another(run_ranks: RunRanks) -> None:
+def test_values_under_different_keys_are_not_confused(run_ranks: RunRanks) -> None:
     for result in run_ranks(_other_order_of_keys, 2):
         said = result.get()
         assert 'rank 0: all_reduce("sum", [{loss: float64[], right: float64[]}, [int64[]]])' in said[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``hvd.elastic``: killed ranks and launchers, damaged commits, failed operations. Trainings end as if undisturbed."""
+"""``hvd.elastic``: killed ranks and launchers, damaged commits, failed operations. Results are as if undisturbed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRAIN = """
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
     )
     if hvd.rank():
-        model.weight.data.zero_()  # sync() has to mend it
+        model.weight.data.zero_()  # sync() must restore it
     else:
         torch.nn.init.ones_(model.weight)
 
@@ -56,7 +56,7 @@ TRAIN = """
                     hvd.barrier()  # every rank has committed
                     hurt()
                 while who == "launcher" and hvd.size() == 1 and state.steps == when:
-                    state.check_host_updates()  # until another machine has come
+                    state.check_host_updates()  # until another machine has joined
                 optimizer.zero_grad()
                 F.mse_loss(model(part), part.sum(1, keepdim=True).expand(-1, 3)).backward()
                 optimizer.step()
@@ -173,7 +173,7 @@ def launchers(warm_python: WarmPython, tmp_path: Path, port: int) -> Iterator[La
         process.communicate()
 
 
-def test_what_is_left_goes_to_the_machines_that_are_there(tmp_path: Path, launchers: Launchers) -> None:
+def test_remaining_ranks_go_to_the_available_machines(tmp_path: Path, launchers: Launchers) -> None:
     first, second = launchers.start(0), launchers.start(1)
     assert second.stdout is not None
     assert second.stdout.readline() == "ready\n"
@@ -230,7 +230,7 @@ def commit(_: rankwise.World, folder: str, kind: str) -> dict[str, Any] | None:
     ("kind", "evidence"),
     [("code", f"{type(Path()).__module__}.PosixPath"), ("function", "test_horovod_elastic.commit")],
 )
-def test_what_would_have_to_run_code_is_refused_when_it_is_committed(tmp_path: Path, kind: str, evidence: str) -> None:
+def test_state_that_would_have_to_run_code_is_refused_at_commit(tmp_path: Path, kind: str, evidence: str) -> None:
     (result,) = testing.run_ranks(commit, 1, str(tmp_path), kind)
     with pytest.raises(ConfigurationError, match="cannot be read back without running code") as error:
         result.get()
@@ -243,7 +243,7 @@ def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
     assert result.get() == {"values": {"value": [{1, 2}, (1.5, None), b"x", "y", {3: 1j}, 2**70]}}
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (result,) = testing.run_ranks(commit, 1, str(tmp_path / "gone"), "plain")
     with pytest.raises(CheckpointError, match="cannot be committed to") as error:
         result.get()
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def fail_within(world: rankwise.World, rank: int, kind: str) -> list[Any]:
-    """Have one rank's operation fail after a commit, then go on."""
+    """Make one rank's operation fail after a commit, then continue."""
     hvd.init()
     model = torch.nn.Linear(1, 1).double()
     torch.nn.init.constant_(model.weight, 1.0 + world.rank)
@@ -310,6 +310,6 @@ def fail_forever(_: rankwise.World) -> None:
     train(state)
 
 
-def test_what_fails_again_and_again_ends(run_ranks: RunRanks) -> None:
+def test_a_job_that_fails_repeatedly_ends(run_ranks: RunRanks) -> None:
     for result in run_ranks(fail_forever, 2):
         assert "call 5" in str(result.error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names beside the documented ones that public scripts and test suites of Horovod use, on real ranks."""
+"""Undocumented names that public scripts and test suites of Horovod use, on real ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _asked_before_init(_: World) -> list[float]:
     return hvd.allreduce(torch.tensor([float(sum(own))]), op=mpi_ops.Sum).tolist()
 
 
-def test_a_script_asks_what_was_built_and_trains() -> None:
+def test_a_script_queries_what_was_built_and_trains() -> None:
     assert [result.get() for result in testing.run_ranks(_asked_before_init, 2)] == [[6.0], [6.0]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hvd.DistributedOptimizer`: what it is, what it refuses, and what scripts do around a step."""
+"""`hvd.DistributedOptimizer`: its class, its refusals, and common operations around a step."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _refusals(world: World) -> dict[str, str]:
     return said
 
 
-def test_what_is_refused_and_as_what() -> None:
+def test_refused_arguments_and_their_errors() -> None:
     for result in testing.run_ranks(_refusals, 2):
         said = result.get()
         for name in said.keys() - {"zero_grad", "too often", "skip", "set", "warned"}:
@@ -211,7 +211,7 @@ def test_new_groups_closures_and_loaded_states_keep_ranks_equal(run_ranks: RunRa
 
 
 def _recovering(world: World) -> tuple[str, Parameters]:
-    """Have the ranks wait for different things, with gradients under way; then go on."""
+    """Make the ranks wait for different operations while gradients are sent; then continue."""
     hvd.init()
     model = built()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -229,7 +229,7 @@ def _recovering(world: World) -> tuple[str, Parameters]:
     return said, kept(model)
 
 
-def test_ranks_that_wait_for_each_other_are_told_and_can_go_on(run_ranks: RunRanks) -> None:
+def test_ranks_that_wait_for_each_other_raise_and_can_continue(run_ranks: RunRanks) -> None:
     _, reference = one_rank(_recovering)
     for result in run_ranks(_recovering, 3):
         said, parameters = result.get()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's operations meet by name, not by order; what cannot meet is an error, and the world stays usable."""
+"""Horovod's operations are matched by name, not by order; a mismatch is an error, and the world remains usable."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _polls(world: World) -> tuple[int, list[float]]:
     return num_polls, hvd.synchronize(handle).tolist()
 
 
-def test_poll_goes_on(run_ranks: RunRanks) -> None:
+def test_poll_continues(run_ranks: RunRanks) -> None:
     (first, result), (second, _) = (one.get() for one in run_ranks(_polls, 2))
     assert result == [1.0]
     assert first > 1
@@ -299,7 +299,7 @@ def _ends_too_early(world: World) -> str:
     return text
 
 
-def test_who_waits_for_a_rank_that_has_come_to_its_end_is_told() -> None:
+def test_waiting_for_a_rank_that_has_ended_is_an_error() -> None:
     _, text = (result.get() for result in testing.run_ranks(_ends_too_early, 2))
     assert "rank 0: has reached the end" in text
     assert "rank 1: waits for 'allreduce.waited for'" in text
@@ -314,7 +314,7 @@ def _never_comes(world: World) -> str:
     return str(caught.value)
 
 
-def test_who_waits_in_vain_is_told_for_which_operation() -> None:
+def test_a_wait_that_cannot_end_names_the_operation() -> None:
     text, _ = (result.get() for result in testing.run_ranks(_never_comes, 2))
     assert "hvd.allreduce 'loss' cannot complete: rank 1 has left" in text
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining and leaving, with real processes that nobody or somebody else started."""
+"""Joining and leaving, with real processes started by another program or by none."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_an_exit_inside_the_block_is_a_failure_where_its_code_says_so(
     assert words in str(other.error)
 
 
-def test_a_port_in_use_is_said(warm_python: WarmPython, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(warm_python: WarmPython, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         process = start(warm_python, tmp_path, 0, 2, f"tcp://127.0.0.1:{port}", "run")
@@ -171,7 +171,7 @@ def _facts(world: World) -> World:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_world_is_told_right(world_size: int) -> None:
+def test_the_world_has_the_right_values(world_size: int) -> None:
     for rank, result in enumerate(run_ranks(_facts, world_size)):
         world = result.get()
         assert (world.rank, world.world_size) == (rank, world_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wait that is too long, and calls that differ: what every rank is told, down to the line of each."""
+"""A wait that is too long, and calls that differ: every rank's error, including the line of each rank."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _backward_or_reduce(world: World) -> None:
         model(torch.randn(2, 5)).square().mean().backward()
 
 
-def test_without_checking_a_mixture_is_told_after_the_hang(run_ranks: RunRanks) -> None:
+def test_without_checking_a_mixture_is_reported_after_the_timeout(run_ranks: RunRanks) -> None:
     for result in run_ranks(_backward_or_reduce, 3, join_timeout_seconds=LIMIT_SECONDS, timeout_seconds=15.0):
         assert isinstance(result.error, CollectiveMismatch), result.error
         text = str(result.error)
@@ -247,7 +247,7 @@ def _size(num_elements: int) -> ChannelSize:
         ("other size", "statistics: float32[2]", "statistics: float32[3]"),
     ],
 )
-def test_with_checking_a_difference_is_told_before_anything_is_sent(
+def test_with_checking_a_difference_is_reported_before_anything_is_sent(
     run_ranks: RunRanks, how: str, most: str, odd: str
 ) -> None:
     for num_ranks, odd_rank, others in ((2, 1, "rank 0"), (3, 2, "ranks 0-1"), (3, 0, "ranks 1-2")):
@@ -273,7 +273,7 @@ def test_with_checking_some_of_the_ranks_call_for_themselves(run_ranks: RunRanks
 
 
 def _wait_until_it_is_said(world: World) -> tuple[list[str], list[str]]:
-    """Rank 1 comes to a barrier when both others have seen to it that somebody mentions that it is missing."""
+    """Rank 1 reaches a barrier after both others have made sure that its absence is reported."""
     store: Any = current().store
     collective_timeout.NOTICE_SECONDS = 0.2
     claim, report = CollectiveWait._claim, CollectiveWait._report_missing
@@ -299,7 +299,7 @@ def _wait_until_it_is_said(world: World) -> tuple[list[str], list[str]]:
     return claimed, [line for line in said if "has been waiting" in line]
 
 
-def test_a_long_wait_is_mentioned_by_one_rank_with_who_is_missing(run_ranks: RunRanks) -> None:
+def test_one_rank_reports_a_long_wait_and_names_the_missing_rank(run_ranks: RunRanks) -> None:
     found = [result.get() for result in run_ranks(_wait_until_it_is_said, 3)]
     claimed = [purpose for claims, _ in found for purpose in claims]
     # Where the machine is busy the wait may be so long that it is mentioned again.

@@ -185,7 +185,7 @@ def _loops(world: World) -> None:
     _steps_that_nobody_counts(world)
 
 
-def test_other_loops_leave_islands_the_same_or_are_told_why_not() -> None:
+def test_other_loops_keep_islands_equal_or_raise_an_error() -> None:
     for result in run_plain_ranks(_loops, 2):
         result.get()
 
@@ -225,7 +225,7 @@ def _fail_in_a_long_round(world: World) -> None:
             raise ValueError("of an island")
 
 
-def test_islands_hear_of_a_failure_in_the_middle_of_a_round() -> None:
+def test_islands_are_notified_of_a_failure_in_the_middle_of_a_round() -> None:
     first, failed = run_plain_ranks(_fail_in_a_long_round, 2, timeout_seconds=30.0)
     assert isinstance(failed.error, ValueError)
     assert isinstance(first.error, PeerFailed)
@@ -275,7 +275,7 @@ def _refused(world: World) -> None:
         outer.synchronize()
 
 
-def test_what_cannot_be_is_refused_on_every_rank() -> None:
+def test_impossible_arguments_are_refused_on_every_rank() -> None:
     for result in run_plain_ranks(_refused, 2):
         result.get()
 
@@ -302,6 +302,6 @@ def _without_islands(world: World, how: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "how"), [(2, "replicated over all"), (2, "no islands"), (4, "not distributed")])
-def test_ranks_that_are_no_islands_are_told_what_to_call(world_size: int, how: str, tmp_path: Path) -> None:
+def test_ranks_without_islands_get_an_error_that_names_the_call(world_size: int, how: str, tmp_path: Path) -> None:
     for result in run_plain_ranks(_without_islands, world_size, how, str(tmp_path)):
         result.get()

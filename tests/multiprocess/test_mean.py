@@ -55,7 +55,7 @@ def _odd_values(world: World) -> list[float]:
     ]
 
 
-def test_what_has_no_weight_is_left_out_and_what_has_some_counts() -> None:
+def test_values_without_weight_are_ignored_and_others_count() -> None:
     for result in testing.run_ranks(_odd_values, 2):
         *first, fourth, fifth, last = result.get()
         assert all(map(math.isnan, first))
@@ -94,7 +94,7 @@ def test_a_mean_that_only_one_rank_calls_is_named() -> None:
         (1.0, None, "weights holds something else"),
     ],
 )
-def test_what_mean_refuses(values: Any, weights: Any, words: str) -> None:
+def test_mean_refuses_invalid_arguments(values: Any, weights: Any, words: str) -> None:
     with rw.join(), pytest.raises(ConfigurationError, match=words):
         rw.mean(values, weights)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's words on torch's tensors: training as on one rank, groups, values by name, samplers."""
+"""MegEngine's API on torch's tensors: training as on one rank, groups, values by name, samplers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 SIZE = 24
-"""Divided by 1, 2, 3 and 4 ranks: a mean over ranks is a mean over samples where each has equally many."""
+"""A multiple of 1, 2, 3 and 4: a mean over ranks is a mean over samples if each has the same number."""
 
 
 class Net(nn.Module):
@@ -197,7 +197,7 @@ def _manager_alone(_: World) -> None:
 
 
 def _plain_backward(world: World) -> None:
-    """A backward that the GradManager does not hear of would leave every rank with gradients of its own."""
+    """A backward outside the GradManager would leave every rank with gradients of its own."""
     x, y = torch.ones(2), torch.ones(2)
     reduced, own = GradManager().attach(x, dist.make_allreduce_cb("mean")), GradManager().attach(y)
     with pytest.raises(ConfigurationError, match=r"gm\.backward\(loss\)"):
@@ -312,7 +312,7 @@ def test_samplers_shard_in_megengine_s_order(world_size: int) -> None:
         assert several[0] == several[-(-num // 2)]
 
 
-def test_what_is_not_there_names_what_to_use() -> None:
+def test_a_name_that_is_not_there_raises_with_the_one_to_use() -> None:
     for module, name, words in (
         (mge.data, "get_worker_info", "get_worker_info"),
         (mge.autodiff, "Function", r"torch\.autograd\.Function"),

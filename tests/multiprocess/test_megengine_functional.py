@@ -191,7 +191,7 @@ def _sent_without_a_way_back(world: World) -> list[Any]:
     return [received, total is None or total.requires_grad]
 
 
-def test_a_gradient_that_nobody_would_wait_for() -> None:
+def test_a_gradient_that_no_rank_would_wait_for() -> None:
     first, second = testing.run_ranks(_sent_without_a_way_back, 2)
     assert first.get() == [[], False]
     assert second.get() == [[False, False, True, True], True]

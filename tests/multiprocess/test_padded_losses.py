@@ -200,7 +200,7 @@ EXACT: list[tuple[Losses, Collate, tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("replicate", 2), ("replicate", 3), ("shard", 2)])
 @pytest.mark.parametrize(("losses", "collate", "lengths"), EXACT)
-def test_what_does_not_count_padding_is_exact(
+def test_a_loss_that_does_not_count_padding_is_exact(
     losses: Losses, collate: Collate, lengths: tuple[int, ...], strategy: str, num_ranks: int
 ) -> None:
     (alone,) = testing.run_ranks(_train, 1, strategy, losses, collate, lengths)

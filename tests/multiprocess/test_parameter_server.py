@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter servers on real ranks: sync is what one rank computes, async waits for nobody it need not wait for."""
+"""Parameter servers on real ranks: sync computes what one rank computes, async waits only where necessary."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _fast_and_slow(world: World, max_staleness: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("max_staleness", [None, 0, 3])
-def test_who_waits_for_whom(max_staleness: int | None) -> None:
+def test_the_wait_graph(max_staleness: int | None) -> None:
     leads = testing.run_ranks(_fast_and_slow, 3, max_staleness)[0].get()
     if max_staleness is None:
         assert leads == [*range(12)], "the fast worker waits for nobody"
@@ -217,7 +217,7 @@ def _breaks_off(world: World, folder: str, break_at: int | None, num_servers: in
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_sync_goes_on_from_the_last_state_to_the_bit(tmp_path: Path, num_servers: int) -> None:
+def test_sync_resumes_bitwise_from_the_last_state(tmp_path: Path, num_servers: int) -> None:
     whole = testing.run_ranks(_breaks_off, 4, str(tmp_path / "whole"), None, num_servers)[0].get()
     folder = str(tmp_path / "broken")
     failed = testing.run_ranks(_breaks_off, 4, folder, 11, num_servers)
@@ -298,7 +298,7 @@ def _refusals(world: World) -> None:
     assert float(model.weight) == -1  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_is_said_before_anything_is_opened() -> None:
+def test_impossible_arguments_are_reported_before_anything_is_opened() -> None:
     for result in testing.run_ranks(_refusals, 3):
         result.get()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How workers of parameter servers come to an end: loops and steps that are broken off, and after the world."""
+"""How workers of parameter servers end: aborted loops and steps, and calls after the world."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_who_breaks_off_a_step_waits_for_nothing_more() -> None:
+def test_a_rank_that_aborts_a_step_stops_waiting() -> None:
     # An error lets go of the loop over the loader, as break does, before anybody hears of it.
     results = testing.run_ranks(_breaks_off_a_step, 3, join_timeout_seconds=5.0)
     assert [type(result.error) for result in results] == [KeyboardInterrupt, PeerFailed, PeerFailed]
@@ -65,7 +65,7 @@ def _breaks_off_a_loop(world: World) -> None:
     rw.leave()
 
 
-def test_what_goes_wrong_after_break_is_raised_at_the_end() -> None:
+def test_an_error_after_break_is_raised_at_the_end() -> None:
     results = testing.run_ranks(_breaks_off_a_loop, 2)
     assert [type(result.error) for result in results] == [PeerFailed, KeyboardInterrupt]
 

@@ -196,6 +196,6 @@ def test_a_buffer_of_all_ranks_samples_is_exact(num_ranks: int) -> None:
     ],
     ids=["spectral_norm", "BatchNorm", "counter", "no update", "of nothing", "all ranks, one sample", "on rank 0"],
 )
-def test_nothing_is_said_of(make: Make, num_samples: int, on_rank_zero: bool) -> None:
+def test_no_report_for(make: Make, num_samples: int, on_rank_zero: bool) -> None:
     for result in testing.run_ranks(_train, 3, "replicate", make, num_samples, on_rank_zero):
         assert [line for line in result.get()[0] if "buffer" in line] == []

@@ -172,7 +172,7 @@ def test_a_mean_over_samples_is_to_the_bit_what_weights_by_samples_make_of_it(me
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_what_is_neither_is_warned_of_once_by_the_last_stage(name: str) -> None:
+def test_the_last_stage_warns_once_of_a_loss_that_is_neither_mean_nor_sum(name: str) -> None:
     results = [result.get()[name] for result in testing.run_ranks(_train, 2, (name,), {"pp": 2}, "1f1b")]
     assert [num_lines for _, num_lines in results] == [0, 1]
     assert results[0][0] > 1e-6
@@ -215,7 +215,7 @@ def test_a_mean_times_the_size_of_every_micro_batch_is_warned_of(size: int, num_
     assert ["is multiplied by 4, which is also" in line for line in result] == [True] * num_lines
 
 
-def test_one_copy_of_a_pipeline_speaks_for_all() -> None:
+def test_one_copy_of_a_pipeline_reports_for_all() -> None:
     results = testing.run_ranks(_train, 4, ("rmse",), {"pp": 2, "dp_replicate": 2}, "1f1b")
     assert sum(result.get()["rmse"][1] for result in results) == 1
 
@@ -236,7 +236,7 @@ def _with_weights(_: World) -> float:
     return difference(model, plain)
 
 
-def test_a_given_weight_has_the_last_word() -> None:
+def test_a_given_weight_overrides_the_reading_of_the_loss() -> None:
     for result in testing.run_ranks(_with_weights, 2):
         assert result.get() < 1e-12
 
@@ -266,7 +266,7 @@ def _refused(_: World, loss_fn: OfTarget, size: int) -> str:
         (_over_sixteen, 16, "which is ambiguous"),
     ],
 )
-def test_what_cannot_be_told_is_an_error_on_every_rank(loss_fn: OfTarget, size: int, words: str) -> None:
+def test_an_ambiguous_loss_is_an_error_on_every_rank(loss_fn: OfTarget, size: int, words: str) -> None:
     for result in testing.run_ranks(_refused, 2, loss_fn, size):
         assert words in result.get()
 

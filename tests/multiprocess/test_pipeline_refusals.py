@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline refuses: on every rank, before anything changes, and so that ranks can go on."""
+"""What a pipeline refuses: on every rank, before anything changes, and so that ranks can continue."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _refused(world: World) -> dict[str, list[str]]:
     return found
 
 
-def test_what_cannot_be_is_refused_on_every_rank_before_anything_changes() -> None:
+def test_impossible_arguments_are_refused_on_every_rank_before_anything_changes() -> None:
     for result in run_ranks(_refused, 2):
         found = result.get()
         for what, (_, _, expected) in REFUSALS.items():
@@ -182,6 +182,6 @@ def _mixed_up(world: World, folder: str) -> None:
     assert difference(model, one) <= TOLERANCE
 
 
-def test_ranks_that_do_different_things_are_told_and_can_go_on(tmp_path: Any) -> None:
+def test_ranks_with_different_calls_raise_and_can_continue(tmp_path: Any) -> None:
     for result in run_ranks(_mixed_up, 2, str(tmp_path)):
         result.get()

@@ -57,7 +57,7 @@ def test_replicating_a_placed_model_is_exact(run_ranks: RunRanks) -> None:
 
 
 def _refused_alone(world: World) -> str:
-    """A plan that only one rank's model cannot follow concerns only that rank: place communicates with nobody."""
+    """A plan that only one rank's model cannot follow concerns only that rank: place does no communication."""
     replicated = rw.replicate(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="replicate\\(\\) was already called") as caught:
         place(replicated, {"": "cpu"})
@@ -70,6 +70,6 @@ def _refused_alone(world: World) -> str:
     return "placed"
 
 
-def test_place_communicates_with_nobody() -> None:
+def test_place_does_no_communication() -> None:
     values = [result.get() for result in testing.run_ranks(_refused_alone, 2)]
     assert values == ["placed", "The plan names '2', but Sequential has no such module."]

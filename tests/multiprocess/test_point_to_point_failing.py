@@ -28,7 +28,7 @@ def _both_wait(world: World) -> None:
     recv(1 - world.rank)
 
 
-def test_two_ranks_that_wait_for_each_other_are_told_both_places() -> None:
+def test_two_ranks_that_wait_for_each_other_get_an_error_with_both_lines() -> None:
     results = testing.run_ranks(_both_wait, 2, join_timeout_seconds=2.0, timeout_seconds=20.0)
     errors = [result.error for result in results]
     missing = [error for error in errors if isinstance(error, PeerMissing)]
@@ -71,7 +71,7 @@ def _end(world: World, how: str, ending: int) -> None:
 
 @pytest.mark.parametrize("ending", [0, 1])
 @pytest.mark.parametrize(("how", "kind"), [("raise", PeerFailed), ("kill", PeerMissing), ("leave", PeerMissing)])
-def test_a_rank_that_ends_is_named_by_who_waits_for_it(how: str, kind: type[Exception], ending: int) -> None:
+def test_a_rank_that_ends_is_named_by_the_ranks_that_wait_for_it(how: str, kind: type[Exception], ending: int) -> None:
     results = testing.run_ranks(_end, 2, how, ending)
     ended, waiting = results[ending], results[1 - ending]
     assert isinstance(waiting.error, kind), waiting.error

@@ -94,7 +94,7 @@ def test_numbers_of_each_sample_are_named_once_with_their_line(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", NOT_NAMED)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_nothing_is_said_of(kind: str, num_ranks: int) -> None:
+def test_no_report_for(kind: str, num_ranks: int) -> None:
     assert [one.get() for one in testing.run_ranks(_drawn, num_ranks, kind)] == [[]] * num_ranks
 
 

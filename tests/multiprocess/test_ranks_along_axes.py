@@ -191,6 +191,6 @@ def _refused(world: World, case: str) -> str:
         ("one call", "rank 1: rankwise.mesh() at "),
     ],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(case: str, words: str) -> None:
+def test_arguments_that_do_not_fit_are_refused_on_every_rank(case: str, words: str) -> None:
     for result in run_plain_ranks(_refused, 2, case):
         assert words in result.get()

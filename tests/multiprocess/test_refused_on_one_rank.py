@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank alone is refused is an error of all ranks that names it, and the ranks can go on together."""
+"""An error on one rank alone is raised on all ranks and names it, and the ranks can continue together."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _one_is_refused(world: World, name: str, odd: int) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize("odd", ["first", "last"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_one_rank_is_refused_all_are_told_and_can_go_on(name: str, odd: str) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_and_they_can_continue(name: str, odd: str) -> None:
     case = CASES[name]
     rank = 0 if odd == "first" else case.world_size - 1
     results = run_ranks(_one_is_refused, case.world_size, name, rank, join_timeout_seconds=20.0)
@@ -161,7 +161,7 @@ def _refused_before_it_meets(world: World, odd: int) -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 2])
-def test_what_one_rank_is_refused_by_replicate_ends_all(odd: int) -> None:
+def test_an_error_of_replicate_on_one_rank_is_raised_on_all(odd: int) -> None:
     results = run_ranks(_refused_before_it_meets, 3, odd, join_timeout_seconds=30.0)
     for rank, result in enumerate(results):
         assert "The model has no parameter that needs a gradient" in str(result.error)

@@ -303,7 +303,7 @@ def _without_what_counts_nothing(make: Callable[[], nn.Module], world_size: int,
 
 
 @pytest.mark.parametrize("make", [Net, partial(Net, batchnorm=True)])
-def test_what_counts_nothing_changes_no_step_but_in_batchnorms_statistics(
+def test_samples_without_weight_change_only_batchnorms_statistics(
     run_ranks: RunRanks, make: Callable[[], nn.Module]
 ) -> None:
     for world_size, odd in ((2, 1), (3, 0)):
@@ -314,7 +314,7 @@ def test_what_counts_nothing_changes_no_step_but_in_batchnorms_statistics(
 
 
 def _count_nothing_before_batchnorm(world: World) -> list[str]:
-    """Two steps in which all targets of rank 0 are to be ignored, then one in which nobody's count."""
+    """Two steps in which all targets of rank 0 are to be ignored, then one in which no rank's count."""
     model = rw.replicate(built(lambda: Net(batchnorm=True)), sync_batchnorm=True)
     with listening() as said:
         for step, (x, _) in enumerate(batches([8, 8, 8])):
@@ -326,7 +326,7 @@ def _count_nothing_before_batchnorm(world: World) -> list[str]:
     return said
 
 
-def test_samples_that_count_only_in_batchnorms_statistics_are_told_of_once(run_ranks: RunRanks) -> None:
+def test_samples_that_count_only_in_batchnorms_statistics_are_reported_once(run_ranks: RunRanks) -> None:
     first, second = (result.get() for result in run_ranks(_count_nothing_before_batchnorm, 2))
     check_said(first, ["the samples of this rank have no weight in the loss, but BatchNorm includes them"])
     assert second == []

@@ -148,7 +148,7 @@ def _token_weighted(world: World, how: str) -> Parameters:
 
 
 @pytest.mark.parametrize("how", ["argument", "block"])
-def test_a_mean_over_tokens_is_exact_when_told(run_ranks: RunRanks, how: str) -> None:
+def test_a_mean_over_tokens_is_exact_with_a_given_weight(run_ranks: RunRanks, how: str) -> None:
     reference = one_rank(_token_weighted, how)
     for world_size in (2, 3):
         for result in run_ranks(_token_weighted, world_size, how):

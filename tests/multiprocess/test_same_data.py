@@ -243,7 +243,7 @@ def _healthy(world: World, make: Callable[[], Any], num_workers: int) -> int:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("make", [Augmented, AugmentsByItself, odd_samples])
-def test_what_is_the_same_or_random_raises_nothing_and_leaves_the_generators(make: Any, num_workers: int) -> None:
+def test_equal_or_random_data_raise_nothing_and_leave_the_generators(make: Any, num_workers: int) -> None:
     assert sum(result.get() for result in run_ranks(_healthy, 2, make, num_workers)) == 20
 
 
@@ -268,7 +268,7 @@ def _fails_later(world: World, num_workers: int) -> str:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_sample_that_fails_fails_where_the_loop_comes_to_it(num_workers: int) -> None:
+def test_a_failing_sample_raises_where_the_loop_reaches_it(num_workers: int) -> None:
     first, second = (result.get() for result in run_ranks(_fails_later, 2, num_workers))
     assert (first, second) == ("nothing", "dataset[7] raised OSError: truncated image")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader that gives every rank the same samples is spoken of, in the first step; nothing else is."""
+"""A loader that gives every rank the same samples is reported in the first step; nothing else is."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _train(world: World, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["torch's loader", "a sampler", "our loader", "no samples"])
-def test_the_same_samples_on_every_rank_are_spoken_of_once(how: str) -> None:
+def test_the_same_samples_on_every_rank_are_reported_once(how: str) -> None:
     first, *others = [result.get() for result in testing.run_ranks(_train, 3, how)]
     assert others == [[], []]
     assert [text[: len(WORDS)] for text in first] == [WORDS] * (how == "torch's loader")
@@ -81,7 +81,7 @@ def _train_by_hand(world: World, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["the graph", "slices", "own draws", "shares"])
-def test_batches_made_by_hand_are_spoken_of_once(how: str) -> None:
+def test_batches_made_by_hand_are_reported_once(how: str) -> None:
     first, second = [result.get() for result in testing.run_ranks(_train_by_hand, 2, how)]
     assert second == []
     (said,) = first

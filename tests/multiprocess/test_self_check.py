@@ -168,7 +168,7 @@ def shard_weighing_in_place(world: World) -> None:
     shard(net())
 
 
-def test_what_torch_2_15_changed_is_found() -> None:
+def test_the_change_of_torch_2_15_is_found() -> None:
     """Without the fix of that version: wrong there, right before."""
     for result in testing.run_ranks(shard_weighing_in_place, 2):
         if torch_versions.release_of(torch.__version__) < (2, 15):

@@ -46,14 +46,14 @@ def _train(world: World, mistake: str, num_ranks: int) -> list[float]:
         ("skipped", "Ranks have stepped the optimizers of Sequential a different number of times before step 4"),
     ],
 )
-def test_what_parts_is_named_on_every_rank(mistake: str, named: str, num_ranks: int) -> None:
+def test_diverging_state_is_named_on_every_rank(mistake: str, named: str, num_ranks: int) -> None:
     for result in testing.run_ranks(_train, num_ranks, mistake, num_ranks):
         with pytest.raises(ReplicasDiffer) as raised:
             result.get()
         assert named in str(raised.value)
 
 
-def test_schedulers_of_one_mind_are_left_alone() -> None:
+def test_schedulers_that_agree_are_not_reported() -> None:
     first, second = (one.get() for one in testing.run_ranks(_train, 2, "none", 2))
     assert first == second
     assert first[-1] < 0.01

@@ -47,13 +47,18 @@ def _on_ranks(world: World, sizes: dict[str, int]) -> dict[str, Parameters]:
         rw.mesh(**sizes)
     return {
         name: train(rw.shard(plain_model(), blocks=["0"]), step, world.rank, world.world_size)
-        for name, step in _steps(only_some=bool(sizes)).items()
+        for name, step in _steps(only_some=_is_short(world.world_size)).items()
     }
+
+
+def _is_short(world_size: int) -> bool:
+    """Whether some of the losses are enough: three ranks, whose shares are unequal, have all."""
+    return world_size in {2, 4}
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(1, {}), (2, {}), (3, {}), (4, {"dp_replicate": 2, "dp_shard": 2})])
 def test_losses_are_exact(world_size: int, sizes: dict[str, int]) -> None:
-    plain = {name: train(plain_model(), step, 0, 1) for name, step in _steps(only_some=bool(sizes)).items()}
+    plain = {name: train(plain_model(), step, 0, 1) for name, step in _steps(only_some=_is_short(world_size)).items()}
     for result in testing.run_ranks(_on_ranks, world_size, sizes):
         apart = {name: largest_difference(got, plain[name]) for name, got in result.get().items()}
         assert {name: value for name, value in apart.items() if value > TOLERANCE} == {}
@@ -123,7 +128,7 @@ def _coupled(world: World, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["rmse", "contrastive"])
-def test_what_couples_samples_is_named_once_with_its_line(name: str) -> None:
+def test_a_loss_that_couples_samples_is_named_once_with_its_line(name: str) -> None:
     lines = [result.get() for result in testing.run_ranks(_coupled, 2, name)]
     assert [len(one) for one in lines] == [1, 0]
     assert f"because of {COUPLED[name][1]}" in lines[0][0]
@@ -161,7 +166,7 @@ def _some_inputs(world: World) -> None:
         (_some_inputs, "backward(inputs=...) was given parameters of a sharded model"),
     ],
 )
-def test_what_cannot_be_exact_is_an_error(trains: Callable[[World], None], message: str) -> None:
+def test_a_result_that_cannot_be_exact_is_an_error(trains: Callable[[World], None], message: str) -> None:
     for result in testing.run_ranks(trains, 2):
         with pytest.raises((ConfigurationError, PeerFailed)) as caught:
             result.get()

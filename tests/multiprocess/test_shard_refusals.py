@@ -72,7 +72,7 @@ def refusals(world: World) -> list[str]:
     return said
 
 
-def test_what_cannot_be_is_refused_on_all_ranks_before_anything_changed() -> None:
+def test_impossible_arguments_are_refused_on_all_ranks_before_anything_changed() -> None:
     parts = [
         "blocks names 'layer.*', but the model has no such module",
         "blocks names the class Conv2d",

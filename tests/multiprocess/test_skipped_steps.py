@@ -169,6 +169,6 @@ def _train(world: World, how: str) -> int:
 
 
 @pytest.mark.parametrize("how", _LOOPS)
-def test_loops_of_the_same_steps_are_left_alone(run_ranks: RunRanks, how: str) -> None:
+def test_loops_of_the_same_steps_are_not_reported(run_ranks: RunRanks, how: str) -> None:
     for result in run_ranks(_train, 2, how):
         assert result.get() == 3

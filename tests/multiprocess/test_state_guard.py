@@ -157,7 +157,7 @@ def _train(world: World, name: str) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_parts_is_named_on_every_rank(run_ranks: RunRanks, world_size: int, name: str) -> None:
+def test_diverging_state_is_named_on_every_rank(run_ranks: RunRanks, world_size: int, name: str) -> None:
     for result in run_ranks(_train, world_size, name):
         with pytest.raises(ReplicasDiffer) as raised:
             result.get()
@@ -265,7 +265,7 @@ def _train_quietly(world: World, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_nothing_is_raised_of(run_ranks: RunRanks, name: str) -> None:
+def test_no_error_for(run_ranks: RunRanks, name: str) -> None:
     assert [result.get() for result in run_ranks(_train_quietly, 2, name)] == ["trained"] * 2
 
 
@@ -284,7 +284,7 @@ def _adversaries(world: World) -> int:
     return step
 
 
-def test_models_that_train_one_another_are_left_alone(run_ranks: RunRanks) -> None:
+def test_models_that_train_one_another_are_not_reported(run_ranks: RunRanks) -> None:
     assert [result.get() for result in run_ranks(_adversaries, 2)] == [19, 19]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that is told to stop: every rank ends before the same step, and a resumed job is the undisturbed one."""
+"""A job that is asked to stop: every rank ends before the same step, and a resumed job equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _asks_by_itself(world: World, folder: str) -> int:
     return state["step"]
 
 
-def test_a_loop_without_a_loader_asks_by_itself(tmp_path: Path) -> None:
+def test_a_loop_without_a_loader_calls_stop_if_asked(tmp_path: Path) -> None:
     results = run_ranks(_asks_by_itself, 2, str(tmp_path))
     assert [getattr(result.error, "code", None) for result in results] == [STOPPED_EXIT_CODE] * 2
     saved = {"step": 0}
@@ -215,7 +215,7 @@ def _told_with_nothing_to_save(world: World) -> list[str]:
     return [said.get(timeout=20).message] if world.rank == 0 else []
 
 
-def test_with_nothing_to_save_the_job_goes_on_and_one_rank_says_what_to_do() -> None:
+def test_with_nothing_to_save_the_job_continues_and_one_rank_says_what_to_do() -> None:
     (said,), others = (result.get() for result in run_ranks(_told_with_nothing_to_save, 2))
     assert "Pass Checkpointer.restore() or save() the rankwise.DataLoader" in said
     assert others == []
@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 
 def _beside_the_best(_: World, folder: str) -> str:
-    """Train with one folder to resume from and one for the best; return what the best holds when told to stop."""
+    """Train with one folder to resume from and one for the best; return the contents of the best when asked to stop."""
     model, optimizer, loader = _prepare(0)
     rw.Checkpointer(f"{folder}/last").restore(model=model, optimizer=optimizer, loader=loader)
     best = rw.Checkpointer(f"{folder}/best", keep=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's own store over real sockets: who is let in, how it is found, and how it ends."""
+"""The job's own store over real sockets: authentication, discovery, and its end."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_calls_take_the_connection_that_was_opened_for_them(monkeypatch: pytest.
     assert opened == [LOOPBACK]
 
 
-def test_a_store_keeps_what_it_is_told() -> None:
+def test_a_store_keeps_the_values_that_were_set() -> None:
     with served() as (store, port):
         other = connect(LOOPBACK, port, 10, secret=SECRET)
         other.set("key", b"\0\xff")
@@ -136,7 +136,7 @@ def test_torch_uses_it_as_any_other_store() -> None:
             prefixed.wait(["absent"], timedelta(seconds=0.05))
 
 
-def test_a_bad_call_is_refused_and_harms_no_other() -> None:
+def test_a_bad_call_is_refused_and_does_not_affect_other_calls() -> None:
     with served() as (store, port):
         store.set("text", "abc")
         with pytest.raises(ConfigurationError, match="text holds b'abc', which is not a number"):
@@ -148,7 +148,7 @@ def test_a_bad_call_is_refused_and_harms_no_other() -> None:
         assert store.get("text", 1) == b"abc"
 
 
-def test_who_holds_another_secret_is_refused_and_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_secret_is_refused_with_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as (_, port):
         with pytest.raises(SecretRefused, match="do not hold the same secret") as caught:
             connect(LOOPBACK, port, 10, secret=b"another")
@@ -209,7 +209,7 @@ def _answer_http(listener: socket.socket) -> None:
         (_end_each, SecretRefused, "do not hold the same secret"),
     ],
 )
-def test_a_server_without_the_secret_is_found_out(behave: object, error: type[Exception], words: str) -> None:
+def test_a_server_without_the_secret_is_detected(behave: object, error: type[Exception], words: str) -> None:
     with listen(LOOPBACK, 0) as listener:
         thread = threading.Thread(target=behave, args=(listener,))  # type: ignore[arg-type]
         thread.start()
@@ -218,14 +218,14 @@ def test_a_server_without_the_secret_is_found_out(behave: object, error: type[Ex
         thread.join()
 
 
-def test_nothing_there_is_said_with_the_systems_words() -> None:
+def test_a_missing_file_is_reported_with_the_systems_message() -> None:
     with listen(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(TimeoutError, match=rf"nothing answered at 127.0.0.1:{port} within 0 s: .*Connection refused"):
         connect(LOOPBACK, port, 0.2, secret=SECRET)
 
 
-def test_a_lost_store_is_said_on_every_connection() -> None:
+def test_a_lost_store_is_reported_on_every_connection() -> None:
     with served() as (store, port):
         other = connect(LOOPBACK, port, 10, secret=SECRET)
         errors: list[BaseException] = []

@@ -230,7 +230,7 @@ def refusals(world: World) -> list[str]:
     return said
 
 
-def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+def test_impossible_arguments_are_refused_on_all_ranks() -> None:
     parts = [
         "The model has parameters that are already distributed over ranks",
         "Ranks that share layers received different inputs",

@@ -133,7 +133,7 @@ def test_the_line_of_where_names_the_rank_that_failed_and_the_one_that_tells() -
         ([], [1], PeerMissing),
     ],
 )
-def test_a_connection_that_breaks_is_a_mismatch_where_all_that_are_gone_have_left(
+def test_a_broken_connection_is_a_mismatch_if_all_missing_ranks_have_left(
     gone: list[int], left: list[int], kind: type[Exception]
 ) -> None:
     departed = {rank: {"kind": "left" if rank in left else "failed", "rank": rank} for rank in (1, 2)}
@@ -163,7 +163,7 @@ def _differ(*words: str) -> CollectiveMismatch:
     )
 
 
-def test_what_differs_is_said() -> None:
+def test_differences_are_reported() -> None:
     same = ["all_gather(float32[128, 50257])"] * 2
     shapes = _differ(*same, "all_gather(float32[96, 50257])")
     assert shapes.what == "all_gather was called with different shapes."

@@ -45,7 +45,7 @@ def test_a_model_that_stays_is_walked_once(layers: list[nn.Module]) -> None:
     assert walks_after(model, places, lambda: None) == 0
 
 
-def test_a_buffer_in_anothers_place_or_gone_needs_no_walk() -> None:
+def test_a_replaced_or_removed_buffer_is_noticed_without_walking_the_modules() -> None:
     norm = nn.BatchNorm1d(2)
     model = Counted(norm)
     places = BufferSlots(model)

@@ -110,7 +110,7 @@ def test_any_manifest_is_loaded_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])
-def test_what_is_not_a_plain_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_a_path_that_is_not_a_plain_file_is_refused_immediately(tmp_path: Path, name: str) -> None:
     path = Checkpointer(tmp_path).save(**_objects())
     (path / name).unlink()
     os.mkfifo(path / name)

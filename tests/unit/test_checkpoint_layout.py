@@ -52,7 +52,7 @@ def test_regions_that_make_up_a_tensor_are_found(
         ([_report(TOP), _report(REST, "float64")], r"(?s)differs between ranks: w\..*rank 1: float64\[5, 4\]"),
     ],
 )
-def test_regions_that_do_not_are_told(reports: list[StateReport], text: str) -> None:
+def test_regions_that_do_not_match_are_an_error(reports: list[StateReport], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         layouts_of(reports)
 

@@ -56,7 +56,7 @@ def _in_parts(*regions: Region) -> Manifest:
 _HALVES = (Region((0, 0), (3, 4)), Region((3, 0), (2, 4)))
 
 
-def test_tensors_in_parts_come_back_and_older_readers_are_told() -> None:
+def test_tensors_in_parts_load_and_older_readers_raise_an_error() -> None:
     assert manifest.decode(manifest.encode(_in_parts(*_HALVES))) == _in_parts(*_HALVES)
     assert json.loads(manifest.encode(_in_parts(*_HALVES)))["format_version"] == 2
     # Whoever reads the first version reads whole tensors as before.

@@ -138,7 +138,7 @@ def test_tied_tensors_are_kept_once_and_tied_again() -> None:
     assert back["a"] is back["b"]
 
 
-def test_empty_tensors_are_not_taken_for_tied() -> None:
+def test_empty_tensors_are_not_mistaken_for_tied_ones() -> None:
     back = _there_and_back([torch.empty(0, 2), torch.empty(0, 3), torch.empty(0, 2)])
     assert [list(tensor.shape) for tensor in back] == [[0, 2], [0, 3], [0, 2]]
 

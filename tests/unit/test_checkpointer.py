@@ -78,7 +78,7 @@ def test_everything_comes_back(tmp_path: Path, asynchronous: bool) -> None:
     assert names(path) == ["manifest.json", "part-00000.safetensors"]
 
 
-def test_training_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+def test_training_resumes_as_if_never_stopped(tmp_path: Path) -> None:
     model, optimizer = _trained()
     save(tmp_path / "c", model=model, optimizer=optimizer)
     other, other_optimizer = _trained()
@@ -179,7 +179,7 @@ def test_loading_needs_no_world_and_saving_does(tmp_path: Path) -> None:
         save(tmp_path / "d", number=1)
 
 
-def test_the_manifest_says_who_wrote_it(tmp_path: Path) -> None:
+def test_the_manifest_names_the_version_that_wrote_it(tmp_path: Path) -> None:
     path = save(tmp_path / "c", model=_model(), n=1)
     saved = manifest.decode((path / "manifest.json").read_bytes())
     assert saved.torch_version == torch.__version__

@@ -37,7 +37,9 @@ def _expect_passed_over(checkpoints: Checkpointer, path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])
-def test_a_flipped_bit_anywhere_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_a_checkpoint_with_a_flipped_bit_anywhere_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     checkpoints, path = _two(tmp_path)
     data = (path / name).read_bytes()
     for place in [*range(0, len(data), 23), len(data) - 1]:
@@ -50,7 +52,9 @@ def test_a_flipped_bit_anywhere_is_passed_over(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])
-def test_a_truncated_file_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_a_checkpoint_with_a_truncated_file_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     checkpoints, path = _two(tmp_path)
     data = (path / name).read_bytes()
     for length in (0, 1, 8, 60, len(data) // 2, len(data) - 1):
@@ -63,7 +67,7 @@ def test_a_truncated_file_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
     assert f"{name} is missing" in _expect_passed_over(checkpoints, path, caplog)
 
 
-def test_a_checkpoint_that_was_passed_over_is_not_the_latest_and_not_one_of_those_kept(tmp_path: Path) -> None:
+def test_a_skipped_checkpoint_is_neither_the_latest_nor_kept(tmp_path: Path) -> None:
     _, path = _two(tmp_path)
     part = path / "part-00000.safetensors"
     data = part.read_bytes()

@@ -65,7 +65,7 @@ def test_a_number_below_the_newest_is_kept_with_a_warning(tmp_path: Path, caplog
     assert "restore() will load checkpoint 9, the newest" in caplog.text
 
 
-def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("mine")

@@ -121,13 +121,13 @@ def test_another_launcher_s_option_is_answered_with_ours(
     assert told in said
 
 
-def test_a_script_without_a_command_is_told_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_without_a_command_gets_an_error_with_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train.py", "--epochs", "3"])
     assert "to run it: rankwise run train.py" in capsys.readouterr().err
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

@@ -86,7 +86,7 @@ def test_a_job_is_found_asked_and_answered(launcher: Callable[..., _Launcher]) -
     assert len(answer["long"]) == 500_000
 
 
-def test_what_a_killed_launcher_left_is_no_job(folders: Path) -> None:
+def test_the_remains_of_a_killed_launcher_are_not_a_job(folders: Path) -> None:
     folder = tempfile.mkdtemp(prefix="rankwise-")
     ControlSocket(folder).close()
     (folders / "rankwise-empty").mkdir()
@@ -95,7 +95,7 @@ def test_what_a_killed_launcher_left_is_no_job(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [b"", b"\n", b"[]\n", b"no json\n", b"x" * 100_000 + b"\n"])
-def test_what_is_no_question_disturbs_nobody(launcher: Callable[..., _Launcher], asked: bytes) -> None:
+def test_an_invalid_request_disturbs_no_client(launcher: Callable[..., _Launcher], asked: bytes) -> None:
     one = launcher(lambda _: {"it": "lives"}, number=3)
     with control_socket._connected(one.folder) as connection:
         try:
@@ -131,7 +131,7 @@ class _OtherMachine:
 
 
 @pytest.mark.parametrize("comes", ["before the next question", "after the next question"])
-def test_what_a_machine_answers_too_late_is_not_shown_when_it_is_asked_again(
+def test_a_late_answer_of_a_machine_is_not_shown_for_the_next_request(
     folders: Path, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
     del folders
@@ -141,7 +141,7 @@ def test_what_a_machine_answers_too_late_is_not_shown_when_it_is_asked_again(
         attempt=StartAttempt(
             run_id="run", attempt=0, first_rank=0, world_size=2, node_rank=0, num_nodes=2, ranks_per_node=(1, 1)
         ),
-        settings=SimpleNamespace(store=("127.0.0.1", port), secret=SECRET.decode()),
+        job=SimpleNamespace(address=("127.0.0.1", port), secret=SECRET.decode()),
         running_processes=dict,
         stack_files=dict,
         send_signal=None,
@@ -163,7 +163,7 @@ def test_what_a_machine_answers_too_late_is_not_shown_when_it_is_asked_again(
         assert ask()["1"]["silent"] == "answer 1"
 
 
-def test_an_error_of_the_launcher_is_told_to_who_asks(launcher: Callable[..., _Launcher]) -> None:
+def test_an_error_of_the_launcher_is_returned_to_the_caller(launcher: Callable[..., _Launcher]) -> None:
     def fail(_: dict[str, Any]) -> dict[str, Any]:
         raise TimeoutError("the store is slow")
 

@@ -89,7 +89,7 @@ def test_nodes_are_waited_for_only_where_too_few_are_left(least: int, waits: boo
     assert ("waiting up to 30 s for nodes to rejoin" in text_to("a", scene)) is waits
 
 
-def test_a_machine_that_starts_anew_costs_a_restart_where_all_are_needed() -> None:
+def test_a_machine_that_restarts_uses_a_restart_if_all_are_needed() -> None:
     scene = Scene((2, 2), max_restarts=1)
     scene.node_joined("a")
     scene.node_joined("b")
@@ -160,7 +160,7 @@ def test_the_cause_of_an_echo_is_waited_for() -> None:
     assert scene.events == [], "an echo is news to nobody"
 
 
-def test_a_lost_machine_is_gone_on_without_and_costs_no_restart() -> None:
+def test_a_job_continues_without_a_lost_machine_and_uses_no_restart() -> None:
     scene = Scene((1, 2))
     scene.node_joined("a")
     scene.node_joined("b")
@@ -171,7 +171,7 @@ def test_a_lost_machine_is_gone_on_without_and_costs_no_restart() -> None:
     assert scene.starts() == {"a": (1, 0, 2)}
 
 
-def test_time_in_which_the_coordinator_stood_still_is_nobodys_silence() -> None:
+def test_time_in_which_the_coordinator_was_stopped_counts_against_no_machine() -> None:
     scene = Scene((1, 2))
     scene.node_joined("a")
     scene.node_joined("b")
@@ -183,7 +183,7 @@ def test_time_in_which_the_coordinator_stood_still_is_nobodys_silence() -> None:
     assert ("b", Disconnect()) in scene.sent()
 
 
-def test_a_machine_that_starts_anew_before_its_end_is_noticed_is_told_to_wait() -> None:
+def test_a_machine_that_restarts_before_its_end_is_noticed_is_asked_to_wait() -> None:
     scene = Scene((2, 2), max_restarts=1)
     scene.node_joined("a", node_rank=0)
     scene.node_joined("b", node_rank=1)
@@ -196,7 +196,7 @@ def test_a_machine_that_starts_anew_before_its_end_is_noticed_is_told_to_wait() 
     assert scene.coordinator.phase is Phase.RUNNING
 
 
-def test_what_was_heard_first_is_to_blame_whatever_the_clocks_say() -> None:
+def test_the_first_failure_received_leads_whatever_the_clocks_say() -> None:
     scene = Scene((2, 2))
     scene.node_joined("a")
     scene.node_joined("b")
@@ -209,7 +209,7 @@ def test_what_was_heard_first_is_to_blame_whatever_the_clocks_say() -> None:
     assert report.first.rank == 2
 
 
-def test_who_serves_the_others_is_not_lost_by_its_own_silence() -> None:
+def test_the_serving_machine_is_not_lost_by_its_own_silence() -> None:
     scene = Scene((1, 2))
     scene.coordinator.node_joined(Node(node_id="a", hostname="a", num_ranks=2, serves=True), scene.now)
     scene.node_joined("b")
@@ -335,7 +335,7 @@ def test_being_asked_to_stop_outlives_a_failure() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "goes_on"), [((1, 2), True), ((2, 2), False)])
-def test_a_machine_that_is_told_to_end(nodes: tuple[int, int], *, goes_on: bool) -> None:
+def test_a_machine_that_is_asked_to_end(nodes: tuple[int, int], *, goes_on: bool) -> None:
     scene = Scene(nodes)
     scene.node_joined("a")
     scene.node_joined("b")
@@ -345,7 +345,7 @@ def test_a_machine_that_is_told_to_end(nodes: tuple[int, int], *, goes_on: bool)
     assert (scene.coordinator.phase is Phase.OVER) is not goes_on
 
 
-def test_what_is_said_of_an_attempt_that_is_over_counts_no_more() -> None:
+def test_messages_about_an_attempt_that_is_over_are_ignored() -> None:
     scene = Scene((1, 1), max_restarts=1)
     scene.node_joined("a")
     scene.rank_failed("a", 0, ValueError("boom"), 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator's rules for ranks that the job goes on without."""
+"""The coordinator's rules for optional ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scene_with_expendable(*ranks: int, nodes: tuple[int, int] = (2, 2), max_rest
     return scene
 
 
-def test_the_failure_of_an_expendable_rank_is_said_and_borne() -> None:
+def test_the_failure_of_an_optional_rank_is_reported_and_tolerated() -> None:
     scene = scene_with_expendable(1, 2, 3, max_restarts=1)
     killed = failure.from_exit(2, -9, 1.0)
     scene.coordinator.rank_failed("b", 0, killed)
@@ -49,7 +49,7 @@ def test_the_failure_of_an_expendable_rank_is_said_and_borne() -> None:
     )
 
 
-def test_a_stopped_expendable_rank_is_killed_at_once_and_an_echo_is_news_of_it() -> None:
+def test_a_stopped_optional_rank_is_killed_immediately_and_an_echo_reports_it() -> None:
     scene = scene_with_expendable(1, 2, 3)
     scene.coordinator.rank_failed("b", 0, failure.from_stop(3, 6.0, 1.0))
     assert [(type(one), one.settle_seconds) for _, one in scene.sent()] == [(StopRank, 0.0)]
@@ -58,7 +58,7 @@ def test_a_stopped_expendable_rank_is_killed_at_once_and_an_echo_is_news_of_it()
 
 
 @pytest.mark.parametrize(("max_restarts", "settle_seconds"), [(0, PEERS_SECONDS), (1, 0.0)])
-def test_the_last_expendable_rank_and_any_other_end_all(max_restarts: int, settle_seconds: float) -> None:
+def test_the_last_optional_rank_and_any_other_rank_end_the_job(max_restarts: int, settle_seconds: float) -> None:
     for dying in (3, 0):
         scene = scene_with_expendable(2, 3, max_restarts=max_restarts)
         if dying == 3:
@@ -83,7 +83,7 @@ def test_one_that_fails_after_the_others_have_ended_well_is_borne() -> None:
     assert [type(one) for _, one in said if not isinstance(one, ShowText)] == [StopRank]
 
 
-def test_what_was_borne_is_to_blame_for_its_echo() -> None:
+def test_a_tolerated_failure_is_blamed_for_its_echo() -> None:
     scene = scene_with_expendable(2, 3)
     scene.rank_failed("b", 0, ValueError("borne"), 2)
     scene.rank_failed("a", 0, PeerFailed("rank 2 failed", rank=2), 0)
@@ -94,7 +94,7 @@ def test_what_was_borne_is_to_blame_for_its_echo() -> None:
     assert [one.exit_code for _, one in messages if isinstance(one, EndJob)] == [1, 1]
 
 
-def test_a_lost_machine_of_expendable_ranks_is_borne_and_waits_when_it_comes_back() -> None:
+def test_a_lost_machine_of_optional_ranks_is_tolerated_and_waits_when_it_returns() -> None:
     scene = scene_with_expendable(1, 2, 3, max_restarts=1)
     scene.heartbeat_all_but("b", seconds=LOST_SECONDS + 1)
     assert scene.sent() == [("b", Disconnect())]

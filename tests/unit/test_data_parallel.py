@@ -89,7 +89,7 @@ def test_training_equals_one_device_also_where_parts_are_uneven_or_empty(devices
     assert len(model.threads) > 1, "parts run in threads"
 
 
-def test_what_the_calling_thread_has_switched_on_holds_for_every_part() -> None:
+def test_modes_of_the_calling_thread_apply_to_every_part() -> None:
     seen: list[tuple[bool, bool, torch.dtype]] = []
 
     class Looking(nn.Linear):

@@ -50,7 +50,7 @@ def test_a_python_that_has_all_is_used_as_it_is(clone: Path) -> None:
     assert not (clone / ".venv-demo").exists()
 
 
-def test_the_size_is_said_before_torch_for_cpus_is_installed(clone: Path) -> None:
+def test_the_size_is_shown_before_torch_for_cpus_is_installed(clone: Path) -> None:
     shown = demo(clone, ANSWERS="1", TORCH_INDEX=INDEX)
     before, _, after = shown.partition("pip install")
     assert "0.3 GB" in before

@@ -114,7 +114,9 @@ def test_the_device_of_a_rank(
         ("other", "Local rank 2 has no device: this machine has 2."),
     ],
 )
-def test_a_rank_without_a_device_is_told_the_numbers(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+def test_a_rank_without_a_device_gets_an_error_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
     Here(monkeypatch, name, 2)
     with pytest.raises(ConfigurationError, match=words):
         choice.choose_device(None, None, 2)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,18 +15,9 @@ from rankwise.cli.doctor import as_json, as_text
 from rankwise.doctor import checks, local_facts
 from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
 from rankwise.doctor.examine import Examination
-from rankwise.doctor.facts import (
-    Across,
-    ExaminedJob,
-    Facts,
-    Machine,
-    Timing,
-    across_from_json,
-    across_to_json,
-    machine_from_json,
-    machine_to_json,
-)
+from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.doctor.joint_facts import clock_ahead
+from rankwise.launch.messages import value_of
 from rankwise.world.network import Interface, Route
 
 if TYPE_CHECKING:
@@ -102,7 +93,7 @@ def bad(whole: ExaminedJob) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("ranks_per_host", [(1,), (2,), (2, 2), (1, 2)])
-def test_nothing_is_said_against_a_sound_job(ranks_per_host: tuple[int, ...]) -> None:
+def test_a_sound_job_has_no_findings(ranks_per_host: tuple[int, ...]) -> None:
     timings = (Timing(num_bytes=4096, seconds=1e-4), Timing(num_bytes=25 * 2**20, seconds=0.01))
     sound = job(ranks_per_host, shared_folder="/scratch", timings=timings if sum(ranks_per_host) > 1 else ())
     assert bad(sound) == []
@@ -207,7 +198,7 @@ SICK: list[tuple[ExaminedJob, tuple[str, str, str]]] = [
 
 
 @pytest.mark.parametrize(("whole", "expected"), SICK, ids=[words for _, (_, _, words) in SICK])
-def test_what_is_wrong_is_found_and_nothing_else(whole: ExaminedJob, expected: tuple[str, str, str]) -> None:
+def test_problems_are_found_and_nothing_else(whole: ExaminedJob, expected: tuple[str, str, str]) -> None:
     assert bad(whole) == [expected]
 
 
@@ -223,7 +214,7 @@ def test_what_is_wrong_is_found_and_nothing_else(whole: ExaminedJob, expected: t
         changed(job((1,)), 0, own_name_addresses=("127.0.1.1",)),
     ],
 )
-def test_what_only_looks_wrong_is_let_be(whole: ExaminedJob) -> None:
+def test_correct_code_that_looks_wrong_is_not_reported(whole: ExaminedJob) -> None:
     assert bad(whole) == []
 
 
@@ -264,15 +255,15 @@ def test_the_lowest_limit_of_processes_that_holds_is_found(
 
 
 def test_facts_survive_their_way_as_text() -> None:
-    assert machine_from_json(machine_to_json(MACHINE)) == MACHINE
+    assert value_of(Machine, json.loads(json.dumps(asdict(MACHINE)))) == MACHINE
     for facts in TWO_HOSTS.ranks:
         assert facts.across is not None
-        assert across_from_json(across_to_json(facts.across)) == facts.across
+        assert value_of(Across, json.loads(json.dumps(asdict(facts.across)))) == facts.across
 
 
 @pytest.mark.parametrize("ahead", [-100.0, 0.0, 0.25, 1e6])
 @pytest.mark.parametrize(("there", "back"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.3), (0.1, 0.2)])
-def test_the_clock_is_known_as_well_as_is_said(ahead: float, there: float, back: float) -> None:
+def test_the_clock_offset_is_as_exact_as_reported(ahead: float, there: float, back: float) -> None:
     asked = 1_000.0 + ahead
     told = 1_000.0 + there
     error, found = clock_ahead(asked, told, asked + there + back)
@@ -308,7 +299,7 @@ def test_the_json_has_the_findings_and_all_facts() -> None:
 
 
 @pytest.mark.parametrize(("version", "is_told"), [("2.13.0", False), ("2.15.0+cu132", False), ("2.99.1", True)])
-def test_a_torch_that_was_not_tested_is_told(version: str, is_told: bool) -> None:
+def test_an_untested_torch_is_reported(version: str, is_told: bool) -> None:
     one_rank = changed(job((1,)), 0, versions={**MACHINE.versions, "torch": version})
     found = [finding.what for finding in judge(one_rank) if "was not tested on" in finding.what]
     assert len(found) == is_told

@@ -60,7 +60,7 @@ def test_an_epoch_has_an_order_of_its_own_or_none(become: Callable[[int, int], N
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_left_is_divided_anew(become: Callable[[int, int], None], size: int) -> None:
+def test_the_rest_is_divided_again(become: Callable[[int, int], None], size: int) -> None:
     become(1, 3)
     before = ElasticSampler(range(20), seed=5)
     for batch in range(2):

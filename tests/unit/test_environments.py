@@ -114,7 +114,7 @@ def test_a_job_without_a_step_is_one_rank_and_says_so(name: str) -> None:
     assert "start it with srun to get 4 ranks" in reading.reason
 
 
-def test_nobody_is_a_world_of_one_without_a_warning() -> None:
+def test_no_launcher_is_a_world_of_one_without_a_warning() -> None:
     reading = read({"HOME": "/root", "MASTER_ADDR": "n1"}, ["train.py", "--local_rank=1"])
     assert facts(reading) == ALONE[0]
     assert not reading.warns

@@ -53,7 +53,7 @@ def test_the_text_of_a_conflict() -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "OMPI_COMM_WORLD_RANK"])
-def test_the_fix_of_a_conflict_mends_it(name: str) -> None:
+def test_the_fix_of_a_conflict_works(name: str) -> None:
     variables = {**PLAIN, **OPENMPI, "OMPI_COMM_WORLD_RANK": "2"}
     with pytest.raises(EnvironmentConflict) as caught:
         read(variables)
@@ -97,7 +97,7 @@ def test_a_world_size_exported_for_a_whole_job_is_no_contradiction() -> None:
         read({**SLURM, "WORLD_SIZE": "8"})
 
 
-def test_a_shell_in_a_step_of_one_task_contradicts_nobody() -> None:
+def test_a_shell_in_a_step_of_one_task_contradicts_no_launcher() -> None:
     shell = golden("slurm_one_task")[0]["variables"]
     assert read({**shell, **PLAIN}).source == "env"
     assert read({**shell, **OPENMPI}).source == "openmpi"

@@ -63,7 +63,7 @@ def test_hydra_without_its_process_is_an_error() -> None:
         ({**OWN, "RANKWISE_STORE": "4321"}, "RANKWISE_STORE", "4321"),
     ],
 )
-def test_a_value_that_is_no_number_is_named(variables: dict[str, str], bad: str, value: str) -> None:
+def test_a_value_that_is_not_a_number_is_named(variables: dict[str, str], bad: str, value: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read(variables)
     assert str(caught.value.what).startswith(bad)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, key_of
-from rankwise.launch.controller.attempt_keys import EventLogs
+from rankwise.launch.controller.attempt_keys import AttemptKeys
 from rankwise.store.keys import Keys
 
 WORLDS = ["attempt/2/", "attempt/2/join/1/", "attempt/2/join/2/"]
@@ -19,7 +19,7 @@ class _Job:
 
     def __init__(self) -> None:
         self.keys = Keys()
-        self.logs = EventLogs(self.keys, 2)
+        self.logs = AttemptKeys(self.keys, 2)
 
     def set(self, key: str, value: str) -> None:
         self.keys.compare_set(key, self.keys.peek(key) or b"", value.encode())
@@ -31,7 +31,7 @@ class _Job:
         return [event["kind"] for event in events]
 
 
-def test_every_world_hears_of_everything_once() -> None:
+def test_every_world_receives_each_event_once() -> None:
     job = _Job()
     job.logs.post({"kind": "left", "rank": 3})
     assert [job.kinds(world) for world in range(3)] == [["left"], [], []]
@@ -57,7 +57,7 @@ def test_two_events_alike_are_two() -> None:
     assert job.kinds(0) == ["stop_requested", "stop_requested"]
 
 
-def test_who_may_go_is_declared_anew_in_each_world() -> None:
+def test_optional_ranks_are_declared_again_in_each_world() -> None:
     job = _Job()
     assert job.logs.optional_ranks() == []
     job.set(WORLDS[0] + EXPENDABLE_KEY, "[1, 2]")

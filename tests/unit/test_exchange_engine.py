@@ -54,14 +54,14 @@ def _engine(peers: Peers) -> Engine:
     return Engine(cast("Any", None), peers)
 
 
-def test_the_last_word_of_a_process_that_has_ended_counts(peers: Peers) -> None:
+def test_the_last_message_of_a_process_that_has_ended_counts(peers: Peers) -> None:
     engine, last = _engine(peers), Last(comes_in_sleep=1)
     # It came after this rank slept its time, and before it looked whether the other one is alive.
     assert engine._is_done(engine.start(_operation(last)), 100 * LOOK_SECONDS)
     assert last.num_sleeps == 1
 
 
-def test_a_process_that_has_ended_without_its_last_word_is_given_up(peers: Peers) -> None:
+def test_a_process_that_ended_without_a_last_message_is_given_up(peers: Peers) -> None:
     engine, last = _engine(peers), Last(comes_in_sleep=None)
     with pytest.raises(PeerEnded) as caught:
         engine._is_done(engine.start(_operation(last)), 100 * LOOK_SECONDS)
@@ -69,7 +69,7 @@ def test_a_process_that_has_ended_without_its_last_word_is_given_up(peers: Peers
     assert (caught.value.rank, caught.value.process) == (5, peers.process(1))
 
 
-def test_what_is_met_is_not_waited_for(peers: Peers) -> None:
+def test_a_barrier_that_is_reached_is_not_waited_for(peers: Peers) -> None:
     engine, met = _engine(peers), [Last(comes_in_sleep=0) for _ in range(3)]
 
     def steps() -> Generator[Any]:

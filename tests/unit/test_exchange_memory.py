@@ -24,7 +24,7 @@ from rankwise.comm.backends.shared_memory import ResultMemory
 CPU = torch.device("cpu")
 
 
-def test_what_is_written_through_one_opening_is_read_through_another() -> None:
+def test_memory_written_through_one_mapping_is_read_through_another() -> None:
     first = Mapping.create(2 * PAGE_BYTES)
     second = Mapping.open(first.ticket, 2 * PAGE_BYTES)
     first.tensor(PAGE_BYTES, [2, 3], torch.float64).fill_(2.5)
@@ -67,7 +67,7 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_sleeper_wakes_when_the_word_changes() -> None:
+def test_a_sleeper_wakes_when_the_counter_changes() -> None:
     mapping = Mapping.create(PAGE_BYTES)
     place = mapping.address + 512
     woken: list[float] = []
@@ -94,8 +94,8 @@ def _word_slept_on(thread: threading.Thread) -> int | None:
 
 
 @pytest.mark.parametrize("poster", [0, 2], ids=["first", "last"])
-def test_posting_wakes_who_sleeps_on_a_mark(poster: int) -> None:
-    """A sleeper that is not woken would go on when its time is over, and everything would be ten times slower."""
+def test_posting_wakes_the_process_that_sleeps_on_a_counter(poster: int) -> None:
+    """A sleeper that is not woken would continue after its timeout, and everything would be ten times slower."""
     mapping = Mapping.create(PAGE_BYTES)
     counters = [Counters(mapping, 256, rank, 3) for rank in range(3)]
     words = counters[1]._addresses
@@ -118,7 +118,7 @@ def test_posting_wakes_who_sleeps_on_a_mark(poster: int) -> None:
         mapping.settle()
 
 
-def test_marks_tell_who_is_behind() -> None:
+def test_counters_show_which_rank_is_behind() -> None:
     mapping = Mapping.create(PAGE_BYTES)
     counters = [Counters(mapping, 256, rank, 3) for rank in range(3)]
     counters[0].post(2)
@@ -180,7 +180,7 @@ def _one_after_the_other(parts: list[tuple[int, int]], start: int) -> int:
     return start
 
 
-def test_memory_of_a_large_result_is_used_again_when_its_tensor_is_gone() -> None:
+def test_memory_of_a_large_result_is_reused_after_its_tensor_is_deleted() -> None:
     results = ResultMemory()
     like = torch.empty(0, dtype=torch.float32)
     first = results.empty((2**20,), like)
@@ -198,7 +198,7 @@ def test_memory_of_a_large_result_is_used_again_when_its_tensor_is_gone() -> Non
     assert second.unique().tolist() == [2.0]
 
 
-def test_no_more_memory_lies_idle_than_said() -> None:
+def test_idle_memory_stays_within_its_limit() -> None:
     results = ResultMemory()
     like = torch.empty(0, dtype=torch.uint8)
     for num_bytes in (2**20, 2**21, 2**22, 2**28):
@@ -230,7 +230,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert out.unique().tolist() == [66.0]
 
 
-def test_what_has_no_weight_does_not_count() -> None:
+def test_samples_without_weight_do_not_count() -> None:
     parts = [torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 4.0])]
     out = torch.empty(2)
     weighted_sum_into(out, parts, [0.0, 0.5])
@@ -239,7 +239,7 @@ def test_what_has_no_weight_does_not_count() -> None:
     assert out.tolist() == [0.0, 0.0]
 
 
-def test_what_cannot_be_reduced_is_known() -> None:
+def test_values_that_cannot_be_reduced_are_recognized() -> None:
     assert can_reduce(torch.bfloat16, "max")
     assert can_reduce(torch.complex64, "sum")
     assert not can_reduce(torch.complex64, "max")

@@ -85,7 +85,7 @@ class EndsAfterWrites(dist.HashStore):
         self.num_writes -= 1
 
 
-def test_who_dies_amid_a_declaration_has_told_the_ranks_before_the_launcher() -> None:
+def test_a_declaration_reaches_the_ranks_before_the_launcher() -> None:
     # The launcher would go on without ranks whose failure the others still take for the end of the job.
     connection = EndsAfterWrites(1)
     store = Store(connection)
@@ -99,7 +99,7 @@ def test_who_dies_amid_a_declaration_has_told_the_ranks_before_the_launcher() ->
 
 
 class Rank:
-    """One rank's part in stopping, which reads the log when it is told to."""
+    """One rank's part in stopping, which reads the log on request."""
 
     def __init__(self, store: Store, rank: int, num_passed: int) -> None:
         self.preemption = Preemption(rank=rank, world_size=3, store=store, timeout_seconds=5.0)
@@ -139,7 +139,7 @@ def test_all_that_are_there_agree_where_to_stop(dies: str, order: tuple[int, ...
         assert [rank.preemption.is_here() for _ in range(7)].index(True) == boundary - num_passed - 1
 
 
-def test_ranks_that_step_at_their_own_pace_stop_alone_and_one_that_takes_no_steps_hears_of_it() -> None:
+def test_asynchronous_ranks_stop_alone_and_a_rank_without_steps_is_notified() -> None:
     store = Store(dist.HashStore())
     server, *workers = (Rank(store, rank, 0) for rank in range(3))
     server.preemption.be_passive()

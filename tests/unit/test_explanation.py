@@ -30,7 +30,7 @@ def verdicts(explanation: Explanation) -> dict[str, tuple[str, str]]:
     return {row.name: (row.verdict, row.why) for row in explanation.rows if row.verdict != "not there"}
 
 
-def test_every_row_of_the_table_is_told_in_its_order() -> None:
+def test_every_row_of_the_table_is_reported_in_its_order() -> None:
     explanation = explain({})
     assert [row.name for row in explanation.rows] == [row.name for row in TABLE]
     assert {row.verdict for row in explanation.rows} == {"not there"}
@@ -38,7 +38,7 @@ def test_every_row_of_the_table_is_told_in_its_order() -> None:
     assert explanation.decided.source == "nobody"
 
 
-def test_what_a_launcher_overrules_is_told_with_its_reason() -> None:
+def test_variables_that_a_launcher_overrules_are_reported_with_the_reason() -> None:
     explanation = explain({**TORCHRUN, **SLURM, "SLURM_PROCID": "0"})
     assert explanation.decided is not None
     assert explanation.decided.source == "torchrun"
@@ -86,7 +86,7 @@ def test_a_batch_script_is_in_no_step() -> None:
         ({**ENV, **SLURM, "SLURM_PROCID": "3"}, "slurm", "found", "complete: "),
     ],
 )
-def test_what_cannot_be_decided_is_told_with_the_error_that_join_raises(
+def test_an_undecidable_environment_is_reported_with_the_error_of_join(
     variables: dict[str, str], name: str, verdict: str, why: str
 ) -> None:
     explanation = explain(variables)

@@ -16,21 +16,21 @@ from rankwise.health.process_probe import Process
 from rankwise.store.values import Store
 
 
-def test_what_a_rank_took_part_in_before_it_left_can_end() -> None:
+def test_operations_that_a_rank_joined_before_it_left_can_end() -> None:
     with following({"kind": "left", "rank": 3, "exit_code": None, "last": 2, "counts": [2]}) as detector:
         tickets = [detector.ticket("barrier()") for _ in range(3)]
         assert [detector.failure_blocking(ticket) for ticket in tickets[:2]] == [None, None]
         assert isinstance(detector.failure_blocking(tickets[2]), PeerMissing)
 
 
-def test_groups_without_a_rank_that_left_go_on() -> None:
+def test_groups_without_the_rank_that_left_continue() -> None:
     with following({"kind": "left", "rank": 3, "exit_code": 0, "last": 0, "counts": []}) as detector:
         with_it, without_it = (detector.recorder.new_exchange_id(ranks) for ranks in ([0, 3], [0, 1]))
         assert detector.failure_blocking(detector.ticket("barrier()", without_it)) is None
         assert isinstance(detector.failure_blocking(detector.ticket("barrier()", with_it)), PeerMissing)
 
 
-def test_who_finds_a_process_ended_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_finds_a_process_ended_notifies_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_timeout, "EXPLANATION_SECONDS", 0.05)
     with following() as detector:
         with (

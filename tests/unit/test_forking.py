@@ -50,7 +50,7 @@ def test_a_fork_waits_for_a_thread_at_work_and_its_child_finds_the_lock_free() -
         pass  # the parent has it back
 
 
-def test_a_lock_that_has_gone_is_forgotten() -> None:
+def test_a_lock_that_no_longer_exists_is_forgotten() -> None:
     lock = threading.Condition()
     fork_safety.hold_during_forks(lock)
     number = len(fork_safety._locks)

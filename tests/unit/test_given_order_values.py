@@ -50,7 +50,7 @@ class WithEpoch:
         (DistributedSampler(DATA, num_replicas=2, rank=0), "one rank's share"),
     ],
 )
-def test_what_cannot_order_an_epoch_is_refused(sampler: Any, words: str) -> None:
+def test_an_object_that_cannot_order_an_epoch_is_refused(sampler: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         DataLoader(DATA, global_batch_size=4, sampler=sampler)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import horovod.torch`` where a program has asked for rankwise to stand in, and where it has not."""
+"""``import horovod.torch`` in programs that have requested the alias, and in others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ INSTEAD = {
 }
 
 
-def test_what_is_not_offered_names_what_is(torch_python: WarmPython, tmp_path: Path) -> None:
+def test_a_missing_name_raises_with_the_available_ones(torch_python: WarmPython, tmp_path: Path) -> None:
     program = f"""
 import importlib, json
 told = {{}}

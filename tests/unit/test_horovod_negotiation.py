@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks' events come to, as values: who takes part in what, and who can never continue."""
+"""Decisions from ranks' events, as values: which ranks take part in an operation, and which can never continue."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_a_circle_of_ranks_is_found_while_others_compute() -> None:
     assert "Ranks 0-2 cannot continue" in str(outcome.error)
     assert "'a' was not called on rank 1" in str(outcome.error)
     assert not any(known.waits(rank) for rank in range(4))
-    # Each has given up what it waited for, and nothing else.
+    # Each has withdrawn only the operation that it waited for.
     assert names(known.apply(waits(0, 1, "d"), SETS)) == []
     assert names(known.apply(waits(1, 1, "d"), SETS)) == ["d"]
 
 
-def test_who_waits_for_a_rank_that_has_left_is_told() -> None:
+def test_waiting_for_a_rank_that_has_left_is_an_error() -> None:
     known = Negotiation(4)
     known.apply(waits(1, 1, "a"), SETS)
     outcome = known.apply(WaitEvent(rank=0, mode=LEAVES, waits_text="has reached the end"), SETS)
@@ -89,7 +89,7 @@ def test_who_waits_for_a_rank_that_has_left_is_told() -> None:
     assert known.apply(waits(1, 0, "b"), SETS).stuck == {1}
 
 
-def test_a_rank_that_leaves_stays_for_what_others_may_come_to() -> None:
+def test_a_leaving_rank_stays_for_operations_that_others_may_still_reach() -> None:
     known = Negotiation(4)
     known.apply(WaitEvent(rank=0, mode=LEAVES, requests=(asked(1, "a"), asked(0, "all"))), SETS)
     assert known.waits(0)
@@ -110,7 +110,7 @@ def test_joined_ranks_count_in_all_their_sets_until_all_have_joined() -> None:
     assert not any(known.waits(rank) for rank in range(4))
 
 
-def test_what_was_given_up_is_not_decided() -> None:
+def test_an_abandoned_operation_is_not_decided() -> None:
     known = Negotiation(4)
     known.apply(waits(0, 1, "a"), SETS)
     known.apply(WaitEvent(rank=0, mode=RUNS), SETS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``horovod.run`` refuses before anything starts, and what ``horovod.common.util`` answers."""
+"""The refusals of ``horovod.run`` before any rank starts, and the functions of ``horovod.common.util``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_run_takes_horovods_arguments_in_their_order() -> None:
         ({"num_proc": 4, "min_num_proc": 2, "max_num_proc": 3}, ConfigurationError, "num_proc=4 is more than"),
     ],
 )
-def test_what_run_refuses(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_run_refuses_invalid_arguments(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         hvd.run(print, **options)
 
@@ -66,7 +66,9 @@ def test_older_names_are_taken_with_a_warning_and_a_contradiction_is_not() -> No
         hvd.run(print, min_num_proc=2, min_np=1)
 
 
-def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_launched_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     launched: list[tuple[Any, dict[str, Any]]] = []
     caplog.set_level("INFO")
     monkeypatch.setattr(launching, "launch", lambda fn, **options: launched.append((fn(), options)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's variables are honoured, or named as without effect."""
+"""Horovod's variables are applied, or logged as without effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rankwise.compat.horovod.settings import HorovodSettings, read
 from rankwise.errors import ConfigurationError
 
 
-def test_what_has_a_meaning_here_is_honoured() -> None:
+def test_supported_settings_are_honoured() -> None:
     given = {
         "HOROVOD_LOG_LEVEL": "WARNING",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",
@@ -30,7 +30,7 @@ def test_what_has_a_meaning_here_is_honoured() -> None:
     assert read(given, has_joined=True) == HorovodSettings(log_level=logging.WARNING, without_effect=late)
 
 
-def test_no_limit_is_no_limit() -> None:
+def test_without_a_limit_there_is_none() -> None:
     assert read({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, has_joined=False) == HorovodSettings()
 
 

@@ -42,7 +42,7 @@ def test_the_cross_rank_counts_machines_that_have_the_local_rank(
     assert numbers(variables) == [rank, 6, local_rank, counts[node_rank], *cross]
 
 
-def test_what_a_launcher_leaves_open_is_left_open() -> None:
+def test_settings_that_a_launcher_leaves_open_remain_open() -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     torchrun |= {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "1", "GROUP_RANK": "1"}
     assert numbers(torchrun) == [3, 4, 1, None, None, None]

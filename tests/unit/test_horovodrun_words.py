@@ -63,9 +63,9 @@ examples:
 
 
 def parsed(line: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    horovodrun.add_to(parser.add_subparsers().add_parser)
-    return parser.parse_args(["horovodrun", *shlex.split(line)])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    horovodrun.add_options(parser)
+    return parser.parse_args(shlex.split(line))
 
 
 def in_the_words_of_python_3_13(text: str) -> str:
@@ -139,7 +139,7 @@ def test_words_become_these(line: str, options: str, command: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_told(line: str, what: str, do: str | None) -> None:
+def test_impossible_arguments_are_reported(line: str, what: str, do: str | None) -> None:
     with pytest.raises(ConfigurationError) as error:
         horovodrun.translate(parsed(line))
     assert what in str(error.value)
@@ -165,7 +165,7 @@ def test_options_that_do_nothing_say_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert horovodrun.notes(options) == [f"{name} has no effect: {why}" for name, why in known.items()]
 
 
-def test_another_python_is_told_of(tmp_path: Path) -> None:
+def test_another_python_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "python"
     path.touch(mode=0o755)
     assert horovodrun.notes(parsed(f"-np 2 {path} t.py")) == [
@@ -173,7 +173,7 @@ def test_another_python_is_told_of(tmp_path: Path) -> None:
     ]
 
 
-def test_a_command_that_is_no_python_needs_no_word_on_pythons() -> None:
+def test_a_command_other_than_python_prints_nothing_about_pythons() -> None:
     assert horovodrun.notes(parsed("-np 2 bash -c 'python t.py'")) == []
 
 
@@ -191,12 +191,12 @@ def test_an_unknown_option_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> N
     assert "--fusion-threshold" in capsys.readouterr().err
 
 
-def test_a_script_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_is_reported_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "python", "nowhere.py"]) == 2
     assert "Script 'nowhere.py' does not exist." in capsys.readouterr().err
 
 
-def test_a_command_that_is_not_there_is_told_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_command_is_reported_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "train.sh", "--lr", "1"]) == 2
     error = capsys.readouterr().err
     assert "Command 'train.sh' was not found." in error

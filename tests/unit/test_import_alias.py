@@ -86,7 +86,7 @@ def test_a_script_runs_as_under_python(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_script_that_does_not_exist_is_an_error_in_words(
+def test_a_script_that_does_not_exist_is_an_error_without_a_traceback(
     torch_python: WarmPython, tmp_path: Path, library: str
 ) -> None:
     ended = torch_python.run(["-m", f"rankwise.compat.{library}", "nowhere.py"], tmp_path)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_what_a_killed_process_had_begun_last_is_found(tmp_path: Path) -> None:
+def test_the_last_call_of_a_killed_process_is_found(tmp_path: Path) -> None:
     path = str(tmp_path / "stack.last")
     script = (
         "import os, sys\n"
@@ -40,7 +40,7 @@ def test_nothing_is_found_where_nothing_was_noted(tmp_path: Path) -> None:
     assert flight_recorder.read_last_collective(str(tmp_path / "empty"), 0.0) == ""
 
 
-def test_a_rank_trains_without_where_there_is_no_file(tmp_path: Path) -> None:
+def test_a_rank_trains_without_a_file_of_its_last_call(tmp_path: Path) -> None:
     assert flight_recorder.open_last_collective("") is None
     assert flight_recorder.open_last_collective(str(tmp_path / "no folder" / "file")) is None
     assert flight_recorder.open_last_collective("/dev/full") is None

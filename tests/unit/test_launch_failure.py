@@ -49,7 +49,7 @@ def _while_handling(first: Exception, error: Exception) -> Exception:
         (ValueError("connection closed by peer"), False),
     ],
 )
-def test_an_echo_is_told_from_a_cause(error: Exception, *, is_echo: bool) -> None:
+def test_an_echo_is_distinguished_from_a_cause(error: Exception, *, is_echo: bool) -> None:
     assert failure.from_exception(error, 0, 1).secondary is is_echo
 
 
@@ -82,7 +82,7 @@ def test_a_text_too_long_to_read_keeps_its_beginning_and_its_end() -> None:
     assert "characters omitted" in described.message
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_files_are_read_back(tmp_path: Path) -> None:
     written = failure.from_exception(ValueError("bo\udc80m \N{SNOWMAN}"), 3, 1)
     failure.write(written, str(tmp_path / "error.json"))
     assert failure.read(str(tmp_path / "error.json")) == written
@@ -169,7 +169,7 @@ def test_the_users_threads_win(monkeypatch: pytest.MonkeyPatch, chosen: str, exp
     assert threads_per_rank(1, chosen) == expected
 
 
-def test_numpy_draws_anew_in_a_rank() -> None:
+def test_numpy_draws_other_numbers_in_each_rank() -> None:
     """Where something has imported numpy.random before the fork."""
     np.random.seed(0)  # noqa: NPY002 - the state that all of a program shares
     before = np.random.get_state()[1].tolist()  # noqa: NPY002

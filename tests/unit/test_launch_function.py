@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before anything starts, and what travels between a caller and its ranks."""
+"""Arguments that are refused before anything starts, and values passed between a caller and its ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_only_a_function_can_be_launched() -> None:
         rw.launcher(3)  # type: ignore[call-overload]
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
+def test_objects_that_cannot_be_pickled_are_named() -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigurationError, match=r"argument 2 \(a lock\) cannot be pickled"):
         rw.launch(print, 1, lock)
@@ -58,7 +58,7 @@ class Plain(Exception):
 
 
 class Odd(Exception):
-    """Of other arguments than it hands on: what unpickles it calls ``__init__`` with one too few."""
+    """Its arguments differ from those it passes on: unpickling calls ``__init__`` with one too few."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(f"{code}: {why}")
@@ -83,7 +83,7 @@ def test_an_exception_comes_back_the_same(error: BaseException) -> None:
     assert (str(same), same.args, vars(same)) == (str(error), error.args, vars(error))
 
 
-def test_an_exception_that_cannot_travel_leaves_its_words() -> None:
+def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:
     error = Plain("holds a lock")
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     told = pickling.raised(error, "text")

@@ -176,7 +176,7 @@ def test_a_full_disk_ends_the_file_and_not_the_stream(shown: Shown, tmp_path: Pa
     assert (tmp_path / "rank-1.out").read_bytes() == b"kept\n"
 
 
-def test_what_a_rank_writes_is_shown_where_its_file_is_full_or_cannot_be_opened(shown: Shown, tmp_path: Path) -> None:
+def test_output_of_a_rank_is_shown_if_its_file_is_full_or_cannot_be_opened(shown: Shown, tmp_path: Path) -> None:
     (tmp_path / "rank-1.out").symlink_to("/dev/full")
     (tmp_path / "rank-2.err").mkdir()
     carrier = Output(str(tmp_path))
@@ -188,7 +188,7 @@ def test_what_a_rank_writes_is_shown_where_its_file_is_full_or_cannot_be_opened(
     assert (tmp_path / "rank-2.out").read_bytes() == b"kept\n"
 
 
-def test_a_full_disk_behind_stdout_is_said_and_the_files_go_on(shown: Shown, tmp_path: Path) -> None:
+def test_a_full_disk_behind_stdout_is_reported_and_the_log_files_continue(shown: Shown, tmp_path: Path) -> None:
     shown.fill_stdout()
     carrier = Output(str(tmp_path))
     _write(carrier, [(0, 1, b"one\n"), (0, 1, b"two\n"), (1, 2, b"err\n")], 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one machine, as their launcher hears of them: what an earlier attempt still says is nobody's now."""
+"""The ranks of one machine as their launcher sees them: messages of an earlier attempt are ignored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.launch.agent.output import Output
-from rankwise.launch.agent.ranks import STOPPED_SECONDS, JobSettings, LocalRanks
+from rankwise.launch.agent.ranks import STOPPED_SECONDS, LocalRanks
 from rankwise.launch.fork_server.fork_server import ForkServer
 from rankwise.launch.messages import StartAttempt
+from rankwise.launch.options import LaunchOptions
+from rankwise.launch.rendezvous import JobAddress
 from rankwise.launch.report import failure
 
 if TYPE_CHECKING:
@@ -37,9 +39,11 @@ class Scene:
         for descriptor in (reader, writer):
             opened.callback(os.close, descriptor)
         self.folder = folder
-        settings = JobSettings(folder=str(folder), store=("localhost", 1), secret="s", interface=None, check=False)  # noqa: S106 - of nothing
+        job = JobAddress(address=("localhost", 1), secret="s")  # noqa: S106 - of nothing
         self._server = ForkServer(ours, os.getpid())
-        self.ranks = LocalRanks(2, settings, server=self._server, output=output, notify_pipe=reader)
+        self.ranks = LocalRanks(
+            2, job, LaunchOptions(), folder=str(folder), server=self._server, output=output, notify_pipe=reader
+        )
 
     def start(self, attempt: int, pid: int | None = None) -> None:
         for rank in range(2):
@@ -97,7 +101,7 @@ def test_a_rank_that_was_killed_for_a_restart_can_fail_in_the_next_attempt(scene
     assert report.ends[0] == "exited with code 0"
 
 
-def test_an_end_of_this_attempt_is_heard_once(scene: Scene) -> None:
+def test_an_end_of_this_attempt_is_received_once(scene: Scene) -> None:
     scene.start(0)
     (failed,) = scene.end(1, 0, 3)
     assert (failed.rank, failed.exit_code) == (1, 3)
@@ -107,7 +111,7 @@ def test_an_end_of_this_attempt_is_heard_once(scene: Scene) -> None:
     assert scene.ranks.running == set()
 
 
-def test_what_a_rank_wrote_of_its_failure_is_kept_with_how_its_process_ended(scene: Scene) -> None:
+def test_a_ranks_own_report_is_kept_with_the_exit_of_its_process(scene: Scene) -> None:
     scene.start(0)
     failure.write(failure.from_exception(ValueError("boom"), 1, 1), str(scene.folder / "attempt-0-rank-1.json"))
     (written,) = scene.end(1, 0, -11)
@@ -115,7 +119,7 @@ def test_what_a_rank_wrote_of_its_failure_is_kept_with_how_its_process_ended(sce
     assert scene.ranks.failures[1] == replace(written, exit_code=-11)
 
 
-def test_a_rank_that_somebody_stopped_is_told_of_once(scene: Scene) -> None:
+def test_a_stopped_rank_is_reported_once(scene: Scene) -> None:
     with subprocess.Popen(["sleep", "1000"]) as stopped:
         try:
             stopped.send_signal(signal.SIGSTOP)

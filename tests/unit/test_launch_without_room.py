@@ -25,7 +25,7 @@ sys.exit(main(["run", "-n", "2", "train.py"]))
 """
 
 
-def test_it_is_said_and_no_folder_stays(tmp_path: Path) -> None:
+def test_it_is_reported_and_no_folder_remains(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     folders = tmp_path / "tmp"
     folders.mkdir()

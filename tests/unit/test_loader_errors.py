@@ -77,7 +77,7 @@ class WholeBatches(Squares):
         return torch.tensor(indices)
 
 
-def test_what_a_dataset_returns_for_a_batch_need_not_be_a_list() -> None:
+def test_a_batch_of_a_dataset_need_not_be_a_list() -> None:
     data = WholeBatches(8)
     batches = list(DataLoader(data, global_batch_size=4, collate_fn=lambda batch: batch))
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -106,7 +106,7 @@ class BrokenOnce(Squares):
         return super().__getitem__(index)
 
 
-def test_persistent_workers_start_anew_after_an_error(tmp_path: Path) -> None:
+def test_persistent_workers_restart_after_an_error(tmp_path: Path) -> None:
     data = BrokenOnce()
     data.mended = tmp_path / "mended"
     loader = DataLoader(data, global_batch_size=4, num_workers=1, persistent_workers=True)
@@ -171,7 +171,7 @@ def test_workers_that_do_not_answer_are_not_said_to_have_died() -> None:
     assert "timeout_seconds=" in (caught.value.do or "")
 
 
-def test_batch_size_is_refused_with_the_two_words() -> None:
+def test_batch_size_is_refused_and_the_error_names_both_alternatives() -> None:
     with pytest.raises(ConfigurationError) as caught:
         DataLoader(Squares(), batch_size=4)
     assert "global_batch_size" in str(caught.value)

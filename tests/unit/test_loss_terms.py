@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terms of a loss are over: sizes that are noted in forward, told by reductions, or asked of the graph."""
+"""What the terms of a loss average over: sizes recorded in forward, saved by reductions, or read from the graph."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rankwise.parallel.loss.hooks import mark_output
-from rankwise.parallel.loss.terms import ForwardCall, LossReader
+from rankwise.parallel.loss.terms import ForwardCall, LossReader, mark_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +54,7 @@ def test_samples_are_known_of_a_sum_whose_dims_are_kept() -> None:
     assert (term.kind, term.num_rows, term.is_share) == ("sum", 4, True)
 
 
-def test_what_lies_beside_an_output_does_not_lead_to_it() -> None:
+def test_views_beside_an_output_do_not_lead_to_it() -> None:
     _, output = outputs()
     parameter = torch.ones(3, requires_grad=True)
     term = only_term(0.5 * (output.exp().square().mean() + parameter.exp().square().mean()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import megengine`` where a program has asked for rankwise to stand in, and where it has not."""
+"""``import megengine`` in programs that have requested the alias, and in others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(dist.get_rank(), dist.get_world_size(), mge.tensor([1.0]).tolist())
     assert (ended.returncode, ended.stdout) == (0, "0 1 [1.0]\n"), ended.stderr
 
 
-def test_what_is_not_offered_names_what_is(torch_python: WarmPython, tmp_path: Path) -> None:
+def test_a_missing_name_raises_with_the_available_ones(torch_python: WarmPython, tmp_path: Path) -> None:
     names = {
         "megengine.data.dataset.vision": "torchvision.datasets",
         "megengine.data.transform.vision": "torchvision.transforms",

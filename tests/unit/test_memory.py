@@ -57,11 +57,11 @@ def test_a_count_that_has_risen_is_seen(tmp_path: Path, groups: str, path: str, 
     assert count.has_risen() is True
 
 
-def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path) -> None:
+def test_no_report_if_nothing_can_be_read(tmp_path: Path) -> None:
     assert OomCount(str(tmp_path)).has_risen() is None
 
 
-def test_the_words() -> None:
+def test_the_texts() -> None:
     def words(*, out_of_memory: bool | None) -> str:
         killed = failure.from_exit(1, -9, 0.0, out_of_memory=out_of_memory)
         return failure_report.whole(
@@ -77,7 +77,7 @@ def test_the_words() -> None:
     assert failure.from_exit(1, -15, 0.0, out_of_memory=True).how == "", "the kernel kills with SIGKILL"
 
 
-def test_a_stopped_rank_and_a_lost_machine_have_words() -> None:
+def test_a_stopped_rank_and_a_lost_machine_have_messages() -> None:
     def words(failed: failure.Failure) -> str:
         return failure_report.whole(
             FailedAttempt(attempt=0, world_size=2, failures=(failed,), ends={}, hostname="gpu-02")

@@ -53,7 +53,7 @@ def test_the_way_to_an_own_address_is_the_interface_that_holds_it() -> None:
         ("fe80::1%lo", False, False),
     ],
 )
-def test_own_and_loopback_addresses_are_told_from_others(address: str, own: bool, loopback: bool) -> None:
+def test_own_and_loopback_addresses_are_distinguished_from_others(address: str, own: bool, loopback: bool) -> None:
     assert (network.is_own(address), network.is_loopback(address)) == (own, loopback)
 
 
@@ -71,7 +71,7 @@ def test_an_unknown_host_is_named_with_what_to_ask() -> None:
 
 
 @pytest.mark.parametrize("host", ["a" * 64 + ".b", "\x00", "a..b"])
-def test_what_cannot_be_a_name_is_an_unknown_host(host: str) -> None:
+def test_an_invalid_name_is_an_unknown_host(host: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot resolve the host name"):
         network.resolve(host)
 
@@ -87,7 +87,7 @@ def test_the_line_of_the_hosts_file_that_says_so_is_found() -> None:
     assert network.hosts_file_lines("gpu-07", DEBIAN) == []
 
 
-def test_interfaces_are_told_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_are_reported_in_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     known = [
         Interface(name="eth0", addresses=("10.0.0.1", "fd00::1"), is_up=True, is_loopback=False),
         Interface(name="ib0", addresses=(), is_up=False, is_loopback=False),

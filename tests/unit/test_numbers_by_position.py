@@ -123,7 +123,7 @@ def test_shapes_are_batch_first_if_they_can_be() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.0, 1e-6, 0.1, 0.5, 1 / 3, 0.9, 1 - 1e-6, 1.0])
-def test_what_is_kept_has_its_probability(probability: float) -> None:
+def test_kept_elements_have_the_given_probability(probability: float) -> None:
     count = 3_000_001
     share = kept((1, 2), 5, count, probability).mean()
     assert abs(share - probability) <= 5 * (probability * (1 - probability) / count) ** 0.5

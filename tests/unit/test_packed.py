@@ -79,7 +79,7 @@ def test_memory_used_twice_is_stored_once() -> None:
     assert packed_bytes([tensor, array, words, again]) < once + 20_000
 
 
-def test_views_of_different_parts_are_told_apart() -> None:
+def test_views_of_different_parts_are_distinguished() -> None:
     array = np.arange(10)
     halves = there_and_back(
         [
@@ -153,7 +153,7 @@ def test_blocks_are_aligned() -> None:
     assert all(tensor.data_ptr() % 64 == 0 for tensor in there_and_back(tensors))
 
 
-def test_the_file_may_be_closed_and_gone() -> None:
+def test_the_file_may_be_closed_and_deleted() -> None:
     with tempfile.NamedTemporaryFile() as file:
         place = pack(torch.arange(10), file)  # type: ignore[arg-type] # a file like any other
         file.flush()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What parameter servers decide, as values: who keeps what, who may go on, what has changed, what is saved."""
+"""Decisions of parameter servers, as values: placement, which workers may continue, changes, and saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.core.buckets import divide_by_size
+from rankwise.parallel.core.gradient_buckets import divide_by_size
 from rankwise.parallel.parameter_server.messages import TensorBuffer
 from rankwise.parallel.parameter_server.optimizer_state import options_of, set_options
 from rankwise.parallel.parameter_server.setup import _updates_to_load
@@ -107,7 +107,7 @@ def test_a_step_is_of_sums_or_of_means() -> None:
         are_sums([0, 1], [[4.0], [3.0]], [[True], [False]])
 
 
-def test_what_was_saved_is_the_same_everywhere_or_an_error() -> None:
+def test_a_saved_value_is_equal_on_all_ranks_or_an_error() -> None:
     assert _updates_to_load({2: [4, 8], 3: [4]}, is_sync=True) == [4, 4]
     assert _updates_to_load({2: [4, 8], 3: [5]}, is_sync=False) == [8, 5]
     assert _updates_to_load({2: [4], 3: []}, is_sync=True) is None, "it ended while they saved for the first time"
@@ -174,7 +174,7 @@ def _trained(
     return parameter, saved
 
 
-def test_what_was_saved_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_saved_state_resumes_bitwise(tmp_path: Path) -> None:
     whole, _ = _trained(tmp_path / "none", 9)
     tmp_path /= "some"
     _trained(tmp_path, 7, save_at=(2, 4, 6))

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_a_refused_call_changes_nothing(name: str, tmp_path: Path) -> None:
     options, message = REFUSED[name]
     model = net()
     model.again = model.blocks[2]

@@ -77,7 +77,7 @@ def test_tied_parts_stay_together() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_does_not_fit_is_refused(policy: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(policy: str) -> None:
     with pytest.raises(ConfigurationError, match="layer1 takes 50 B, more than any budget allows"):
         by_policy(policy, _sizes(10, 50), {"cuda:0": 30, "cuda:1": 40})
     with pytest.raises(ConfigurationError, match=r"layer1 takes 50 B(.*\n)*.*cpu: 40 B") as caught:
@@ -110,10 +110,10 @@ def test_amounts(text: str | int, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", [-1, "1.5.1GB", "GiB", "1XB", "", None, 1.5, True])
-def test_what_is_no_amount(text: object) -> None:
+def test_invalid_amounts(text: object) -> None:
     with pytest.raises(ConfigurationError, match="not an amount of memory"):
         parse_bytes(text)  # type: ignore[arg-type]
 
 
-def test_amounts_in_words() -> None:
+def test_amounts_are_formatted_with_units() -> None:
     assert [bytes_text(amount) for amount in (12, 2048, 3 * 2**30 // 2)] == ["12 B", "2 KiB", "1.5 GiB"]

@@ -23,7 +23,7 @@ def test_a_thread_of_the_script_passes_no_boundary() -> None:
     assert preemption.is_here()
 
 
-def test_a_rank_that_has_come_to_its_end_is_not_waited_for() -> None:
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     store = Store(dist.HashStore())
     preemption = Preemption(rank=0, world_size=2, store=store, timeout_seconds=30.0)
     event_log.post_departure(store, rank=1)

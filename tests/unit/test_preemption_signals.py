@@ -66,7 +66,7 @@ def test_a_handler_that_the_script_installs_later_stays(own: list[int]) -> None:
     assert (own, later) == ([], [signal.SIGUSR1])
 
 
-def test_what_came_before_joining_asks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_came_before_joining_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "early", ["SIGUSR2"])
     stop = preemption.Preemption()
     listen(stop, [])()

@@ -13,7 +13,7 @@ from pathlib import Path
 from rankwise.health.process_probe import is_there, lines_of_dump, stack_of, start_time_of, state_of
 
 
-def test_a_process_that_has_ended_is_gone_though_nobody_has_waited_for_it() -> None:
+def test_a_process_that_has_ended_counts_as_exited_before_it_is_waited_for() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         started = start_time_of(process.pid)
         assert is_there(process.pid, started)
@@ -24,7 +24,7 @@ def test_a_process_that_has_ended_is_gone_though_nobody_has_waited_for_it() -> N
         assert not is_there(process.pid, started)
 
 
-def test_a_name_with_brackets_is_not_taken_for_a_state(tmp_path: Path) -> None:
+def test_a_process_name_with_brackets_is_not_mistaken_for_a_state(tmp_path: Path) -> None:
     program = tmp_path / "a) Z (b"
     shutil.copy(str(shutil.which("cat")), program)
     with subprocess.Popen([program], stdin=subprocess.PIPE) as process:

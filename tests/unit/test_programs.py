@@ -53,11 +53,11 @@ def test_the_tiers_that_need_them_are_left_out(few_programs: Path) -> None:
     assert asked("tiers", few_programs).stdout.split() == []
 
 
-def test_what_is_left_out_is_named_at_the_end(few_programs: Path) -> None:
+def test_omitted_settings_are_named_at_the_end(few_programs: Path) -> None:
     assert "left out, since programs are missing: multihost e2e (" in asked("left-out", few_programs).stdout
 
 
-def test_a_wrong_word_is_an_error(few_programs: Path) -> None:
+def test_a_wrong_value_is_an_error(few_programs: Path) -> None:
     done = asked("nothing", few_programs)
     assert done.returncode == 2
     assert "usage" in done.stderr

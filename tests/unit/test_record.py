@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank remembers of its last collectives, and how it is told."""
+"""The record of a rank's last collectives, and its report."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_each_channel_counts_for_itself() -> None:
 @pytest.mark.parametrize(
     ("stacks", "sequence", "is_told"), [("missing", 1, False), ("missing", 2, True), ("all", 1, True)]
 )
-def test_the_stack_is_told_where_it_is_asked_for(stacks: str, sequence: int, *, is_told: bool) -> None:
+def test_the_stack_is_reported_on_request(stacks: str, sequence: int, *, is_told: bool) -> None:
     recorder = FlightRecorder()
     recorder.begin("barrier()")
     stack = _asked(recorder, channel=0, sequence=sequence, stacks=stacks).get("stack", [])
-    assert any("test_the_stack_is_told_where_it_is_asked_for" in frame for frame in stack) is is_told  # type: ignore[attr-defined]
+    assert any("test_the_stack_is_reported_on_request" in frame for frame in stack) is is_told  # type: ignore[attr-defined]
 
 
 def test_a_stack_is_never_longer_than_it_may_be() -> None:

@@ -78,7 +78,7 @@ SEVERAL = {"local_world_size": 2}
         ("not-yet-known", {}, True, EVERY_INTERFACE),
     ],
 )
-def test_rank_zero_opens_no_more_than_the_others_need(
+def test_rank_zero_opens_only_what_the_others_need(
     host: str, facts: dict[str, Any], in_kubernetes: bool, expected: str
 ) -> None:
     address, words = listening_address(reading(host, **facts), in_kubernetes=in_kubernetes)
@@ -94,7 +94,7 @@ def test_another_machines_address_is_refused(facts: dict[str, int]) -> None:
     assert "MASTER_ADDR=10.0.0.1" in str(error.value.do)
 
 
-def test_a_name_nobody_knows_is_refused() -> None:
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="cannot resolve the host name 'nowhere'"):
         listening_address(reading("nowhere"), in_kubernetes=False)
 

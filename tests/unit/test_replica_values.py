@@ -97,7 +97,7 @@ def test_settings_that_change_a_step_are_compared() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_rounding_is_told_from_training_apart(dtype: torch.dtype) -> None:
+def test_rounding_is_distinguished_from_training_apart(dtype: torch.dtype) -> None:
     tensor = _tensors(dtype)[-1]
     eps = torch.finfo(dtype).eps
     noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

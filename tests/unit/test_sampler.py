@@ -172,7 +172,7 @@ def test_the_state_after_the_last_batch_is_the_end_of_the_epoch() -> None:
     assert list(resumed) == list(sampler)
 
 
-def test_an_iteration_that_another_has_followed_counts_no_more() -> None:
+def test_an_iteration_that_another_has_replaced_no_longer_counts() -> None:
     sampler = ShardedSampler(40, global_batch_size=10, rank=0, world_size=1)
     old = iter(sampler)
     next(old)

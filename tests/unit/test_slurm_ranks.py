@@ -54,13 +54,13 @@ def test_a_batch_script_has_no_step_and_its_ranks_get_none() -> None:
         ("SLURM_NTASKS_PER_NODE", "1", "2"),
     ],
 )
-def test_what_the_task_has_is_parted_among_its_ranks(name: str, given: str, expected: str) -> None:
+def test_resources_of_the_task_are_divided_among_its_ranks(name: str, given: str, expected: str) -> None:
     own = variables_for_rank({"SLURM_JOB_ID": "1", name: given}, **TWO_NODES)
     assert (own[name], own[f"RANKWISE_AGENT_{name}"]) == (expected, given)
 
 
 @pytest.mark.parametrize(("cpus", "expected"), [("2(x2)", None), ("4,1", "1"), ("1(x2)", "1"), ("?", None)])
-def test_more_ranks_than_cpus_is_said_as_srun_says_it(cpus: str, expected: str | None) -> None:
+def test_more_ranks_than_cpus_is_declared_as_srun_does(cpus: str, expected: str | None) -> None:
     own = variables_for_rank({"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": cpus}, **TWO_NODES)
     assert own.get("SLURM_OVERCOMMIT") == expected
 

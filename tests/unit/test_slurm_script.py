@@ -58,7 +58,7 @@ def test_the_script_is_this() -> None:
     assert batch_script(options, "/env/python", ["train.py", "--name", "two words"]) == SCRIPT
 
 
-def test_what_is_shown_is_what_bash_can_run(tmp_path: Path) -> None:
+def test_the_shown_command_runs_in_bash(tmp_path: Path) -> None:
     script = batch_script(JobOptions(job_name='a "name"'), "/a folder/python", ["it's.py", "$HOME"])
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=True)
     assert checked.stderr == ""
@@ -100,7 +100,7 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(
         ({"more": ["--qos=high", "--qos=low"]}, "A directive was given two values"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) -> None:
+def test_contradictory_arguments_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         JobOptions(**options)
 

@@ -177,7 +177,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_computes_something_else_in_parts_stays_whole(name: str) -> None:
+def test_a_module_that_computes_something_else_in_parts_stays_whole(name: str) -> None:
     plan = find_plan(nn.ModuleDict({"inner": WRONG[name](), "sure": Mlp()}), 2)
     assert set(plan.styles) == {"sure.up", "sure.down"}
     assert set(plan.whole) == {"inner"}
@@ -198,7 +198,7 @@ def test_wrong_splits_of_wide_layers_are_found_too(wrong: type[Mlp]) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("build", [Mlp, ScaleOutside])
-def test_what_computes_the_same_is_split(build: Callable[[], nn.Module], tp: int) -> None:
+def test_a_module_that_computes_the_same_in_parts_is_split(build: Callable[[], nn.Module], tp: int) -> None:
     """Also where weights are zero, in which nothing could be seen."""
     assert find_plan(build(), tp).styles == {"up": "column", "down": "row"}
 
@@ -248,7 +248,7 @@ def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Narrow(Mlp):
-    """Norms what lies between, if it is told to."""
+    """Normalizes the hidden features on request."""
 
     norms = False
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch.hosts.host_list import Host, parse_hosts
-from rankwise.launch.hosts.message_stream import MessageExtractor, line, mark
 from rankwise.launch.hosts.ssh import passed_on, ssh_argv
+from rankwise.launch.hosts.ssh_sessions import MessageExtractor, line, mark
 from rankwise.launch.messages import (
     EndJob,
     HostHere,
@@ -53,7 +53,7 @@ def test_hosts_are_written_so(text: str, expected: list[Host]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "a,", "a:", "a:0", "a:-1", "a:x", "-oProxyCommand=x", "-l@a", "@a", "a b", "[::1", "[::1]4"]
 )
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_an_invalid_host_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
         parse_hosts(text)
 
@@ -195,7 +195,7 @@ def test_a_host_that_does_not_come_up_is_named_with_the_next_command(tmp_path: P
         (["--max-restarts", "-1"], "max_restarts must be >= 0, got -1."),
     ],
 )
-def test_what_contradicts_hosts_is_refused_before_any_connection(
+def test_options_that_contradict_hosts_are_refused_before_any_connection(
     tmp_path: Path, options: list[str], expected: str
 ) -> None:
     exit_code, said = run(tmp_path, "touch connected", *options)

@@ -146,7 +146,7 @@ def test_stages_one_after_the_other_are_the_model(make: type[nn.Module], cuts: l
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-12, atol=0)
 
 
-def test_what_depends_on_inputs_alone_is_computed_where_it_is_needed_and_not_sent() -> None:
+def test_values_of_the_inputs_alone_are_computed_where_needed_and_not_sent() -> None:
     stages = staged(Glue(), [1, 2], torch.randn(3, 4))
     calls = names(stages)
     assert [("gt" in each, "arange" in each) for each in calls] == [(False, False), (True, True), (False, False)]
@@ -164,7 +164,7 @@ class Drawing(nn.Module):
         return self.b(self.a(x) + noise) * noise
 
 
-def test_what_is_drawn_is_drawn_once_and_sent() -> None:
+def test_the_secret_is_drawn_once_and_sent() -> None:
     stages = staged(Drawing(), [1], torch.randn(3, 4))
     assert [calls.count("rand_like") for calls in names(stages)] == [1, 0]
     assert len(stages[0].sends) == 2
@@ -236,7 +236,7 @@ class Passing(nn.Module):
         ("again", "a is called on stage 0 after stage 1 has begun"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(what: str, expected: str) -> None:
+def test_a_model_that_cannot_be_split_is_refused(what: str, expected: str) -> None:
     model = Passing(what)
     with pytest.raises(ConfigurationError, match=expected):
         staged(model, [1], torch.randn(3, 4))
@@ -287,7 +287,7 @@ def test_measuring_costs_leaves_the_model_as_it_was() -> None:
 
 
 def finish(orders: Sequence[Sequence[Action]], num_stages: int) -> set[Action]:
-    """Run an order in which sends wait for nobody and receives for their send, and return what was done.
+    """Run an order in which sends do not wait and receives wait for their send, and return the actions.
 
     Between two ranks, the n-th receive gets what was sent n-th.
     """
@@ -327,7 +327,7 @@ def finish(orders: Sequence[Sequence[Action]], num_stages: int) -> set[Action]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_step_does_everything_once_and_comes_to_an_end(name: str) -> None:
+def test_a_step_does_everything_once_and_ends(name: str) -> None:
     schedule = SCHEDULES[name]
     for num_ranks in (1, 2, 3, 4):
         num_stages = schedule.num_stages(num_ranks)

@@ -145,7 +145,7 @@ def test_a_wait_ends_when_the_last_key_is_set_and_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, -1.0, float("nan")])
-def test_a_wait_in_vain_ends_and_leaves_nothing(seconds: float) -> None:
+def test_a_wait_that_times_out_leaves_nothing_behind(seconds: float) -> None:
     keys = Keys()
     keys.set("a", b"")
     with pytest.raises(TimeoutError):

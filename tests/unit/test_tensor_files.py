@@ -57,7 +57,7 @@ def test_every_tensor_of_a_file_and_its_regions(file: Path) -> None:
         assert torch.equal(into, TENSORS["a.weight"].float())
 
 
-def test_what_fits_and_what_is_equal(tmp_path: Path) -> None:
+def test_fitting_and_equal_values(tmp_path: Path) -> None:
     numbers = torch.tensor([1.5, torch.nan, -0.0])
     tensors = {"a": numbers, "b": numbers.clone(), "other": numbers + 1, "wide": numbers.double()}
     tensors |= {"flat": numbers.clone()[None], "int": torch.tensor(3), "again": torch.tensor(3)}
@@ -73,7 +73,7 @@ def test_what_fits_and_what_is_equal(tmp_path: Path) -> None:
         assert not files.entries["flat"].fits(numbers)
 
 
-def test_what_was_read_is_the_readers_own(file: Path) -> None:
+def test_a_read_value_belongs_to_the_reader(file: Path) -> None:
     with open_tensor_files(file) as files:
         whole, region = files.read("a.weight"), files.read_slice("a.weight", (slice(0, 1),))
     for tensor in (whole, region):
@@ -112,7 +112,7 @@ def test_an_index_that_is_wrong(tmp_path: Path, weight_map: dict[str, str], mess
         open_tensor_files(_folder(tmp_path / "folder", weight_map=weight_map))
 
 
-def test_what_cannot_be_opened(tmp_path: Path, file: Path) -> None:
+def test_an_address_that_cannot_be_opened(tmp_path: Path, file: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
         open_tensor_files(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="has no tensor 'c'"), open_tensor_files(file) as files:

@@ -226,7 +226,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_is_clear_is_split(name: str) -> None:
+def test_a_clear_module_is_split(name: str) -> None:
     model, styles = FOUND[name]
     assert find_plan(model, 2).styles == styles
 
@@ -268,7 +268,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_is_not_clear_stays_whole_and_is_named(name: str) -> None:
+def test_an_unclear_module_stays_whole_and_is_named(name: str) -> None:
     model, why = WHOLE[name]
     model = nn.ModuleDict({"inner": model, "sure": Pair()})
     plan = find_plan(model, 2)

@@ -76,7 +76,7 @@ def test_a_call_that_a_version_lacks_is_named_in_one_sentence(told: pytest.Monke
     ]
 
 
-def test_what_torch_2_12_cannot_do_is_refused_by_name(told: pytest.MonkeyPatch) -> None:
+def test_calls_that_torch_2_12_lacks_are_refused_by_name(told: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     told.setattr("torch.__version__", "2.12.1")
@@ -121,7 +121,7 @@ def test_importing_on_the_installed_torch_reads_its_version_without_importing_it
     assert done.stdout.strip() == torch.__version__
 
 
-def test_importing_on_an_old_torch_fails_in_words() -> None:
+def test_importing_on_an_old_torch_fails_with_a_clear_error() -> None:
     done = imported("2.8.0")
     assert done.returncode == 1
     version = rankwise.__version__

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallel: the same model on every rank, each with its share of the batch, exact gradients.
 
-Works in place: the model stays itself, with its class and its keys. Holds the public calls and what happens
-around forward; what happens in backward is gradient_sync's.
+Works in place: the model keeps its class and its keys. Holds the public call, which sets up the hooks around forward;
+gradient_sync has those of backward.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
-from rankwise.parallel.core.buffers import BuffersBeforeForward, BufferSync
+from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
-from rankwise.parallel.core.own_hooks import leave_out_of_copies
+from rankwise.parallel.core.own_hooks import OwnHook, leave_out_of_copies
 from rankwise.parallel.core.same_model import broadcast_model, check_same_model
-from rankwise.parallel.core.strategy_registry import (
-    check_split,
-    check_unregistered,
-    is_placed,
-    register,
-)
+from rankwise.parallel.core.strategy_registry import check_split, check_unregistered, is_placed, register
 from rankwise.parallel.loss.hooks import check_weight_function, subscribe
 from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.scope import check_randomness
@@ -61,34 +56,34 @@ def replicate(
 
     Every rank starts from rank zero's parameters and buffers. Then each ``backward()`` returns with every
     gradient equal on all ranks: the mean over all samples of all ranks, also when ranks have unequal numbers
-    of samples, or none. Parameters that only some ranks use need no flag; what no rank used keeps
+    of samples, or none. Parameters that only some ranks use need no flag; a parameter that no rank used keeps
     ``grad=None``. The model keeps its class and its ``state_dict`` keys; a deepcopy or pickle of it is a plain
     model, without ranks.
 
     What a loss is a mean or a sum over is read from its graph when ``backward()`` is called: samples, tokens, class
-    weights, what is not masked; each of several terms by itself. A loss that couples samples of the batch is named in
+    weights, unmasked elements; each of several terms by itself. A loss that couples samples of the batch is named in
     a warning, and averaged by the samples of the forward call: the first dimension of its first tensor argument. Pass
     ``weight``, or use :func:`rankwise.weight` around ``backward()``, to say it yourself.
 
-    Every rank runs backward through the model equally often, without samples too. What a rank decides from its
-    own loss (skipping a step, LBFGS's line search, a scheduler on plateaus, stopping early) must be decided from
-    ``rankwise.all_reduce`` of it, or the ranks part. Gradients are views of memory that the next backward
-    overwrites: clone what is to be kept over a step. ``torch.autograd.grad`` gives this rank's own gradient.
+    Every rank runs backward through the model equally often, also without samples. Decisions that depend on a rank's
+    own loss (skipping a step, LBFGS's line search, a scheduler on plateaus, stopping early) must use
+    ``rankwise.all_reduce`` of it, or the ranks diverge. Gradients are views of memory that the next backward
+    overwrites: clone a gradient to keep it after the step. ``torch.autograd.grad`` gives this rank's own gradient.
 
     Args:
-        model: on its device already; also one that ``torch.compile`` made. Change its layers, dtype or device before.
-        sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it
+        model: on its device already, compiled with ``torch.compile`` or not. Change its layers, dtype or device before.
+        sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it,
             each rank normalises by its own samples, and the result depends on the number of ranks.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:
             the number of samples or tokens of this rank. At least zero.
         compress: for slow networks: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, ``"top-k"``, or
-            :class:`rankwise.PowerSGD`, :class:`rankwise.TopK`. Gradients are then the same on all ranks, and no longer
-            what one rank would have: ``docs/slow-networks.md`` says how far from it. What a rank remembers of earlier
-            steps is not in checkpoints. The same on every rank.
+            :class:`rankwise.PowerSGD`, :class:`rankwise.TopK`. Gradients are then the same on all ranks, but no longer
+            those of one rank: ``docs/slow-networks.md`` says how far they differ. The memory of earlier steps that a
+            rank keeps is not in checkpoints. The same on every rank.
         randomness: how dropout and other noise inside the model are drawn. ``"counter"``: the same numbers for every
             number of ranks, each rank computing its rows alone; ``"torch"``: the numbers that torch draws for the whole
-            batch on one device, which every rank computes; ``"per_rank"``: independent ones on each rank, so that the
-            result depends on the number of ranks as on a seed.
+            batch on one device, which every rank computes; ``"per_rank"``: independent numbers on each rank, so that
+            the result depends on the number of ranks as on a seed.
 
     Returns:
         ``model`` itself.
@@ -96,8 +91,8 @@ def replicate(
     Raises:
         NotJoined: before :func:`rankwise.join`.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
-        ConfigurationError: the model is replicated already, or has nothing to train; ``compress`` is none of these, or
-            is not for models of :func:`rankwise.tensor_parallel`; or :func:`rankwise.mesh` laid ranks out along
+        ConfigurationError: the model is replicated already, or has nothing to train; ``compress`` is unknown, or does
+            not support models of :func:`rankwise.tensor_parallel`; or :func:`rankwise.mesh` laid ranks out along
             ``dp_shard`` or ``pp``, whose strategies replicate themselves.
 
     Source: the exact mean is sum_r w_r g_r / sum_r w_r; bucketing as in Li et al., "PyTorch Distributed"
@@ -108,8 +103,9 @@ def replicate(
     check_unregistered(model, "replicate")
     check_weight_function(weight, "replicate")
     check_randomness(randomness, "replicate")
-    names, parameters = _named_parameters(model)
-    meta = next((name for name, p in zip(names, parameters, strict=True) if p.is_meta), None)
+    named = dict(model.named_parameters())  # each tied parameter once
+    names, parameters = list(named), list(named.values())
+    meta = next((name for name, p in named.items() if p.is_meta), None)
     if meta is not None:
         raise ConfigurationError(
             f"{meta} is on the meta device: the model has no values yet.",
@@ -133,10 +129,9 @@ def replicate(
     group = None
     if exchange is not None:
         check_same_model(model)
-        words = "pass the same compress= on every rank"
-        same_on_all_ranks("compress", str(method), do=words, error=ConfigurationError)
-        words = "pass the same randomness= on every rank"
-        same_on_all_ranks("randomness", randomness, do=words, error=ConfigurationError)
+        words = "pass the same {}= on every rank"
+        same_on_all_ranks("compress", str(method), do=words.format("compress"), error=ConfigurationError)
+        same_on_all_ranks("randomness", randomness, do=words.format("randomness"), error=ConfigurationError)
         broadcast_model(model, exchange)
         group = exchange.dup()
     sync = GradientSync(names, parameters, group, type(model).__name__, method)
@@ -148,28 +143,27 @@ def replicate(
     if exchange is not None:
         if sync_batchnorm:
             synchronise_batchnorm(model, sync, exchange)
-        elif names := unsynchronised_batchnorms(model):
+        elif norms := unsynchronised_batchnorms(model):
             warn(
-                f"{take_their(names)} statistics per rank, so that the "
+                f"{take_their(norms)} statistics per rank, so that the "
                 "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
             )
         buffers = BufferSync(model, exchange, DivergedBuffers(model, exchange, type(model).__name__))
-        model.register_forward_pre_hook(BuffersBeforeForward(buffers))
+        model.register_forward_pre_hook(OwnHook(buffers.before_training))
     if group is not None:
-        named, statistics = dict(zip(sync.names, parameters, strict=True)), shared_statistics(model, SYNCHRONISED)
+        statistics = shared_statistics(model, SYNCHRONISED)
         sync.loss.guard_by(
             StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         )
-    model.register_forward_hook(
-        SyncAfterForward(sync, weight, None if buffers is None else buffers.after_forward), with_kwargs=True
-    )
+    after_training = None if buffers is None else buffers.after_forward
+    model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)
     return model
 
 
 def _exchange_of(axes: Axes) -> Exchange | None:
-    """Return the exchange of the ranks that hold copies of one another."""
+    """Return the exchange of the ranks that hold copies of the same parameters."""
     for axis, strategy in (("dp_shard", "shard"), ("pp", "pipeline")):
         if axes.size(axis) > 1:
             raise ConfigurationError(
@@ -179,9 +173,3 @@ def _exchange_of(axes: Axes) -> Exchange | None:
     from rankwise.parallel.core.device_mesh import exchange_along  # noqa: PLC0415 - torch's mesh is only there with axes
 
     return exchange_along("dp_replicate")
-
-
-def _named_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-    """Return names and parameters, each tied parameter once."""
-    pairs = list(model.named_parameters())
-    return [name for name, _ in pairs], [parameter for _, parameter in pairs]

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from rankwise.parallel.core.buckets import Bucket
+    from collections.abc import Callable, Sequence
 
 
 class ErrorFeedback:
@@ -28,6 +26,10 @@ class ErrorFeedback:
         self._lengths = [math.prod(shape) for shape in shapes]
         self._weight = 0.0
         self._absent: Sequence[int] = ()
+
+    def pieces(self) -> Sequence[torch.Tensor]:
+        """Return the part of each gradient in ``left_out``."""
+        return self.left_out.split(self._lengths)
 
     def add_to(self, body: torch.Tensor, share: float, weight: float, absent: Sequence[int]) -> None:
         """Add the earlier error to this rank's body, which counts as zero with share 0.
@@ -53,7 +55,7 @@ class ErrorFeedback:
             is_used: whether any rank has a gradient, by number. The error of one that none has does not change.
         """
         unused = [number for number in self._absent if not is_used(number)]
-        pieces = self.left_out.split(self._lengths) if unused else ()
+        pieces = self.pieces() if unused else ()
         kept = [(pieces[number], pieces[number].clone()) for number in unused]
         if self._weight > 0:
             torch.div(left, self._weight, out=self.left_out)
@@ -70,18 +72,3 @@ class HasErrorFeedback(Protocol):
     """A channel with error feedback."""
 
     feedback: ErrorFeedback
-
-
-def carry_over(old: Iterable[Bucket], new: Iterable[Bucket]) -> None:
-    """Copy the error feedback of replaced buckets to the new ones, parameter by parameter."""
-    kept = {
-        number: piece
-        for bucket in old
-        if isinstance(bucket.channel, HasErrorFeedback)
-        for number, piece in zip(bucket.numbers, bucket.pieces(bucket.channel.feedback.left_out), strict=True)
-    }
-    for bucket in new:
-        if isinstance(bucket.channel, HasErrorFeedback):
-            for number, piece in zip(bucket.numbers, bucket.pieces(bucket.channel.feedback.left_out), strict=True):
-                if number in kept:
-                    piece.copy_(kept[number])

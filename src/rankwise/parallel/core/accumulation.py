@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of several microsteps, added up on this rank with their weights. Used by gradient_sync.
+"""Gradients of several microsteps, added up on this rank with their weights; knows no other rank.
 
-While an accumulation is open, each gradient is multiplied by its microstep's share before torch adds it to
-``grad``. Knows no other rank.
+While an accumulation is open, each gradient is multiplied by its microstep's share before torch adds it to ``grad``.
+Gradients of earlier steps are exact already: they are set aside, so that this step does not reduce them again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.earlier_gradients import Earlier, add_back, set_aside
 from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
@@ -22,6 +21,34 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.autograd.graph import Node
+
+
+Earlier = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, each with the gradient that it had."""
+
+
+def set_aside(tensors: Iterable[torch.Tensor]) -> Earlier:
+    """Clear ``grad`` and return copies of its values."""
+    # Its memory may be a channel's, which the next reduction overwrites.
+    earlier = [(tensor, tensor.grad.detach().clone()) for tensor in tensors if tensor.grad is not None]
+    for tensor, _ in earlier:
+        tensor.grad = None
+    return earlier
+
+
+@torch.no_grad()
+def add_back(earlier: Earlier) -> None:
+    """Add the gradients that were set aside to ``grad``."""
+    for tensor, gradient in earlier:
+        tensor.grad = gradient if tensor.grad is None else tensor.grad.add_(gradient)
+
+
+def restore(tensors: Iterable[torch.Tensor], earlier: Earlier) -> None:
+    """Put back the gradients that were set aside, in place of those that a failed step has left."""
+    for tensor in tensors:
+        tensor.grad = None
+    for tensor, gradient in earlier:
+        tensor.grad = gradient
 
 
 class Accumulation:
@@ -36,28 +63,28 @@ class Accumulation:
         self.carried = 0.0
         """Sum of the shares of the microsteps that have been added up."""
         self.counted_in: str | None = None
-        """What the weights of its microsteps count, in words, once one has come that counts anything."""
+        """What the weights of its microsteps count, in words, after the first one that counts anything."""
         self._names = names
         self._parameters = parameters
         self._earlier: Earlier = []
         self._marks: dict[int, tuple[torch.Tensor, int]] = {}
         self._scalers: dict[int, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
-        """Each with what adds its gradient up, which nobody else keeps."""
+        """By parameter, the node that adds its gradient up, which nothing else keeps, and its hook."""
 
     def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
-        """Say whether another microstep follows the one under way; return what was said before."""
+        """Set whether another microstep follows the one under way; return the value before."""
         before, self.is_continued = self.is_continued, value
         return before
 
     def expect(self, numbers: Iterable[int], share: Callable[[], float]) -> None:
-        """Follow gradients before torch adds them up: the first of a backward may be what begins it.
+        """Follow gradients before torch adds them up: the first one may begin the backward.
 
         Args:
             numbers: of the parameters that get gradients.
-            share: what to multiply the gradients of the backward under way with; may begin it.
+            share: returns the factor for the gradients of the backward under way; may begin it.
         """
         self.is_begun = True
-        # What is kept keeps the hook: one that held the rest would keep the model's memory for ever.
+        # The kept nodes keep the hook: a hook that held the rest would never release the model's memory.
         followed, share_of_step = weakref.ref(self), weakref.WeakMethod(share)
 
         def scaled(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -70,7 +97,7 @@ class Accumulation:
             (gradient,) = gradients
             if gradient is None:
                 return gradients
-            # Nothing of a microstep without samples counts, not even a NaN.
+            # A microstep without samples contributes nothing, not even a NaN.
             return (gradient * factor if factor else torch.zeros_like(gradient),)
 
         for number in numbers:
@@ -121,7 +148,7 @@ class Accumulation:
         self.is_open = False
 
     def abandon(self) -> None:
-        """Forget a microstep that broke off. Earlier ones count unless the gradients have been cleared."""
+        """Forget a microstep that was interrupted. Earlier ones count unless the gradients have been cleared."""
         if not self._marks:
             self.close()
 
@@ -137,7 +164,7 @@ class Accumulation:
         self.carried = 0.0
 
     def put_earlier_gradients_aside(self) -> None:
-        """Keep what is in ``grad`` out of the next backward, until :meth:`give_back_earlier`."""
+        """Keep the current ``grad`` out of the next backward, until :meth:`give_back_earlier`."""
         self.is_begun = True
         self._earlier += set_aside(self._parameters)
 

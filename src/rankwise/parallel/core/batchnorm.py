@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _sync_of: WeakKeyDictionary[nn.Module, tuple[GradientSync, Exchange]] = WeakKeyDictionary()
 _lacking: WeakSet[GradientSync] = WeakSet()
-"""Of the models of which it has been said that gradients lack something."""
+"""Of models that the warning of missing contributions has named."""
 
 
 class _GlobalStatistics(BatchNorm):
-    """What the three subclasses share. Without a sync (a copied model) it is the plain layer."""
+    """The base of the subclasses. Without a sync (a copied model) it is the plain layer."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         noted = _sync_of.get(self)
@@ -44,9 +44,9 @@ class _GlobalStatistics(BatchNorm):
         return global_statistics.normalised(self, input, _RanksOfModel(exchange, sync))
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python's own
-        """Have copies and pickles be of torch's class, which a file can be read with anywhere."""
+        """Make copies and pickles of torch's class, which any program can load."""
         reduced = super().__reduce_ex__(protocol)
-        # Called: pickle makes no instance of another class than this one's in any other way.
+        # A call: pickle cannot create an instance of another class than this one's in any other way.
         return (_PLAIN_OF[type(self)], (self.num_features,), *reduced[2:]) if type(self) in _PLAIN_OF else reduced
 
 
@@ -105,15 +105,15 @@ def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
 
 
 def take_their(names: list[str]) -> str:
-    """Return the beginning of what is said of BatchNorm layers: ``bn1 and 2 more BatchNorm layers take their``."""
+    """Return the start of a sentence about BatchNorm layers: ``bn1 and 2 more BatchNorm layers take their``."""
     if len(names) == 1:
         return f"{names[0]} (BatchNorm) takes its"
     return f"{names[0]} and {len(names) - 1} more BatchNorm layer{'s' * (len(names) > 2)} take their"  # noqa: PLR2004
 
 
 def _warn_of_lacking_gradients(sync: GradientSync) -> None:
-    """Say once per model that samples without weight change the others' outputs, and no gradient tells of it."""
-    # What enters the global loss times zero cannot carry it to the layers before.
+    """Warn once per model that samples without weight change the others' outputs, which no gradient shows."""
+    # A loss that enters the global loss times zero cannot carry that gradient to earlier layers.
     if sync not in _lacking:
         _lacking.add(sync)
         warn(
@@ -139,9 +139,9 @@ class _RanksOfModel:
         return self.exchange.all_gather(own, what="BatchNorm statistics")
 
     def mean_sums(self, own: torch.Tensor, x: torch.Tensor, count: torch.Tensor, *, is_needed: bool) -> torch.Tensor:
-        # Where the loss does not pass through the model's output, this may be what backward reaches first.
+        # If the loss does not pass through the model's output, backward may reach this layer first.
         self.sync.begin(self.sync.loss.forward_weight)
-        amount = self.sync.weight
+        amount = self.sync.loss.weight
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
         total = self.exchange.all_reduce(total, what="BatchNorm gradients")
         if amount == 0 and x.numel() and is_needed and bool(total.any()):

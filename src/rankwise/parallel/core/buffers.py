@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that change while training, kept equal on all ranks: rank zero's count. Used by replicate."""
+"""Buffers that change during training, kept equal on all ranks: every rank takes rank zero's.
+
+Used by replicate, shard and pipeline.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,9 @@ import torch
 from torch import nn
 
 from rankwise.parallel.core.batchnorm import SYNCHRONISED
-from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_model import broadcast_tensors
 from rankwise.torch_private.autograd import version_of
-from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import own_buffers, own_modules
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rankwise.parallel.core.diverged_buffers import DivergedBuffers
 
 SMALL_BYTES = 2**18
-"""Up to this size, sending all buffers takes no longer than asking which have changed."""
+"""Up to this size, sending all buffers takes no longer than finding out which have changed."""
 
 BufferSlot = tuple[nn.Module, str]
 """A module and the name of a buffer of its own."""
@@ -31,33 +32,26 @@ BufferSlot = tuple[nn.Module, str]
 class BufferSync:
     """Gives every rank the buffers of rank zero before each training forward.
 
-    Where they are large (masks, position tables), the ranks first agree on which have changed on any of them.
+    If they are large (masks, position tables), the ranks first agree on which have changed on any of them.
     The statistics of synchronised BatchNorm are equal on all ranks already.
     """
 
     def __init__(self, model: nn.Module, exchange: Exchange, diverged: DivergedBuffers | None = None) -> None:
-        """Follow the buffers of a model.
-
-        Args:
-            model: whose buffers they are.
-            exchange: the ranks.
-            diverged: names what ranks update from their own samples.
-        """
+        """Follow the buffers of a model; ``diverged`` names those that ranks update from their own samples."""
         self._places = BufferSlots(model)
         self._exchange = exchange
         self._diverged = diverged
         self._seen = {place: (buffer, version_of(buffer)) for place, buffer in self._places.buffers().items()}
         self._unseen: set[BufferSlot] = set()
-        """Buffers that have differed: what is changed through ``.data`` has no other version."""
+        """Buffers that have differed although their version shows no change, as after one through ``.data``."""
+
+    def before_training(self, model: nn.Module, args: object) -> None:
+        """Make the buffers equal if this forward trains. Called by torch."""
+        if model.training and torch.is_grad_enabled():
+            self.before_forward((args,))
 
     def before_forward(self, inputs: object = ()) -> None:
-        """Make the buffers equal.
-
-        Called by: every rank, before each training forward.
-
-        Args:
-            inputs: what the model is called with.
-        """
+        """Make the buffers equal. Called by: every rank, before each training forward with these inputs."""
         buffers = self._places.buffers()
         if not buffers:
             return
@@ -75,7 +69,7 @@ class BufferSync:
             self._diverged.note_before(buffers, inputs)
 
     def after_forward(self) -> None:
-        """Note what a training forward has made of the buffers. Called after each."""
+        """Note the buffers after a training forward. Called after each."""
         if self._diverged is not None and self._diverged.is_close:
             self._diverged.note_after(self._places.buffers())
 
@@ -91,25 +85,12 @@ class BufferSync:
         return before is None or before[0] is not buffer or before[1] != version_of(buffer)
 
 
-class BuffersBeforeForward(OwnHook):
-    """Gives every rank the buffers of rank zero that change while training."""
-
-    def __init__(self, buffers: BufferSync) -> None:
-        self._buffers = buffers
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: object) -> None:
-        """Make the buffers equal before a training forward. Called by torch."""
-        if module.training and torch.is_grad_enabled():
-            self._buffers.before_forward((args,))
-
-
 class BufferSlots:
     """Where a model has buffers; the model is walked again only when that may have changed.
 
-    A buffer that is replaced, deleted or set to None is seen by looking at its place. New buffers and layers are
-    counted as they are registered. What torch does not tell of (a deleted layer, an inserted one) changes the
-    length of a module's dict of layers, or is a new dict.
+    A buffer that is replaced, deleted or set to None is noticed at its place. New buffers and layers are counted as
+    they are registered. A deleted or inserted layer, which torch does not report, changes the length of a module's
+    dict of layers, or makes a new dict.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,7 +99,7 @@ class BufferSlots:
         self._walk()
 
     def buffers(self) -> dict[BufferSlot, torch.Tensor]:
-        """Return the buffers there are now, but for those of synchronised BatchNorm, in the order of the model."""
+        """Return the current buffers, but for those of synchronised BatchNorm, in the order of the model."""
         if self._may_have_changed():
             self._walk()
         found: dict[BufferSlot, torch.Tensor] = {}
@@ -131,7 +112,7 @@ class BufferSlots:
         return found
 
     def _may_have_changed(self) -> bool:
-        # In C throughout: a model without buffers pays this on each forward, and nothing else.
+        # All in C: a model without buffers pays this on each forward, and nothing else.
         return (
             self._count_seen != self._counts.buffers
             or not all(map(is_, map(own_modules, self._parents), self._layers))
@@ -147,7 +128,7 @@ class BufferSlots:
             if not isinstance(module, SYNCHRONISED)
             for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
         ]
-        # Where nothing has buffers, no deletion matters, and only these two take layers without a word.
+        # If nothing has buffers, no deletion matters, and only these two take layers without registering them.
         parents = [
             module
             for module in modules

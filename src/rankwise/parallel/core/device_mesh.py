@@ -27,8 +27,8 @@ _THROUGH_TORCH = {"shard", "pipeline", "tensor_parallel"}
 def mesh(*, islands: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
     """Lay the ranks out along axes, for every strategy and loader that follows.
 
-    Called by: every rank, with the same sizes, once, right after :func:`rankwise.join`. Not needed where all ranks
-    do the same: :func:`rankwise.replicate`, ``shard``, ``pipeline`` and ``tensor_parallel`` then take them all.
+    Called by: every rank, with the same sizes, once, right after :func:`rankwise.join`. Not needed if one strategy uses
+    all ranks: :func:`rankwise.replicate`, ``shard``, ``pipeline`` and ``tensor_parallel`` do so by default.
 
     Afterwards ``tensor_parallel`` splits layers over ``tp``; ``replicate`` averages over ``dp_replicate``; ``shard``
     over ``dp_replicate`` and ``dp_shard``; ``pipeline`` has its stages along ``pp`` and averages over
@@ -37,12 +37,12 @@ def mesh(*, islands: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int 
     Ranks along ``tp`` are neighbours, then those along ``dp_shard``, ``dp_replicate``, ``pp`` and ``islands``.
 
     Args:
-        islands: groups of ranks with a slow network between them. Ranks of one island have numbers in a row: start
-            them host by host.
+        islands: groups of ranks with a slow network between them. Ranks of one island have consecutive numbers:
+            start them host by host.
         dp_replicate: copies of the model.
         dp_shard: parts that its parameters are sharded into.
         pp: stages of a pipeline.
-        tp: parts of each layer. One of the five may be -1, for the ranks that are left.
+        tp: parts of each layer. One of the five may be -1, for the remaining ranks.
 
     Returns:
         torch's mesh, with the dimensions ``islands``, ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``.
@@ -64,11 +64,11 @@ def axes_for(strategy: str, axis: str) -> Axes:
     Called by: every rank.
 
     Args:
-        strategy: who asks, as ``rankwise.`` has it: ``"shard"``.
-        axis: what it spreads a model along.
+        strategy: the name of the strategy: ``"shard"``.
+        axis: the axis that it spreads a model along.
 
     Raises:
-        ConfigurationError: the ranks cannot be laid out any more, or no backend of torch carries tensors of their
+        ConfigurationError: the ranks can no longer be laid out, or no backend of torch carries tensors of their
             device, which this strategy needs.
     """
     session = current()
@@ -82,11 +82,14 @@ def axes_for(strategy: str, axis: str) -> Axes:
 
 def submesh(*names: str) -> DeviceMesh:
     """Return torch's mesh of the ranks that differ from this one along ``names`` only."""
-    return _device_mesh()[names]
+    device_mesh = current().device_mesh
+    if not isinstance(device_mesh, DeviceMesh):
+        raise _no_mesh()
+    return device_mesh[names]
 
 
 def exchange_along(*names: str) -> Exchange | None:
-    """Return the exchange of the ranks that differ along ``names`` only; ``None`` where there is no other.
+    """Return the exchange of the ranks that differ along ``names`` only; ``None`` if there is only this rank.
 
     Called by: every rank, in the same order.
     """
@@ -105,15 +108,12 @@ def exchange_along(*names: str) -> Exchange | None:
 def _axes() -> Axes:
     axes = current().axes
     if axes is None:
-        raise ConfigurationError("The ranks have no mesh.", do="call rankwise.mesh() first")
+        raise _no_mesh()
     return axes
 
 
-def _device_mesh() -> DeviceMesh:
-    device_mesh = current().device_mesh
-    if not isinstance(device_mesh, DeviceMesh):
-        raise ConfigurationError("The ranks have no mesh.", do="call rankwise.mesh() first")
-    return device_mesh
+def _no_mesh() -> ConfigurationError:
+    return ConfigurationError("The ranks have no mesh.", do="call rankwise.mesh() first")
 
 
 def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
@@ -154,7 +154,7 @@ def _check_carried(world: World, caller: str) -> None:
 
 
 def _do_islands_meet() -> bool:
-    # What makes them the same has itself called before each save, as this has.
+    # local_sgd(), which averages them, registers a function before each save, as this file does.
     return current().saving != [_check_islands_meet]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers that ranks update from their own samples, named once: all ranks continue with those of rank zero.
 
-Ranks compare one checksum of all before a forward pass, in which all take part anyway: after the first, second and
-fourth one, and so on, then every 64. Where it differs, they look closely at what the next forward pass makes of each
-buffer. Used by buffers.
+Ranks compare one checksum of all buffers before a forward pass, in which all ranks take part anyway: after the first,
+second and fourth one, and so on, then every 64. If it differs, they compare each buffer before and after the next
+forward pass. Used by buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
-from rankwise.parallel.loss.hooks import sizes_of_first
+from rankwise.parallel.loss.terms import first_tensor
 from rankwise.parallel.state_guard.diagnosis import furthest_from, largest_element
 from rankwise.parallel.state_guard.guard import CheckSchedule
 from rankwise.tensors.checksum import ChecksumOfAll, checksums_of_each
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     Checksums = dict[BufferSlot, int]
 
 EVERY = 64
-"""How many training forward passes apart ranks compare, once a training is under way."""
+"""How many training forward passes apart ranks compare, after the first ones."""
 PATIENT_EVERY = 1024
-"""The same where something differs."""
+"""The same while something differs."""
 
 
 class _Reported(NamedTuple):
-    """What one rank reports of one buffer."""
+    """One rank's report of one buffer."""
 
     had_samples: bool
     is_moved_in_forward: int
@@ -51,10 +51,10 @@ class _Reported(NamedTuple):
     """Checksums from after the latest forward pass, and from before the next."""
 
     def has_diverged_from(self, first: _Reported) -> bool:
-        """Return whether a rank has changed the buffer, and otherwise than the first.
+        """Return whether a rank has changed the buffer, and differently from the first.
 
-        What the first alone changes, as in an evaluation, is what one rank would have. What a rank without samples
-        leaves out, or makes of nothing, says nothing.
+        A change by the first rank alone, as in an evaluation, is one rank's result. A rank without samples may skip a
+        change, or compute it from nothing, and does not count.
         """
         in_forward = self.is_moved_in_forward and self.after != first.after
         return bool(self.had_samples and self.now != first.now and (in_forward or self.is_moved_since))
@@ -62,44 +62,37 @@ class _Reported(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A buffer that some ranks have changed, and that differs from rank zero's there."""
+    """A buffer that some ranks have changed, and that differs there from rank zero's."""
 
     place: BufferSlot
     own: torch.Tensor
     """This rank's value."""
     counting: tuple[int, ...]
-    """Which ranks, of those that compare: they have changed it, with samples."""
+    """The ranks that have changed it, with samples."""
 
 
 class DivergedBuffers:
-    """The buffers of one model, but for those of BatchNorm, which has a warning of its own."""
+    """Compares the buffers of one model, but for those of BatchNorm, which has a warning of its own."""
 
     def __init__(self, model: nn.Module, exchange: Exchange, model_name: str) -> None:
-        """Compare from here on.
-
-        Args:
-            model: for the names of its buffers.
-            exchange: the ranks that take rank zero's.
-            model_name: for the warning.
-        """
         self._model = model
         self._model_name = model_name
         self._exchange = exchange
         self._schedule = CheckSchedule(0, EVERY)
         self._checksum = ChecksumOfAll()
         self.is_close = False
-        """Whether ranks look closely at the forward pass under way. The same on all of them."""
+        """Whether ranks compare each buffer around the forward pass under way. The same on all of them."""
         self._num_forwards = 0
         self._had_samples = True
         self._before: Checksums = {}
         self._after: Checksums = {}
-        """From before and after the latest forward pass, where ranks look closely."""
+        """From before and after the latest forward pass, if ranks compare each buffer."""
         self._has_warned = False
 
     def compare(self, buffers: Buffers) -> tuple[set[BufferSlot], list[Suspect]]:
-        """Return the buffers that are known to differ between ranks, and those among them to accuse.
+        """Return the buffers that are known to differ between ranks, and the suspects among them.
 
-        Called by: every rank, before each training forward pass, with the buffers as the one before left them.
+        Called by: every rank, before each training forward pass, with the buffers that the one before left.
         """
         if self.is_close:
             self.is_close = False
@@ -124,7 +117,7 @@ class DivergedBuffers:
         own = [int(self._had_samples), *map(int, in_forward), *map(int, since), *after, *now.values()]
         numbers = self._gathered(torch.tensor(own))
         rows = [numbers[start : start + len(own)] for start in range(0, len(numbers), len(own))]
-        # Until it is known to be more than rounding, or once it has been told, there is no hurry.
+        # Before the difference is known to be more than rounding, and after the warning, there is no hurry.
         self._schedule.be_patient(PATIENT_EVERY)
         unlike: set[BufferSlot] = set()
         suspects: list[Suspect] = []
@@ -139,31 +132,20 @@ class DivergedBuffers:
         return unlike, suspects
 
     def note_before(self, buffers: Buffers, inputs: object) -> None:
-        """Note what a forward pass begins with.
-
-        Called by: every rank, once its buffers are rank zero's.
-
-        Args:
-            buffers: of the model.
-            inputs: what the model is called with.
-        """
+        """Note the buffers before a forward pass. Called by: every rank, once its buffers are rank zero's."""
         self._num_forwards += 1
         if self.is_close:
             self._before, self._after = _checksums(_compared(buffers)), {}
             self._had_samples = _has_samples(inputs)
 
     def note_after(self, buffers: Buffers) -> None:
-        """Note what a forward pass ends with, where ranks look closely."""
+        """Note the buffers after a forward pass, if ranks compare each buffer."""
         self._after = _checksums(_compared(buffers))
 
     def warn_of(self, suspects: Sequence[Suspect], buffers: Buffers) -> None:
-        """Warn of the first buffer that is apart by more than rounding.
+        """Warn of the first buffer that differs from rank zero's, in ``buffers``, by more than rounding.
 
-        Called by: every rank, with the same suspects.
-
-        Args:
-            suspects: from :meth:`compare`; not empty.
-            buffers: what ranks have now, rank zero's.
+        Called by: every rank, with the same suspects from :meth:`compare`; not empty.
         """
         largest = max(largest_element(one) for one in buffers.values())
         found = [_apart(one.own, buffers[one.place].detach(), largest) for one in suspects]
@@ -208,12 +190,13 @@ def _checksums(buffers: Buffers) -> Checksums:
 def _has_samples(inputs: object) -> bool:
     session = current_or_none()
     batch = None if session is None else session.latest_batch
-    # A rank without samples may be called with others' to stand in.
-    return (batch is None or batch.num > 0) and sizes_of_first(inputs, {})[:1] != (0,)
+    first = first_tensor(inputs)
+    # A rank without samples may be called with others' as a stand-in.
+    return (batch is None or batch.num > 0) and (first is None or first.is_nested or first.shape[0] > 0)
 
 
 def _apart(own: torch.Tensor, first: torch.Tensor, largest: float) -> tuple[float, float, float, float]:
-    """Return whether values are apart by more than rounding; the element that is so most; and its two values."""
+    """Return whether values differ by more than rounding; the element that differs most; and its two values."""
     furthest, index = furthest_from(own.reshape(-1), first.reshape(-1))
     allowed = tolerance(own.dtype) * max(FLOOR * largest, largest_element(own), largest_element(first))
     values = [one.reshape(-1)[index].item() if one.numel() else 0.0 for one in (own, first)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built on the meta device: given memory when they are spread, and not called before something is in it.
+"""Models built on the meta device: they get memory when they are spread, and must be filled before they are called.
 
 Used by tensor_parallel, shard and pipeline.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class FromMeta:
-    """What of one model was on the meta device, until all of it is filled."""
+    """The tensors of one model that were on the meta device, until all of them are filled."""
 
     def __init__(self, strategy: str, model: nn.Module, device: str | None) -> None:
-        """Give what is on the meta device memory, filled with what cannot pass for something loaded.
+        """Give tensors on the meta device memory, filled with values that cannot be mistaken for loaded ones.
 
         Args:
-            strategy: that spread the model, as ``rankwise.`` has it.
+            strategy: that spread the model.
             model: whose tensors are spread already.
-            device: to have the memory on; ``None`` to leave it to a strategy that follows.
+            device: of the memory; ``None`` to leave it to a strategy that follows.
         """
         self._strategy = strategy
         self._names = [name for name, tensor in _tensors(model).items() if tensor.is_meta]
@@ -38,7 +38,7 @@ class FromMeta:
         if self._names and device is not None:
             _fill(model, self._names, device)
             found = _tensors(model)
-            # Numbers and truths have no NaN: those are known by not having been written to.
+            # Integers and booleans have no NaN: an unchanged version shows that they are not filled.
             whole = {name: found[name] for name in self._names if not _can_be_nan(found[name])}
             self._seen = {name: (tensor, version_of(tensor)) for name, tensor in whole.items()}
 
@@ -74,13 +74,7 @@ class FromMeta:
 
 
 def unfilled(strategy: str, name: str, *, is_saved: bool) -> ConfigurationError:
-    """Return the error for a tensor that was on the meta device and holds nothing yet.
-
-    Args:
-        strategy: that gave it memory.
-        name: of the tensor.
-        is_saved: whether checkpoints have it.
-    """
+    """Return the error for a tensor, in checkpoints or not, that was on the meta device and is not filled yet."""
     return ConfigurationError(
         f"{name} was on the meta device in {strategy}() and has not been initialized since.",
         do="initialize the model first: rankwise.load_weights(path, model), or restore a checkpoint"
@@ -108,7 +102,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fill(model: nn.Module, names: list[str], device: str) -> None:
-    # Buffers may have been computed already.
+    # Some buffers may be computed already.
     kept = {name: _local(tensor).clone() for name, tensor in _tensors(model).items() if not tensor.is_meta}
     model.to_empty(device=device)
     with torch.no_grad():
@@ -120,13 +114,13 @@ def _fill(model: nn.Module, names: list[str], device: str) -> None:
 
 
 def fill(tensor: torch.Tensor) -> None:
-    """Write to memory what cannot pass for something loaded."""
+    """Write values that cannot be mistaken for loaded ones."""
     with torch.no_grad():
         _local(tensor).fill_(_nothing(tensor.dtype))
 
 
 def is_as_filled(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds what :func:`fill` wrote; one without elements does not."""
+    """Return whether a tensor holds the values that :func:`fill` wrote; one without elements does not."""
     local = _local(tensor)
     if not local.numel():
         return False
@@ -134,7 +128,7 @@ def is_as_filled(tensor: torch.Tensor) -> bool:
 
 
 def _nothing(dtype: torch.dtype) -> float:
-    """Return what stands for nothing: no index, where there is no NaN."""
+    """Return the value that marks an unfilled tensor: NaN, or a number that is no valid index."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype == torch.bool else torch.iinfo(dtype).max

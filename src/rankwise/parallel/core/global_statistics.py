@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation over the elements of several ranks: what each reports, and what that results in.
+"""Batch normalisation over the elements of several ranks: the report of each rank, and the result.
 
-How ranks exchange it is the caller's. Used by batchnorm, and by SyncBatchNorm of Horovod.
+The caller exchanges the reports. Used by batchnorm, and by SyncBatchNorm of Horovod.
 Legend: C channels, M elements per channel of all ranks.
 
 Source: statistics are combined as in Chan, Golub, LeVeque (1979), eq. 2.1, in rank order; backward is that of Ioffe and
@@ -22,7 +22,7 @@ class StatisticsRanks(Protocol):
     """The ranks whose batches are normalised together."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Return [ranks, 2C + 1], what every rank passes as ``own``. Called by: every rank, in forward."""
+        """Return [ranks, 2C + 1], the ``own`` of every rank. Called by: every rank, in forward."""
         ...
 
     def mean_sums(
@@ -31,16 +31,16 @@ class StatisticsRanks(Protocol):
         """Return the sum [2, C] over ranks of ``own``, divided by M. Called by: every rank, in backward.
 
         Args:
-            own: what :func:`sums` returned.
+            own: the result of :func:`sums`.
             x: this rank's input.
             count: M.
-            is_needed: whether anything is done with the result.
+            is_needed: whether the result is used.
         """
         ...
 
 
 def normalised(layer: BatchNorm, x: torch.Tensor, ranks: StatisticsRanks) -> torch.Tensor:
-    """Return what a BatchNorm layer makes of ``x`` by the statistics of all ranks, and move its running statistics.
+    """Return a BatchNorm layer's output for ``x`` by the statistics of all ranks, and move its running statistics.
 
     Called by: every rank of ``ranks``.
     """
@@ -107,7 +107,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def statistics_of(x: torch.Tensor) -> torch.Tensor:
-    """Return [2C + 1], what a rank tells of its elements [N, C, ...]: means, squared deviations, and how many."""
+    """Return [2C + 1], a rank's report of its elements [N, C, ...]: means, squared deviations, and their number."""
     num_channels = x.shape[1]
     num_elements = x.numel() // num_channels if x.numel() else 0
     if num_elements:
@@ -118,7 +118,7 @@ def statistics_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def combined(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return mean [C], biased variance [C] and M from what the ranks have told, [ranks, 2C + 1].
+    """Return mean [C], biased variance [C] and M from the ranks' reports, [ranks, 2C + 1].
 
     Raises:
         ValueError: M is less than two.
@@ -160,7 +160,7 @@ def gradient(
     weight: torch.Tensor | None,
     means: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient of ``x``, from the means [2, C] of what :func:`sums` adds up."""
+    """Return the gradient of ``x``, from the means [2, C] of the results of :func:`sums`."""
     dx = dy.to(mean.dtype) - _along(means[0], x) - _normalised(x, mean, inverse) * _along(means[1], x)
     return (dx * _along(_scale(inverse, weight), x)).to(x.dtype)
 

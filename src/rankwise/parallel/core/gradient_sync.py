@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of one model, made equal on all ranks while backward runs.
 
-A hook after forward notes what the call stands for. Hooks on the parameters send each bucket once it is full; when
-``backward()`` returns every gradient is the exact mean over all samples of all ranks. Weights are counted in units that
-all ranks share. Used by replicate, local_sgd and the parameter servers.
+A hook after forward marks the output with the number of samples. Hooks on the parameters send each bucket once it is
+full; when ``backward()`` returns every gradient is the exact mean over all samples of all ranks. Weights are counted in
+units that all ranks share. Used by replicate, local_sgd and the parameter servers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
-from rankwise.parallel.core.buckets import own_gradient
-from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
-from rankwise.parallel.core.gradient_hooks import call_when_accumulated
+from rankwise.parallel.core.gradient_buckets import (
+    GradientBuckets,
+    Weights,
+    WeightUnit,
+    call_when_accumulated,
+    own_gradient,
+)
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
-from rankwise.parallel.core.weight_unit import WeightUnit
-from rankwise.parallel.loss.hooks import mark_output, samples_of, sizes_of_first, tensors_with_grad
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
-from rankwise.parallel.loss.terms import ForwardCall
+from rankwise.parallel.loss.terms import forward_call, mark_output
 from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
@@ -42,7 +44,7 @@ _round: list[GradientSync] = []
 
 
 class GradientSync:
-    """The gradients of one model, from ``replicate`` until the model is gone."""
+    """The gradients of one model, from ``replicate`` until the model is deleted."""
 
     def __init__(
         self,
@@ -56,21 +58,20 @@ class GradientSync:
     ) -> None:
         self.strategy = strategy
         self.number = next(model_numbers)
-        """Ranks replicate their models in one order, so it is the same on each."""
+        """Ranks replicate their models in one order, so it is the same on every rank."""
         self.names = list(names)
         self.parameters = list(parameters)
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
         self._group = group
         self._model_name = model_name
         self._first_call: FirstCall | None = None
-        """What the model was called with in the first step, for ranks to compare."""
+        """The inputs of the first step, for ranks to compare."""
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
         is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
         self._unit = WeightUnit(is_open=is_float16)
         self._accumulation = Accumulation(self.names, self.parameters)
         self.loss = LossOnRanks(self.number, self.parameters, group, model_name, self._accumulation)
-        """What the loss of each backward is a mean over."""
         self._on_mean: Callable[[float], None] | None = None
         self._in_backward = False
         self._has_gradients = False
@@ -79,7 +80,7 @@ class GradientSync:
         self._unhooked = list(enumerate(self.parameters))
         self._buckets: GradientBuckets | None = None
         self._is_order_known = False
-        """Whether the buckets are laid out as gradients arrive."""
+        """Whether the buckets are laid out in the order in which gradients arrive."""
         self.hook_new_parameters()
 
     @property
@@ -88,22 +89,17 @@ class GradientSync:
         return self._accumulation.is_continued
 
     def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
-        """Say whether another backward follows before the next exact gradient; return what was said before."""
+        """Set whether another backward follows before the next exact gradient; return the value before."""
         if value:
             self._accumulation.expect(sorted(self._hooked), self._share)
         return self._accumulation.set_continued(value)
 
     def set_given_weight(self, amount: float | None) -> float | None:
-        """Say what the loss is a mean over; return what was said before."""
+        """Set the number that the loss is a mean over; return the value before."""
         return self.loss.set_given_weight(amount)
 
-    @property
-    def weight(self) -> float:
-        """Weight of the backward under way: the samples, or tokens, that its loss is the mean of."""
-        return self.loss.weight
-
     def report_mean_to(self, listener: Callable[[float], None]) -> None:
-        """Call ``listener`` at the end of backward with what gradients are the mean over, on all ranks together."""
+        """Call ``listener`` at the end of backward with the number that gradients are the mean over, on all ranks."""
         self._on_mean = listener
 
     @property
@@ -118,7 +114,7 @@ class GradientSync:
     # -- set-up ------------------------------------------------------------------------------------
 
     def hook_new_parameters(self) -> None:
-        """Follow parameters that need gradients by now. A layer may be unfrozen after ``replicate``."""
+        """Follow parameters that need gradients now: a layer may be unfrozen after ``replicate``."""
         new = [number for number, parameter in self._unhooked if parameter.requires_grad]
         if not new:
             return
@@ -136,11 +132,11 @@ class GradientSync:
         )
 
     def before_backward(self) -> None:
-        """Start afresh if an error broke the backward before, and follow layers unfrozen since.
+        """Start over if an error interrupted the backward before, and follow layers unfrozen since.
 
         Called by: every forward pass that backward may follow.
         """
-        # None is under way: those whose end was not reached broke off, through whichever model.
+        # No backward is under way: the models in the round are of backwards that an error interrupted.
         while _round:
             _round[-1].abandon()
         if self._in_backward:
@@ -156,7 +152,7 @@ class GradientSync:
         self.hook_new_parameters()
 
     def note_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what the model is called with, where nothing is noted yet and there are ranks to compare it with."""
+        """Note the inputs of the model's first call, if there are ranks to compare them with."""
         if self._first_call is None and self.num_ranks > 1:
             self._first_call = first_call_of(args, kwargs)
 
@@ -175,13 +171,13 @@ class GradientSync:
     # -- while backward runs -----------------------------------------------------------------------
 
     def begin(self, weight: float | None) -> None:
-        """Start a backward whose loss is a mean over ``weight`` samples. Further calls change nothing."""
+        """Start a backward whose loss is a mean over ``weight`` samples. Repeated calls do nothing."""
         if self._in_backward:
             return
         self._in_backward = True
         is_accumulated = self.is_accumulating or self._accumulation.is_open
         if weight is None and self._group is None and self._on_mean is None and not is_accumulated:
-            # Nothing is averaged, so that it need not be known.
+            # Nothing is averaged, so the weight need not be known.
             weight = 1.0
         self.loss.begin(weight)
         if is_accumulated:
@@ -191,13 +187,13 @@ class GradientSync:
         _round.append(self)
 
     def _share(self) -> float:
-        """Return the weight of the backward under way, in units of what a rank's step weighs."""
+        """Return the weight of the backward under way, in units of the mean weight of a rank's step."""
         if not self._in_backward:
             self.begin(self.loss.forward_weight)
         return 1.0 if self.loss.is_sum else self.loss.weight / self._unit.size
 
     def _take_note(self, number: int) -> None:
-        """Note that the gradient of a parameter is there. Called once per parameter and step."""
+        """Note that the gradient of a parameter is complete. Called once per parameter and step."""
         if not self._in_backward:
             self.begin(self.loss.forward_weight)
         self._has_gradients = True
@@ -207,7 +203,7 @@ class GradientSync:
             self._buckets.send_full(self._report_weights())
 
     def _report_weights(self) -> Weights:
-        """Report this rank's loss to the other ranks, and return what its gradients count."""
+        """Report this rank's loss to the other ranks, and return the weights of its gradients."""
         self.loss.report()
         share = self._share()
         own = 1.0 if self._accumulation.is_open else share
@@ -219,7 +215,7 @@ class GradientSync:
     # -- when backward has run ---------------------------------------------------------------------
 
     def send_rest(self) -> None:
-        """Send the buckets whose parameters this rank did not all use."""
+        """Send the buckets that are not full: this rank did not use all of their parameters."""
         if self._group is None or self._buckets is None or self.is_accumulating or not self._has_gradients:
             return
         if self._unit.is_open:
@@ -229,7 +225,7 @@ class GradientSync:
         self._buckets.send_rest(self._report_weights())
 
     def collect(self) -> None:
-        """Wait for the sums, divide them, and hand them to the parameters."""
+        """Wait for the means over ranks, which become the gradients."""
         try:
             if not self._has_gradients:
                 self._accumulation.close_empty()
@@ -259,7 +255,7 @@ class GradientSync:
             self.loss.guard.check()
         total = buckets.total() / self._unit.scale
         if is_sum and total != 1.0:
-            # Ranks without samples do not know that the others' losses are sums.
+            # Ranks without samples sent weights as if the others' losses were no sums.
             self._multiply(total)
         if self._on_mean is not None:
             self._on_mean(self.loss.counted(total * self._unit.size))
@@ -268,13 +264,13 @@ class GradientSync:
         if total > 0 and not is_sum:
             self._unit.adjust(total / group.world_size)
         if self._num_synced == 0:
-            # A rank without samples was called with others' to stand in.
+            # A rank without samples was called with others' as a stand-in.
             call = self._first_call if self.loss.weight > 0 else None
             report_first_calls(call, group, self._model_name, is_sum=is_sum)
         self._num_synced += 1
-        # Several models that are trained together make one step.
+        # Several models that are trained together count one step.
         group.detector.recorder.note_step(self._num_synced)
-        # Channels that remember what they left out stay.
+        # Channels with error feedback are kept.
         if not self._is_order_known and (self._compress is None or isinstance(self._compress, Narrow)):
             self._rebuild_in_arrival_order(group, buckets.first_arrivals)
         self._is_order_known = True
@@ -295,7 +291,7 @@ class GradientSync:
             return
         gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
         if total == 0:
-            # The mean of nothing is not a number; several ranks would have zeros too.
+            # A mean over no samples is NaN; zeros are the result of several ranks too.
             foreach.zero_(gradients)
         else:
             foreach.div_(gradients, total)
@@ -317,7 +313,7 @@ class GradientSync:
 
 
 def _finish_round() -> None:
-    """Finish every model of this backward: send all before waiting for any, and in one order on all ranks."""
+    """Finish every model of this backward, in one order on all ranks: send all before waiting for any."""
     syncs = sorted(_round, key=lambda sync: sync.number)
     _round.clear()
     try:
@@ -332,7 +328,7 @@ def _finish_round() -> None:
 
 
 class SyncAfterForward(OwnHook):
-    """Notes how many samples a forward call stands for, and when backward reaches its output."""
+    """Notes the number of samples of a forward call, and when backward reaches its output."""
 
     def __init__(
         self,
@@ -344,7 +340,7 @@ class SyncAfterForward(OwnHook):
 
         Args:
             sync: of its gradients.
-            weight: what the user says that a loss is a mean over, as a function of the call's arguments.
+            weight: the user's function of the call's arguments that returns what the loss is a mean over.
             after_training: called after each training forward.
         """
         self._sync = sync
@@ -354,8 +350,10 @@ class SyncAfterForward(OwnHook):
         self._count_seen = self._counts.parameters
 
     @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Take a forward call in. Called by torch."""
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch calls it
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        """Note a forward call. Called by torch."""
         if not torch.is_grad_enabled():
             return
         sync = self._sync
@@ -367,9 +365,9 @@ class SyncAfterForward(OwnHook):
                 self._after_training()
             sync.before_backward()
             sync.note_first_call(args, kwargs)
-        amount = samples_of(self._weight, args, kwargs)
-        reached = tensors_with_grad(output)
-        mark_output(reached, ForwardCall(sync.number, amount, sizes_of_first(args, kwargs)))
+        call = forward_call(sync.number, self._weight, args, kwargs)
+        reached = mark_output(output, call)
+        amount = call.num_samples
         if amount is None:
             return
         sync.loss.note_forward(amount)

@@ -7,15 +7,27 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from rankwise.torch_private.compiler import uncompiled
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 _DOES_NOTHING = (getattr, (nullcontext(), "__exit__"))
-"""Pickles as what takes any arguments and does nothing, of Python's own: a file is to be read without rankwise."""
+"""Pickles as a function of Python's own that takes any arguments and does nothing: files load without rankwise."""
 
 
 class OwnHook:
-    """A hook of a model that was spread."""
+    """A hook of a model that a strategy spread; it calls a function, which compiled graphs leave out."""
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call = call
+
+    @uncompiled
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Call the function. Called by torch."""
+        return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> NoHook:
         return NoHook()
@@ -25,7 +37,7 @@ class OwnHook:
 
 
 class NoHook:
-    """What stands in a copied model where the other one had its hook, if its class says itself how it is copied."""
+    """The hook of a copied model in place of an :class:`OwnHook`, if its class defines how it is copied."""
 
     def __call__(self, *_: object, **__: object) -> None:
         """Do nothing."""
@@ -35,10 +47,10 @@ class NoHook:
 
 
 def leave_out_of_copies(model: nn.Module) -> None:
-    """Have copies and pickles of ``model`` made without its :class:`OwnHook` entries: no class of ours is in a file.
+    """Leave the :class:`OwnHook` entries of ``model`` out of its copies and pickles, which name no class of rankwise.
 
-    A model whose class defines ``__reduce__`` or ``__reduce_ex__`` is left as it is; its copies have hooks that do
-    nothing, and no class of rankwise either.
+    A model whose class defines ``__reduce__`` or ``__reduce_ex__`` is not changed; its copies have hooks that do
+    nothing, of no class of rankwise either.
     """
     kind = type(model)
     if kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
@@ -46,7 +58,7 @@ def leave_out_of_copies(model: nn.Module) -> None:
 
 
 class _PlainState:
-    """Stands before a module's ``__getstate__``, which Python looks up on the module itself first.
+    """Replaces a module's ``__getstate__``, which Python looks up on the module itself first.
 
     Source: object.__reduce_ex__ of Python 3.11, which asks for the attribute and not for the class's.
     """
@@ -54,7 +66,7 @@ class _PlainState:
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)  # which holds this
 
-    def __call__(self) -> Any:  # noqa: ANN401 - whatever the class makes of itself
+    def __call__(self) -> Any:  # noqa: ANN401 - the state as its class returns it
         module = self._module()
         state = None if module is None else type(module).__getstate__(module)
         if not isinstance(state, dict):
@@ -62,7 +74,7 @@ class _PlainState:
         plain = {name: value for name, value in state.items() if value is not self}
         for name, table in state.items():
             own = [key for key, hook in table.items() if isinstance(hook, OwnHook)] if isinstance(table, dict) else []
-            # Beside a table of hooks stand others, of what torch calls some of them with.
+            # torch keeps further tables beside a table of hooks, of the arguments that some take.
             for beside in [one for one in plain if own and one.startswith(name)]:
                 plain[beside] = _without(plain[beside], own)
         return plain

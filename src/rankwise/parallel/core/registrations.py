@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many parameters, layers and buffers any module has been given: tells at no cost whether to look again.
+"""Counts the parameters, layers and buffers that modules are given: tells at no cost whether to look again.
 
-Used by replicate and buffers. Torch tells of every registration in the process, but of no deletion, nor of
-``ModuleList.insert`` and ``Sequential.insert``.
+torch reports every registration in the process, but no deletion, nor ``ModuleList.insert`` and ``Sequential.insert``.
+Used by gradient_sync and buffers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Registrations:
-    """Two counts, to be compared with what they were."""
+    """Two counts, to be compared with earlier ones."""
 
     parameters: int = 0
-    """Parameters, and layers, which may hold some."""
+    """Parameters, and layers, which may hold parameters."""
     buffers: int = 0
-    """Buffers where there was none, and layers. A buffer in another's place is not counted."""
+    """New buffers, and layers. A buffer that replaces another is not counted."""
 
 
 @cache
@@ -43,7 +43,7 @@ def count_registrations() -> Registrations:
         counts.buffers += 1
 
     def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-        # Not `get`: what torch.jit has here is only like a dict.
+        # Not `get`: torch.jit's table is only similar to a dict.
         before = own_buffers(module)
         if buffer is not None and (name not in before or before[name] is None):
             counts.buffers += 1

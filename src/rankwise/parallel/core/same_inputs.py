@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks call a model with the same: some strategies need that, others give each rank samples of its own.
+"""Whether ranks call a model with the same inputs: some strategies need that, others give each rank its own samples.
 
 Used by gradient_sync, shard, pipeline and tensor_parallel.
 """
@@ -13,7 +13,8 @@ import torch
 
 from rankwise.comm.session import current_or_none
 from rankwise.log import log, warn
-from rankwise.parallel.loss.hooks import samples_of
+from rankwise.parallel.core.same_model import described
+from rankwise.parallel.loss.terms import first_tensor
 from rankwise.tensors.as_bytes import memory_of
 from rankwise.torch_private import tree as pytree
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 CHECKED_STEPS = 3
 """How many of the first steps compare values too; shapes are compared in all."""
 MOST_ELEMENTS = 2**16
-"""How much of each tensor is looked at."""
+"""How much of each tensor is compared."""
 
 
 def digest_of_tensors(values: object) -> int:
@@ -48,44 +49,42 @@ def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> 
 
 def _describe(value: object) -> str:
     leaves = pytree.tree_leaves(value)
-    words = [
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    ]
+    words = [described(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
     return words[0] if len(words) == 1 else "(" + ", ".join(words) + ")"
 
 
 class FirstCall(NamedTuple):
-    """What a model was first called with."""
+    """The inputs that a model was first called with."""
 
     digest: int
-    """A checksum of its tensors; 0 without any."""
+    """A checksum of the tensors; 0 without any."""
     num_samples: int
-    """The first dimension of its first tensor; 0 without any."""
+    """The first dimension of the first tensor; 0 without any."""
     has_loader: bool
-    """Whether the script has made a loader or sampler of ours."""
+    """Whether the script has created a loader or sampler of rankwise."""
 
 
 def first_call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> FirstCall:
-    """Return what a model was called with."""
+    """Return the facts of a model's first call."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     tensors = [leaf.detach() for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
-    num_samples = int(samples_of(None, args, dict(kwargs)) or 0)
+    first = first_tensor((args, dict(kwargs)))
+    num_samples = 0 if first is None else int(first.shape[0])
     try:
         digest = digest_of_tensors([tensor.flatten()[:MOST_ELEMENTS] for tensor in tensors])
-    except RuntimeError:  # of tensors that have no values, as those inside torch.func have none
+    except RuntimeError:  # some tensors have no values, as inside torch.func
         digest = 0
     session = current_or_none()
     return FirstCall(digest, num_samples, session is not None and session.num_loaders > 0)
 
 
 def report_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *, is_sum: bool) -> None:
-    """Warn where every rank has called the model with the same; say how other batches are read that no loader gave.
+    """Warn if every rank called the model with the same inputs; log how other inputs that no loader gave are read.
 
     Called by: every rank of ``exchange``.
 
     Args:
-        call: of this rank; ``None`` where there is nothing to compare.
+        call: of this rank; ``None`` if there is nothing to compare.
         exchange: the ranks.
         name: of the model.
         is_sum: whether its loss is a sum over samples, so that the gradients of all ranks are added up.
@@ -111,27 +110,22 @@ def report_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *,
 
 
 class SameForward:
-    """The calls of one model, counted. They are compared before anything of the model is sent."""
+    """Counts the calls of one model, and compares them between ranks before anything of the model is sent."""
 
     def __init__(self, exchange: Exchange | None, name: str) -> None:
-        """Count from here.
-
-        Args:
-            exchange: of the ranks that share the model.
-            name: of it, in words: ``"sharded Net"``.
-        """
+        """Start counting for the ranks that share the model, whose name in errors is such as ``"sharded Net"``."""
         self._exchange = exchange
         self._name = name
         self._count = 0
 
     def meet(self, model: nn.Module, inputs: object = None) -> None:
-        """Wait for every rank to come to this forward.
+        """Wait for every rank to reach this forward.
 
         Called by: every rank that shares the model.
 
         Args:
             model: that is called.
-            inputs: what it is called with, where that must have the same shapes on every rank.
+            inputs: of the call, if they must have the same shapes on every rank.
 
         Raises:
             CollectiveMismatch: another rank is in another forward, or elsewhere.
@@ -143,9 +137,5 @@ class SameForward:
         said.append(f"{'with' if torch.is_grad_enabled() else 'without'} gradients")
         if inputs is not None:
             said.append("in training" if model.training else "in evaluation")
-            said += [_kind(one) for one in pytree.tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+            said += [described(one) for one in pytree.tree_leaves(inputs) if isinstance(one, torch.Tensor)]
         self._exchange.barrier(", ".join(said))
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

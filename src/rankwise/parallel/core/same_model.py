@@ -31,8 +31,8 @@ def check_same_model(model: nn.Module) -> None:
     Raises:
         ModelMismatch: names the first difference and what each rank has there.
     """
-    own = [f"parameter {name} {_kind(p)} requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
-    own += [f"buffer {name} {_kind(b)}" for name, b in model.named_buffers()]
+    own = [f"parameter {name} {described(p)} requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
+    own += [f"buffer {name} {described(b)}" for name, b in model.named_buffers()]
     of_rank = gather_json(own, what="comparing the parameters of a model")
     if all(other == of_rank[0] for other in of_rank):
         return
@@ -46,15 +46,13 @@ def check_same_model(model: nn.Module) -> None:
             )
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
+    """Return dtype and shape of a tensor, as ``float32[8, 3]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def broadcast_model(model: nn.Module, exchange: Exchange) -> None:
-    """Overwrite parameters and buffers with rank zero's.
-
-    Called by: every rank.
-    """
+    """Overwrite parameters and buffers with rank zero's. Called by: every rank."""
     tensors = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
         broadcast_tensors([own_part(t).detach() for t in tensors], exchange, what="parameters of rank 0")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a version of torch that CI does not run: a strategy's gradients are checked before it is first used.
+"""Checks a strategy's gradients before its first use on a version of torch that CI does not run.
 
-Strategies are built on parts of torch that change without notice, and a changed part need not raise: its gradients can
-be wrong in silence. Each strategy brings a trial, a tiny model trained on the job's own ranks; its gradients are
-compared with autograd's on one rank. Used by shard, pipeline, tensor_parallel and place.
+Strategies are built on parts of torch that change without notice, and a changed part may compute wrong gradients
+without raising. Each strategy provides a trial, a tiny model trained on the job's own ranks; its gradients are compared
+with autograd's on one rank. Used by shard, pipeline, tensor_parallel and place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _checked: set[tuple[str, str]] = set()
 
 
 class Compared(NamedTuple):
-    """A gradient of the trial, and what autograd gives on one rank: both whole, [as the parameter]."""
+    """A gradient of the trial, and autograd's on one rank: both whole, [as the parameter]."""
 
     name: str
     found: torch.Tensor | None
@@ -44,7 +44,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a trial works with: where this rank is among those that have samples of their own, and a device."""
+    """The arguments of a trial: the place of this rank among those with samples of their own, and a device."""
 
     data_rank: int
     num_data_ranks: int
@@ -66,9 +66,9 @@ class Bench:
         return model
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Return a batch of all ranks, [samples, WIDTH] and [samples, WIDTH], and which samples are this rank's.
+        """Return a batch of all ranks, [samples, WIDTH] and [samples, WIDTH], and the bounds of this rank's samples.
 
-        Ranks have 1, 2 or 3 samples each, and others in the next batch.
+        Ranks have 1, 2 or 3 samples each, and a different number in the next batch.
         """
         shares = [1 + (rank + number) % 3 for rank in range(self.num_data_ranks)]
         first = sum(shares[: self.data_rank])
@@ -78,9 +78,9 @@ class Bench:
 
 
 def gradients(model: nn.Module, plain: nn.Module) -> Generator[Compared]:
-    """Yield the gradients that this rank has of a trained model, and those of one trained by autograd alone.
+    """Yield this rank's gradients of a trained model, gathered if they are spread, and those of autograd alone.
 
-    Called by: every rank. A gradient that is spread over ranks is gathered.
+    Called by: every rank.
     """
     for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         if expected.grad is not None and not parameter.is_meta:
@@ -96,20 +96,20 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def check_torch(strategy: str, trial: Callable[[Bench], Iterable[Compared]], *, variant: str = "") -> None:
-    """Have ``trial`` run, once per process, unless this version of torch is a tested one.
+    """Run ``trial``, once per process, unless this version of torch is a tested one.
 
-    Called by: every rank of the job, where the strategy is called by every rank.
+    Called by: every rank of the job, if every rank calls the strategy.
 
-    Random states, gradients, the log and the number of steps are afterwards as they were; the groups of ranks that it
-    opened are those that the strategy is about to use.
+    Random states, gradients, the log and the number of steps are afterwards as before; the trial opens only groups of
+    ranks that the strategy is about to use.
 
     Args:
-        strategy: as ``rankwise.`` has it: ``"shard"``.
-        trial: trains with the strategy, and returns what is to be equal.
-        variant: of the strategy, where it has several: each has its trial when it is first used.
+        strategy: its name: ``"shard"``.
+        trial: trains with the strategy, and returns the gradients to compare.
+        variant: of the strategy, if it has several: each has its trial when it is first used.
 
     Raises:
-        WrongGradients: something was not, or the trial raised; on every rank.
+        WrongGradients: gradients differ, or the trial raised; on every rank.
     """
     if torch_versions.is_tested() or (strategy, variant) in _checked:
         return
@@ -125,7 +125,7 @@ def check_torch(strategy: str, trial: Callable[[Bench], Iterable[Compared]], *, 
     except BaseException as error:
         _checked.discard((strategy, variant))
         if isinstance(error, PeerFailed):
-            # On every rank the same class: what is wrong is torch, which all have.
+            # The same class on every rank: the cause is torch, which all ranks have.
             raise _wrong(strategy, str(error)) from None
         raise
 
@@ -184,6 +184,6 @@ def _wrong(strategy: str, evidence: str) -> WrongGradients:
 
 
 def _wave(shape: torch.Size, phase: float, bench: Bench) -> torch.Tensor:
-    """Return numbers between -1 and 1 that are the same everywhere, and draw nothing at random."""
+    """Return numbers between -1 and 1 that are the same everywhere, without drawing random numbers."""
     numbers = torch.arange(shape.numel(), dtype=bench.dtype, device="cpu")
     return (numbers * phase + phase).sin().reshape(shape).to(bench.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models went through a strategy: each strategy registers its models here, with what makes gradients exact."""
+"""The models that went through a strategy: each strategy registers its models here, with their gradient sync."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class GradientStrategy(Protocol):
-    """What makes the gradients of one model exact."""
+    """Makes the gradients of one model exact."""
 
     @property
     def strategy(self) -> str:
-        """What its model went through, as ``rankwise.`` has it: ``"replicate"``."""
+        """Name of the strategy: ``"replicate"``."""
         ...
 
     @property
@@ -34,11 +34,11 @@ class GradientStrategy(Protocol):
         ...
 
     def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
-        """Say whether another microstep follows the one under way; return what was said before."""
+        """Set whether another microstep follows the one under way; return the value before."""
         ...
 
     def set_given_weight(self, amount: float | None) -> float | None:
-        """Say what the loss is a mean over; return what was said before."""
+        """Set the number that the loss is a mean over; return the value before."""
         ...
 
 
@@ -50,16 +50,14 @@ _TAKES_PLACED = {"place", "replicate"}
 def register(model: nn.Module, strategy: GradientStrategy | ref[GradientStrategy]) -> None:
     """Note that ``model`` trains on several ranks.
 
-    Args:
-        model: that went through a strategy.
-        strategy: a weak reference where it leads back to the model, whose hooks hold it then.
+    ``strategy`` is a weak reference if it refers to the model, whose hooks then hold it.
     """
     optimizer_steps.account_for(model)
     _registered[model] = strategy if isinstance(strategy, ref) else lambda: strategy
 
 
 def register_placed(model: nn.Module) -> None:
-    """Note that the parts of ``model`` lie on devices of this process."""
+    """Note that the parts of ``model`` are placed on devices of this process."""
     _placed.update(model.modules())
 
 
@@ -72,7 +70,7 @@ def check_unregistered(model: nn.Module, strategy: str) -> None:
     """Raise if ``model`` or a part of it trains on several ranks already, or is placed and cannot be spread further.
 
     Raises:
-        ConfigurationError: says which strategy it went through; or it is no module, or not built to the end.
+        ConfigurationError: names the strategy it went through; or it is no module, or has lazy layers.
     """
     _check_module(model, strategy)
     if strategy not in _TAKES_PLACED and is_placed(model):
@@ -96,7 +94,7 @@ def check_unregistered(model: nn.Module, strategy: str) -> None:
 
 
 def _instead(first: str, second: str) -> str:
-    """Return what comes nearest to two strategies that do not go together, or not in this order."""
+    """Return the nearest alternative to two strategies that cannot be combined, or not in this order."""
     pair = {first, second}
     if first == second:
         return f"call {second}() once per model"
@@ -112,7 +110,7 @@ def _instead(first: str, second: str) -> str:
 
 
 def _strategies() -> dict[int, str]:
-    """Return what each parameter went through, by its id."""
+    """Return the strategy of each parameter, by its id."""
     known = [one for reference in _registered.values() if (one := reference()) is not None]
     return {id(parameter): one.strategy for one in known for parameter in one.parameters}
 
@@ -139,17 +137,13 @@ def _check_module(model: object, strategy: str) -> None:
 
 
 def strategy_of(model: nn.Module) -> GradientStrategy | None:
-    """Return what was registered of a model; ``None`` where it went through no strategy."""
+    """Return the registered strategy of a model; ``None`` if it went through none."""
     one = _registered.get(model)
     return None if one is None else one()
 
 
 def registered_strategy(model: nn.Module, caller: str) -> GradientStrategy:
-    """Return what was registered of a model.
-
-    Args:
-        model: that a script has given to a public function.
-        caller: its name.
+    """Return the registered strategy of a model that a script has passed to the public function ``caller``.
 
     Raises:
         ConfigurationError: the model went through no strategy.
@@ -164,12 +158,7 @@ def registered_strategy(model: nn.Module, caller: str) -> GradientStrategy:
 
 
 def check_no_optimizer_holds(before: Sequence[ref[nn.Parameter]], strategy: str) -> None:
-    """Raise if an optimizer has the parameters of before a strategy replaced them: nothing trains those any more.
-
-    Args:
-        before: those parameters; all are gone where nobody holds them.
-        strategy: that replaced them.
-    """
+    """Raise if an optimizer holds parameters from before ``strategy`` replaced them, which are no longer trained."""
     left = {id(parameter) for one in before if (parameter := one()) is not None}
     if not left:
         return
@@ -186,12 +175,8 @@ def check_no_optimizer_holds(before: Sequence[ref[nn.Parameter]], strategy: str)
 
 
 def check_split(model: nn.Module, axes: Axes, strategy: str) -> None:
-    """Raise if ranks lie along ``tp`` and nothing of ``model`` is split over them: they would train apart.
-
-    Raises:
-        ConfigurationError: says what to call first.
-    """
-    # Only a DTensor has such; to ask for its class would be to import it.
+    """Raise if ranks lie along ``tp`` and no parameter of ``model`` is split over them: their copies would diverge."""
+    # Only a DTensor has a mesh; asking for its class would import it.
     meshes = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
     if axes.tp > 1 and not any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes if mesh is not None):
         raise ConfigurationError(

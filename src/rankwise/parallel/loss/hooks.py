@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks what forward calls give, and reads each loss when its backward is called, for models that need its weight.
+"""Reads each loss when its backward is called, for models that need its weight.
 
-torch has no public hook between the call of backward and its first node, and inside of it what losses saved is being
-freed: ``torch.autograd.backward`` is wrapped from the first strategy call until the world is left.
+torch has no public hook between the call of backward and its first node, and during backward the tensors that losses
+saved are freed: ``torch.autograd.backward`` is wrapped from the first strategy call until the world is left.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
-from rankwise.parallel.loss.terms import MARK, SHAPES, ForwardCall, LossReader
-from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.autograd import in_backward, metadata_of
+from rankwise.parallel.loss.terms import LossReader
+from rankwise.torch_private.autograd import in_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
@@ -30,21 +29,17 @@ if TYPE_CHECKING:
     from rankwise.comm.session import Session
     from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
     from rankwise.parallel.loss.reports import GlobalLoss
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.parallel.loss.terms import ForwardCall, Term
 
 
 _subscribers: list[ref[LossOnRanks]] = []
-"""By their numbers. Not a weak set: to go through one takes as long as to read a loss."""
+"""Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
 _original: Callable[..., None] = torch.autograd.backward
 _warned: set[tuple[str, str]] = set()
 
 
 def check_weight_function(weight: object, strategy: str) -> None:
-    """Raise unless ``weight`` is what can be called, or nothing.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
+    """Raise unless ``weight`` is ``None`` or can be called."""
     if weight is not None and not callable(weight):
         raise ConfigurationError(
             f"weight of {strategy}() must be callable, got {weight!r}.",
@@ -52,59 +47,8 @@ def check_weight_function(weight: object, strategy: str) -> None:
         )
 
 
-def samples_of(
-    weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
-) -> float | None:
-    """Return what the loss of a forward call is a mean over, as far as the call tells.
-
-    Args:
-        weight: what the user says it is, as a function of the call's arguments.
-        args: of the call.
-        kwargs: of the call.
-    """
-    if weight is not None:
-        return float(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
-    first = _first_tensor((args, kwargs))
-    return None if first is None else float(first.shape[0])
-
-
-def sizes_of_first(args: object, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the sizes of the first tensor that a forward call was given."""
-    first = _first_tensor((args, kwargs))
-    return () if first is None or first.is_nested else tuple(first.shape)
-
-
-def _first_tensor(values: object) -> torch.Tensor | None:
-    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
-        first = values[0][0]
-        if isinstance(first, torch.Tensor) and first.ndim:
-            return first
-    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-
-
-def tensors_with_grad(output: object) -> list[torch.Tensor]:
-    """Return the tensors of an output that backward can come from, also those in a dataclass."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(output):
-        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
-        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-    return found
-
-
-def mark_output(outputs: Iterable[torch.Tensor], call: ForwardCall) -> None:
-    """Note that tensors are what a call of a model gave."""
-    for output in outputs:
-        if output.grad_fn is not None:
-            noted = metadata_of(output.grad_fn)
-            noted[MARK] = call
-            if not output.is_nested:
-                noted.setdefault(SHAPES, {})[output.output_nr] = output.shape
-
-
 def subscribe(subscriber: LossOnRanks, session: Session) -> None:
-    """Read the loss of every backward for a model, until it is gone or the world is left."""
+    """Read the loss of every backward for a model, until it is deleted or the world is left."""
     if torch.autograd.backward is not _backward:
         torch.autograd.backward = _backward
         session.at_end(_undo)
@@ -124,7 +68,7 @@ def _undo() -> None:
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
     subscribers = [one for one in _living() if one.is_needed]
-    # Within a backward it is a checkpoint that computes its part again.
+    # Inside a backward, the caller is a checkpoint that computes its part again.
     if not subscribers or in_backward():
         _original(tensors, *args, **kwargs)
         return
@@ -150,7 +94,7 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
 
 
 def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
-    """Raise where gradients are asked for of parts of parameters: graphs hold the whole ones."""
+    """Raise if ``inputs`` holds sharded parameters: graphs hold the whole ones."""
     if inputs is None:
         return
     listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
@@ -164,7 +108,7 @@ def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
 def _read(
     roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
 ) -> tuple[Verdict, dict[int, ForwardCall | None]]:
-    """Return what a loss is, and the calls of models it comes from, warning of what cannot be read."""
+    """Return the verdict on a loss, and the calls of models it comes from; warn of a loss that cannot be read."""
     reader = LossReader(subscribers)
     for root in roots:
         reader.read(root)
@@ -178,7 +122,7 @@ def _read(
 
 
 def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
-    """Return how the models that a loss comes from follow its verdict, warning where that is not what one rank does."""
+    """Return the verdict that the models of a loss follow; warn if the result differs from that of one rank."""
     for term in verdict.terms:
         if term.is_odd and term.kind == "mean":
             _warn_scaled(term)
@@ -186,7 +130,7 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
         _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
     is_accumulated = any(one.is_accumulated for one in reached)
     if verdict.mode is Mode.TERMS and (is_accumulated or any(one.is_averaged_elsewhere for one in reached)):
-        # The factors of several microsteps' terms are known after the last of them only, and elsewhere none are.
+        # The factors of several microsteps' terms are known only after the last one, and never elsewhere.
         simpler = as_one_sum(verdict)
         if is_accumulated and simpler.mode is Mode.SAMPLES:
             _warn_unread("several terms inside no_sync()")
@@ -200,7 +144,7 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
 
 
 def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[float]:
-    """Return what to scale each term with: the mean over ranks that have samples is then what one rank computes."""
+    """Return the factor of each term that makes the mean over ranks with samples equal to one rank's result."""
     factors = []
     for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
         factor = float(combined.num_active)
@@ -219,7 +163,7 @@ def _scaled(terms: Sequence[Term], factors: Sequence[float]) -> Generator[None]:
         if factor:
             handles[term.node] = term.node.register_prehook(lambda given, by=factor: _times(given, by))
         else:
-            # What this rank has nothing of may be no number.
+            # This rank has nothing of the term, whose gradient may be NaN.
             handles[term.node] = term.node.register_hook(lambda inward, _: _zeros(inward))
     try:
         yield
@@ -256,12 +200,12 @@ def _warn_unread(because: str) -> None:
 
 
 def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
-    """Warn, unless the same was warned of at this line before.
+    """Warn, once per line and subject.
 
     Args:
-        about: what the warning is about.
+        about: the subject.
         message: with ``{where}`` in the place of the line.
-        all_ranks: whether this rank says it even if it is not rank zero, as where only some ranks know of it.
+        all_ranks: whether to print on a rank other than zero too, as for a cause that only some ranks see.
     """
     where = words(user_call_site())
     if (where, about) not in _warned:
@@ -270,5 +214,5 @@ def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
 
 
 def forget_warnings() -> None:
-    """Have every warning said again. Called by: what leaves the world."""
+    """Repeat every warning. Called when the world is left."""
     _warned.clear()

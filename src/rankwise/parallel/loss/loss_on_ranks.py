@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of the backward under way, on all ranks: what this rank's gradients weigh, and whether the losses agree.
+"""The loss of the backward under way, on all ranks: the weight of this rank's gradients, and whether losses agree.
 
 Used by gradient_sync and shard, which have one per model.
 """
@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Protocol
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
-from rankwise.parallel.loss.reports import Mode, ReportChannel, TermReadings, Verdict, combine, report_of
-from rankwise.parallel.loss.row_lengths import RowLengthsInSteps, unequal_lengths
-from rankwise.parallel.loss.same_batch import batch_in_hand, check_same_batch
+from rankwise.parallel.loss.reports import (
+    Mode,
+    ReportChannel,
+    RowLengthsInSteps,
+    TermReadings,
+    Verdict,
+    batch_in_hand,
+    check_same_batch,
+    combine,
+    report_of,
+    unequal_lengths,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,8 +33,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.call_site import CallSite
-    from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, TermReading
-    from rankwise.parallel.loss.row_lengths import RowLengths
+    from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
     from rankwise.parallel.loss.terms import ForwardCall
     from rankwise.parallel.state_guard.guard import StateGuard
 
@@ -48,7 +56,7 @@ class Microsteps(Protocol):
     is_continued: bool
     """Whether another one follows the one under way."""
     counted_in: str | None
-    """What their weights count, in words, once one has come that counts anything."""
+    """What their weights count, in words, after the first one that counts anything."""
     carried: float
     """The sum of their weights."""
 
@@ -58,16 +66,16 @@ class Microsteps(Protocol):
         ...
 
     def put_earlier_gradients_aside(self) -> None:
-        """Keep what is in ``grad`` out of the next backward."""
+        """Keep the current ``grad`` out of the next backward."""
         ...
 
     def give_back_earlier(self) -> None:
-        """Add to ``grad`` what was put aside."""
+        """Add the gradients that were put aside to ``grad``."""
         ...
 
 
 class LossOnRanks:
-    """What the loss of one model is a mean over, step by step."""
+    """The number that the loss of one model is a mean over, step by step."""
 
     def __init__(
         self,
@@ -79,14 +87,14 @@ class LossOnRanks:
         *,
         reports_at_start: bool = False,
     ) -> None:
-        """Open a channel for what ranks report of their losses.
+        """Open a channel for the ranks' reports of their losses.
 
         Called by: every rank of ``group``, in the same order.
 
         Args:
             number: of the model, the same on every rank.
             parameters: of the model.
-            group: the ranks that train the model; ``None`` for one alone.
+            group: the ranks that train the model; ``None`` for a single rank.
             model_name: for errors.
             accumulation: of the model's gradients.
             reports_at_start: whether the ranks report when backward starts, not when gradients are first sent.
@@ -96,38 +104,38 @@ class LossOnRanks:
         self._ids = set(map(id, parameters))
         self._accumulation = accumulation
         self._given_weight: float | None = None
-        """What the user says around this backward that its loss is a mean over."""
+        """The number that the user declared around this backward."""
         self.forward_weight: float | None = None
         """Samples of the latest forward, for a backward that does not pass through its output."""
         self.is_given_by_forward = False
         self.is_averaged_elsewhere = False
         self.cautions: dict[Mode, str] = {}
-        """What to warn of where a loss is of a mode, since the result is then not that of one rank."""
+        """Warnings by mode of the loss, of results that differ from those of one rank."""
         self.weight = 0.0
-        """What the backward under way counts."""
+        """Of the backward under way: the number of samples, or tokens, that its loss is the mean of."""
         self.num_samples = 0.0
         """Of the forward whose backward is under way, and of the microsteps before it."""
         self._verdict = _SAMPLES
         self._expected_weight: float | None = None
         """Samples of the forward whose backward is about to run."""
         self._batch = 0
-        """A number for the batch that the backward under way is for; 0 where that is not known."""
+        """A number for the batch of the backward under way; 0 if it is not known."""
         self._num_ranks = 1 if group is None else group.world_size
         self._model_name = model_name
         self._combined: GlobalLoss | None = None
         self._readings = TermReadings(_ambiguous)
         self._place: CallSite | None = None
-        """The line of the backward under way, where it may be asked for."""
+        """The line of the backward under way, if it may be needed."""
         self._rows_in_steps = RowLengthsInSteps()
         self._rows: RowLengths | None = None
-        """Of what the loss reduces, where they are the samples."""
+        """Of the reduced tensors, if their rows are the samples."""
         self._is_reported = False
         self.guard: StateGuard | None = None
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
 
     def set_given_weight(self, amount: float | None) -> float | None:
-        """Say what losses are a mean over from here on, ``None`` to have it found out; return what was said before."""
+        """Set the number that losses are a mean over, ``None`` to find it out; return the value before."""
         before, self._given_weight = self._given_weight, amount
         return before
 
@@ -136,17 +144,17 @@ class LossOnRanks:
         self.forward_weight = amount
 
     def expect_weights(self, *, by_forward: bool = False, averages_elsewhere: bool = False) -> None:
-        """Say where weights come from and go to. Called by: the strategy, before the first forward.
+        """Say where weights come from and where they are used. Called by the strategy, before the first forward.
 
         Args:
-            by_forward: the user gave a function that says of a forward what the loss is a mean over.
-            averages_elsewhere: servers or islands average what this rank computes, by the weight that it tells them.
+            by_forward: the user gave a function that returns what the loss of a forward is a mean over.
+            averages_elsewhere: servers or islands average this rank's results, by the weight that it sends them.
         """
         self.is_given_by_forward = by_forward
         self.is_averaged_elsewhere = averages_elsewhere
 
     def guard_by(self, guard: StateGuard) -> None:
-        """Have the numbers of ``guard`` travel with the reports."""
+        """Send the numbers of ``guard`` with the reports."""
         self.guard = guard
 
     def owns(self, variable: object) -> bool:
@@ -154,12 +162,12 @@ class LossOnRanks:
         return id(variable) in self._ids
 
     def own(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take more tensors for parameters of the model, which lie in its graph in place of those it has."""
+        """Count more tensors as parameters of the model: they replace its parameters in the graph."""
         self._ids.update(map(id, parameters))
 
     @property
     def is_given(self) -> bool:
-        """Whether the user says what the loss is a mean over, so that it need not be read."""
+        """Whether the user declares what the loss is a mean over, so that it need not be read."""
         return self._given_weight is not None or self.is_given_by_forward
 
     @property
@@ -178,12 +186,7 @@ class LossOnRanks:
         return self._accumulation.is_continued or self._accumulation.is_open
 
     def expect(self, verdict: Verdict, call: ForwardCall | None) -> None:
-        """Take in what was read of the loss whose backward is about to run.
-
-        Args:
-            verdict: what it is.
-            call: whose outputs it comes from first.
-        """
+        """Take in the verdict on the loss whose backward is about to run; it comes from the outputs of ``call``."""
         self._expected_weight = self.forward_weight if call is None else call.num_samples
         self._batch = batch_in_hand()
         self._rows = None
@@ -193,20 +196,20 @@ class LossOnRanks:
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
         self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
-            # Where its readings are looked up it may be too late: on a GPU another thread runs backward.
+            # Later it may be unknown: on a GPU another thread runs backward.
             self._place = user_call_site()
         if self.is_sum and not self.is_accumulated:
-            # They are summed over ranks already.
+            # Earlier gradients are summed over ranks already.
             self._accumulation.put_earlier_gradients_aside()
 
     def report_at_start(self) -> None:
-        """Report where that is not left for later. Called by: every rank, for the models that a loss comes from."""
+        """Report now, if the model does so. Called by: every rank, for the models that a loss comes from."""
         if self.reports_at_start and not self._accumulation.is_continued:
             self.begin(self._expected_weight)
             self.report()
 
     def exchange_terms(self) -> GlobalLoss | None:
-        """Return what all ranks together have of each term; ``None`` where this rank has no samples.
+        """Return each term on all ranks together; ``None`` if this rank has no samples.
 
         Called by: every rank of the group, before any node of the graph runs.
         """
@@ -222,13 +225,13 @@ class LossOnRanks:
         return self.is_sum if combined is None else combined.mode is Mode.SUM
 
     def begin(self, forward_weight: float | None) -> None:
-        """Note what the backward under way counts.
+        """Set the weight of the backward under way.
 
         Args:
             forward_weight: samples of the forward that it passes through.
 
         Raises:
-            ConfigurationError: nothing says how many samples there were.
+            ConfigurationError: the number of samples is unknown.
         """
         if self._is_reported:
             return
@@ -260,7 +263,7 @@ class LossOnRanks:
         self._accumulation.counted_in = counted_in
 
     def report(self) -> None:
-        """Send the other ranks what this one's loss is. Called by: every rank, once per step."""
+        """Report this rank's loss to the other ranks. Called by: every rank, once per step."""
         if self._channel is None or self._is_reported:
             return
         self._is_reported = True
@@ -268,7 +271,7 @@ class LossOnRanks:
         self._channel.send(report, None if self.guard is None else self.guard.report(), self._batch)
 
     def receive(self) -> GlobalLoss | None:
-        """Wait for the reports of all ranks; ``None`` on one alone.
+        """Wait for the reports of all ranks; return ``None`` on a single rank.
 
         Raises:
             CollectiveMismatch: they are at different batches.
@@ -289,11 +292,7 @@ class LossOnRanks:
         return self._combined
 
     def counted(self, total: float) -> float:
-        """Return what the gradients count among servers or islands: samples, where their weight counts nothing.
-
-        Args:
-            total: their weight, on all ranks together.
-        """
+        """Return the weight of the gradients among servers or islands: samples, if ``total`` counts none."""
         combined = self._combined
         mode = self._verdict.mode if combined is None else combined.mode
         if mode not in (Mode.SUM, Mode.TERMS):
@@ -301,7 +300,7 @@ class LossOnRanks:
         return (self.num_samples if combined is None else combined.num_samples) or total
 
     def end(self) -> None:
-        """Forget the loss of a backward that has ended, or did not come to this model."""
+        """Forget the loss of a backward that has ended, or did not reach this model."""
         if self.is_sum and not self.is_accumulated:
             self._accumulation.give_back_earlier()
         self._verdict = _SAMPLES
@@ -310,7 +309,7 @@ class LossOnRanks:
         self._is_reported = False
 
     def reading(self, number: int) -> TermReading:
-        """Return how a term of the loss under way is read, by this step or by the ones before."""
+        """Return how a term of the loss under way is read, in this step or in earlier ones."""
         combined = self._combined
         if combined is None:
             return "mean"

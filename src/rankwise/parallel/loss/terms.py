@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
+"""Marks the outputs of models, and reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
 
-Walks the graph from the loss to the outputs of the models it came from, which are marked. Knows no other rank and
-changes nothing. In order: facts of single nodes; what the reductions on the way make of a loss; the walk.
+Walks the graph from the loss to the marked outputs. Knows no other rank and changes nothing but the marks. In order:
+the marks; facts of single nodes; what the reductions on the way make of a loss; the walk.
 
-Terms are made in every step, among work that empties the processor's caches: named tuples are made several times as
-fast as dataclasses.
+Terms are created in every step, among work that empties the processor's caches: named tuples are created several times
+as fast as dataclasses.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 
 from rankwise.parallel.loss.operations import ADDING, COUPLING, LOOKUPS, PASSING, PRODUCTS, REDUCING, SCALING
+from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import is_of_python, is_of_strategy, metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.autograd.graph import Node
 
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 
 FARTHEST_NODES = 256
-"""How far to look for what couples samples: a loss computed inside of forward has the whole model below it."""
+"""How far to look for coupled samples: a loss computed inside forward has the whole model below it."""
 MARK = "rankwise: output of model"
-"""The key in a node's metadata that holds of which model, and which call of it, the node gave an output."""
+"""The key in a node's metadata of the forward call whose output the node computed."""
 SHAPES = "rankwise: shapes of outputs"
-"""The key that holds the shapes of such outputs, by their numbers among what the node computed."""
+"""The key of the shapes of such outputs, by their numbers among the outputs of the node."""
 
 TermKind = Literal["mean", "sum", "same", "unknown"]
 
@@ -46,18 +47,63 @@ class ForwardCall:
     model: int
     """Its number."""
     num_samples: float | None
-    """What the call says its loss is a mean over, where it says so."""
+    """The number that its loss is a mean over, as far as the call shows."""
     sizes: tuple[int, ...] = ()
-    """Of the first tensor that it was given."""
+    """The shape of its first input."""
+
+
+def forward_call(
+    model: int, weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
+) -> ForwardCall:
+    """Return the facts of a forward call of a model.
+
+    Args:
+        model: its number.
+        weight: the user's function of the call's arguments that returns what its loss is a mean over.
+        args: of the call.
+        kwargs: of the call.
+    """
+    first = first_tensor((args, kwargs))
+    amount = None if first is None else float(first.shape[0])
+    if weight is not None:
+        amount = float(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+    return ForwardCall(model, amount, () if first is None or first.is_nested else tuple(first.shape))
+
+
+def first_tensor(values: object) -> torch.Tensor | None:
+    """Return the first tensor of a tree that has dims; most often the first positional argument of a call."""
+    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
+        first = values[0][0]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return first
+    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
+    """Note that ``call`` returned ``output``; return its tensors that backward can come from, also in a dataclass."""
+    if isinstance(output, torch.Tensor):
+        found = [output] if output.requires_grad else []
+    else:
+        found = []
+        for leaf in pytree.tree_leaves(output):
+            values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+            found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    for one in found:
+        if one.grad_fn is not None:
+            noted = metadata_of(one.grad_fn)
+            noted[MARK] = call
+            if not one.is_nested:
+                noted.setdefault(SHAPES, {})[one.output_nr] = one.shape
+    return found
 
 
 def inputs_of(node: Node) -> list[Edge]:
-    """Return the nodes that the gradient of a node is passed to, with which of their outputs it is of."""
+    """Return the nodes that the gradient of a node is passed to, each with the number of its output."""
     return [(one, number) for one, number in node.next_functions if one is not None]
 
 
 def operation_of(node: Node) -> str:
-    """Return what a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
+    """Return the operation that a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
     return _operation(node.name())
 
 
@@ -68,22 +114,22 @@ def _operation(name: str) -> str:
 
 @cache
 def all_dims(num_dims: int) -> frozenset[int]:
-    """Return the dims of a shape: of a number, which is reduced as a tensor of one element, too."""
+    """Return the dims of a shape; one dim for a scalar, which is reduced like a tensor of one element."""
     return frozenset(range(max(num_dims, 1)))
 
 
 def dims_of(node: Node, num_dims: int) -> frozenset[int]:
-    """Return the dims that an operation acts along; all of them where it names none."""
+    """Return the dims that an operation acts along; all of them if it names none."""
     dims = saved(node, "dim")
     if dims is None or dims == ():
         return all_dims(num_dims)
     listed = dims if isinstance(dims, tuple) else (dims,)
-    # What is negative in C++ comes as 2**64 less that.
+    # A negative number of C++ arrives with 2**64 added.
     return frozenset((one - 2**64 if one >= 2**63 else one) % max(num_dims, 1) for one in listed)
 
 
 def is_python_number(value: torch.Tensor) -> bool:
-    """Return whether a tensor of no dims stands for a Python number, which is weak when dtypes meet."""
+    """Return whether a tensor of no dims stands for a Python number, which is weak in type promotion."""
     return torch.result_type(_small(value.is_floating_point()), value) != value.dtype
 
 
@@ -93,9 +139,9 @@ def _small(is_floating_point: bool) -> torch.Tensor:  # noqa: FBT001 - the key o
 
 
 def is_of_parameters(start: Node) -> bool:
-    """Return whether nothing of the samples enters what is computed from parameters: a penalty, the same on all ranks.
+    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks.
 
-    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor there.
+    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
     """
     stack, seen = [start], set[Any]()
     while stack:
@@ -112,7 +158,7 @@ def is_of_parameters(start: Node) -> bool:
 
 
 def is_all_masked(node: Node) -> bool:
-    """Return whether a mask leaves nothing of what is about to be reduced."""
+    """Return whether a mask leaves nothing of the input of a reduction."""
     name = operation_of(node)
     if name == "Where":
         condition = saved(node, "condition")
@@ -129,21 +175,21 @@ class Term(NamedTuple):
     kind: TermKind
     """``same``: of parameters alone, the same on every rank. ``unknown``: neither a mean nor a sum over samples."""
     operation: str
-    """The operation: of the reduction, or that makes the term unknown."""
+    """The operation of the reduction, or the one that makes the term unknown."""
     node: Node
-    """Whose gradient scales this term and no other."""
+    """The node whose gradient scales this term and no other."""
     amount: float = 1.0
-    """What the mean is over, times the numbers that it is divided by; zero where this rank has nothing of it."""
+    """The number the mean is over, times the numbers that divide it; zero if this rank has nothing of the term."""
     num_rows: int = 0
-    """Size of the first dim of what is reduced."""
+    """Size of the first dim of the reduced tensor."""
     divisor: float = 0.0
-    """The Python number that divides the term: the one that is a size of what is reduced, else their product, or 0."""
+    """The Python number that divides the term: one that is a size of the reduced tensor, else their product, or 0."""
     is_share: bool = False
-    """Whether it is a size of what is reduced, as the number of this rank's samples is."""
+    """Whether the divisor is a size of the reduced tensor, as the number of this rank's samples is."""
     is_odd: bool = False
     """Whether it is scaled by a number that may make a mean a sum, or a sum a mean."""
     per_row: float = 0.0
-    """Over how many elements of each row a mean is, where nothing but sizes says so; else 0."""
+    """How many elements of each row a mean is over, if sizes alone decide it; else 0."""
     scales: tuple[float, ...] = ()
     """The Python numbers that scale it, but for those that are sizes."""
     has_constants: bool = False
@@ -151,7 +197,7 @@ class Term(NamedTuple):
 
 
 class LossReduction(NamedTuple):
-    """A mean or a sum over dims of what a loss is computed from."""
+    """A mean or a sum over dims of a tensor that a loss is computed from."""
 
     kind: Literal["mean", "sum"]
     node: Node
@@ -159,11 +205,11 @@ class LossReduction(NamedTuple):
     dims: frozenset[int]
     amount: float
     is_weighted: bool = False
-    """Whether it says itself what it is over, in a tensor."""
+    """Whether a tensor gives the number that it is over."""
 
 
 class GraphPath(NamedTuple):
-    """What lies between the loss and the place that was reached."""
+    """The operations between the loss and the place that was reached."""
 
     reductions: tuple[LossReduction, ...] = ()
     by_python: tuple[float, ...] = ()
@@ -173,7 +219,7 @@ class GraphPath(NamedTuple):
     """Values of tensors divided by."""
 
     def deciding(self) -> LossReduction | None:
-        """Return the reduction that is done first of those that let samples see one another."""
+        """Return the reduction that runs first of those over samples."""
         for one in reversed(self.reductions):
             if 0 in one.dims:
                 return one
@@ -191,18 +237,12 @@ def scaled(path: GraphPath, factor: torch.Tensor | float, *, is_division: bool) 
         if is_division:
             return path._replace(by_python=(*path.by_python, value))
         return path._replace(times_python=(*path.times_python, value))
-    # A factor that is data is a scaler's, the same on every rank; a divisor is what a mean is over.
+    # A factor in a tensor is a scaler's, the same on every rank; a divisor in a tensor is what a mean is over.
     return path._replace(by_data=(*path.by_data, float(factor))) if is_division else path
 
 
 def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
-    """Return the term at the end of a path.
-
-    Args:
-        path: from the loss on.
-        deciding: the reduction on it that lets samples see one another.
-        edge: what is reduced.
-    """
+    """Return the term at the end of a path from the loss to the reduced ``edge``, by its reduction over samples."""
     rows = path.reductions[-1].shape
     divisor = math.prod(path.by_python)
     counted = math.prod(one.amount for one in path.reductions) * abs(math.prod(path.by_data))
@@ -218,10 +258,10 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     else:
         is_odd = any(_is_reciprocal(one, sizes) for one in path.times_python)
     per_row, scales = _of_each_row(path, kind, counted)
-    # A loss times zero, or times NaN, is still a mean over as much.
+    # A loss times zero, or times NaN, is still a mean over the same number.
     amount = counted * abs(divisor) / (factor if math.isfinite(factor) and factor else 1.0)
     if path.by_data and math.prod(path.by_data) == 1.0 and is_all_masked(edge[0]):
-        # max(mask.sum(), 1) says 1 where the mask is empty.
+        # max(mask.sum(), 1) is 1 if the mask is empty.
         amount = 0.0
     if not math.isfinite(amount):
         amount = 0.0
@@ -241,9 +281,9 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
 
 
 def _of_each_row(path: GraphPath, kind: TermKind, counted: float) -> tuple[float, tuple[float, ...]]:
-    """Return over how many elements of each row a term is a mean, and the Python numbers that are no sizes.
+    """Return how many elements of each row a term is a mean over, and the Python numbers that are no sizes.
 
-    Zero elements where values decide: masks, weights of classes, what is ignored.
+    Zero elements if values decide: masks, weights of classes, ignored targets.
     """
     shape = path.reductions[-1].shape
     if len(shape) < 2 or path.by_data or any(one.is_weighted for one in path.reductions):  # noqa: PLR2004
@@ -268,7 +308,7 @@ def _is_reciprocal(value: float, sizes: Collection[int]) -> bool:
 
 
 class Lead(Enum):
-    """What a node of the graph leads to."""
+    """The kind of node that a node of the graph leads to."""
 
     NOWHERE = 0
     PARAMETERS = 1
@@ -297,7 +337,7 @@ class LossReader:
     parameters alone."""
     _leads: dict[Node, Lead] = field(default_factory=dict)
     _shapes: dict[Edge, tuple[int, ...]] = field(default_factory=dict)
-    """As far as they are known: to ask a node takes as long as all the rest."""
+    """Shapes that are known: asking a node takes as long as everything else."""
 
     def read(self, root: torch.Tensor) -> None:
         """Note the terms of one root of backward."""
@@ -363,36 +403,32 @@ class LossReader:
             self._end(edge, path, None if path.reductions else name)
             return
         if factor is None:
-            # Nothing else is saved where the other factor is a Python number of some kinds, or needs no gradient.
+            # Autograd does not save the factor if it is a Python number of some kinds, or needs no gradient.
             self._end(edge, path, name if is_scalar or not path.reductions else None)
             return
         self._read(live[0], scaled(path, factor, is_division=name == "Div"))
 
     def _splits(self, name: str, shape: tuple[int, ...], live: list[Edge], path: GraphPath) -> bool:
-        """Return whether each input of a node is a term of its own: told by dims, which do not depend on samples."""
+        """Return whether each input of a node is a term of its own, by dims, which do not depend on samples."""
         if name == "Stack":
             return all(self._shape(one) == () for one in live)
         return name in ADDING and (shape == () or (not path.reductions and math.prod(shape) == 1))
 
     def _end(self, edge: Edge, path: GraphPath, unknown: str | None) -> None:
         """Note the term whose reductions are all on the path."""
+        coupling, deciding = self._note_marks(edge[0]), path.deciding()
         if unknown is not None:
-            self.terms.append(Term("unknown", unknown, path.reductions[-1].node if path.reductions else edge[0]))
-            self._note_marks(edge[0])
-            return
-        deciding = path.deciding()
-        if deciding is None:
-            self.terms.append(Term("unknown", "a reduction that keeps the first dim", edge[0]))
-            self._note_marks(edge[0])
-            return
-        coupling = self._note_marks(edge[0])
-        if coupling is not None:
-            self.terms.append(Term("unknown", coupling, deciding.node))
-            return
-        self.terms.append(term_of(path, deciding, edge))
+            term = Term("unknown", unknown, path.reductions[-1].node if path.reductions else edge[0])
+        elif deciding is None:
+            term = Term("unknown", "a reduction that keeps the first dim", edge[0])
+        elif coupling is not None:
+            term = Term("unknown", coupling, deciding.node)
+        else:
+            term = term_of(path, deciding, edge)
+        self.terms.append(term)
 
     def _note_marks(self, start: Node) -> str | None:
-        """Note the outputs below a node; return what couples samples on the way, if anything does."""
+        """Note the outputs below a node; return the operation on the way that couples samples, or ``None``."""
         if self._is_output(start):
             return None
         found = None
@@ -415,7 +451,7 @@ class LossReader:
             return None
         if is_of_python(node) or name == "CompiledFunction":
             return None if is_of_strategy(node) else name
-        # What a model, or a criterion, does with its parameters alone does not look at samples.
+        # Operations of a model, or a criterion, on its parameters alone do not involve samples.
         if (name not in COUPLING and name not in PRODUCTS) or self._lead(node) is not Lead.OUTPUT:
             return None
         shape = self._shape(inputs[0])
@@ -442,14 +478,14 @@ class LossReader:
         return found
 
     def _owner(self, node: Node) -> int | None:
-        """Return the number of the model that a node adds up the gradient of a parameter of."""
+        """Return the number of the model whose parameter's gradient a node accumulates."""
         variable = getattr(node, "variable", None)
         if variable is None:
             return None
         return next((model.number for model in self.models if model.owns(variable)), None)
 
     def _lead(self, start: Node) -> Lead:
-        """Return what lies below a node: an output of a model before all else."""
+        """Return what lies below a node: an output of a model takes precedence."""
         if MARK in metadata_of(start):
             return Lead.OUTPUT
         known = self._leads.get(start)
@@ -465,7 +501,7 @@ class LossReader:
                 found = Lead.OUTPUT
                 break
             if not stack and len(chain) == len(seen):
-                # Below it lies what lies below the start.
+                # The same nodes lie below it and below the start.
                 chain.append(node)
             seen.add(node)
             if found is Lead.NOWHERE and self._owner(node) is not None:
@@ -477,7 +513,7 @@ class LossReader:
 
 
 def _of_loss_function(node: Node, shape: tuple[int, ...]) -> LossReduction:
-    """Return the reduction that is a part of a loss function: its node says what it took the mean over."""
+    """Return the reduction inside a loss function, whose node holds the number that its mean is over."""
     total = saved(node, "total_weight")
     if saved(node, "reduction") != 1:
         return LossReduction("sum", node, shape, all_dims(len(shape)), 1.0)

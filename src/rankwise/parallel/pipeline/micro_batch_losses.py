@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.session import current
-from rankwise.parallel.loss.hooks import mark_output, tensors_with_grad
 from rankwise.parallel.loss.loss_on_ranks import model_numbers
-from rankwise.parallel.loss.reports import MOST_TERMS, REPORT_LENGTH, Mode, Verdict, report_of, verdict_of
-from rankwise.parallel.loss.row_lengths import RowLengthsInSteps
-from rankwise.parallel.loss.terms import ForwardCall, LossReader
+from rankwise.parallel.loss.reports import (
+    MOST_TERMS,
+    REPORT_LENGTH,
+    Mode,
+    RowLengthsInSteps,
+    Verdict,
+    report_of,
+    verdict_of,
+)
+from rankwise.parallel.loss.terms import ForwardCall, LossReader, mark_output
 from rankwise.parallel.pipeline.step_weight import NOTHING, CopyLosses, times
 
 if TYPE_CHECKING:
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.parallel.loss.row_lengths import RowLengths
+    from rankwise.parallel.loss.reports import RowLengths
     from rankwise.parallel.loss.terms import Term
     from rankwise.parallel.pipeline.executor import MicroBatch
 
@@ -97,7 +103,7 @@ class MicroBatchLosses:
         if loss.grad_fn is None:
             return []
         call = ForwardCall(self.number, float(part.num_samples), _first_sizes(part.leaves))
-        mark_output(tensors_with_grad(output), call)
+        mark_output(output, call)
         reader = LossReader((self,))
         reader.read(loss)
         self.rows = self._rows_in_steps.read(reader.terms, call, part.num_samples if self._are_samples_first else None)

@@ -14,8 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.place.across_devices import CrossDeviceMode, moved
-from rankwise.parallel.place.fetch import Fetching
-from rankwise.parallel.place.offloaded import OffloadedPart
+from rankwise.parallel.place.fetch import Fetching, OffloadedPart
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import unwrapped_call, wrap_call
 
@@ -55,8 +54,8 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
     # The hook registered last runs first: the whole model's.
     calls_of: dict[nn.Module, list[_Around]] = {}
     for module, calls in reversed(around):
-        module.register_forward_pre_hook(_Before(calls), with_kwargs=True, prepend=True)
-        module.register_forward_hook(_After(calls), always_call=True)
+        module.register_forward_pre_hook(OwnHook(calls.before), with_kwargs=True, prepend=True)
+        module.register_forward_hook(OwnHook(calls.after), always_call=True)
         calls_of.setdefault(module, []).append(calls)
     for module, all_calls in calls_of.items():
         wrap_call(module, _Interruptible(module, all_calls))
@@ -64,7 +63,7 @@ def install(model: nn.Module, runs_on: dict[Unit, torch.device], away: set[Unit]
 
 def refuse_training(model: nn.Module) -> None:
     """Have ``model``, whose weights are in 8 bits, refuse to run in training mode."""
-    model.register_forward_pre_hook(_RefuseTraining(), prepend=True)
+    model.register_forward_pre_hook(OwnHook(_refuse_training), prepend=True)
 
 
 class _Around:
@@ -74,7 +73,7 @@ class _Around:
         """Prepare the call; return changed arguments, or ``None``."""
         raise NotImplementedError
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         """Clean up. Also called when the call raised, and when :meth:`before` did not complete."""
 
 
@@ -92,7 +91,7 @@ class _AroundModel(_Around):
         if self._cross_device is not None:
             self._cross_device.begin()
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._cross_device is not None:
             self._cross_device.end()
         if self._fetching is not None:
@@ -125,7 +124,7 @@ class _AroundPart(_Around):
         self._num_entered += 1
         return arguments
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._num_entered:
             self._num_entered -= 1
             if self._cross_device is not None and self._device is not None:
@@ -153,19 +152,17 @@ class _AroundLayer(_Around):
         self._entered.append(alone)
         return arguments
 
-    def after(self) -> None:
+    def after(self, *_: object) -> None:
         if self._entered and self._entered.pop():
             self._fetching.leave(self._away)
 
 
-class _RefuseTraining(OwnHook):
-    @uncompiled
-    def __call__(self, module: nn.Module, _: object) -> None:
-        if module.training and torch.is_grad_enabled():
-            raise ConfigurationError(
-                f"This {type(module).__name__} holds 8-bit weights, which cannot be trained.",
-                do="call model.eval() for inference, or place() without int8=True for training",
-            )
+def _refuse_training(module: nn.Module, _: object) -> None:
+    if module.training and torch.is_grad_enabled():
+        raise ConfigurationError(
+            f"This {type(module).__name__} holds 8-bit weights, which cannot be trained.",
+            do="call model.eval() for inference, or place() without int8=True for training",
+        )
 
 
 class _Interruptible:
@@ -198,22 +195,3 @@ class _Interruptible:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
-
-
-class _PlacedModelHook(OwnHook):
-    """A hook of a placed model."""
-
-    def __init__(self, calls: _Around) -> None:
-        self._calls = calls
-
-
-class _Before(_PlacedModelHook):
-    @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        return self._calls.before(module, args, kwargs)
-
-
-class _After(_PlacedModelHook):
-    @uncompiled
-    def __call__(self, *_: object) -> None:
-        self._calls.after()

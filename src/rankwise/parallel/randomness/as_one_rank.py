@@ -28,12 +28,12 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
 
     Called by: every rank, around the same draws; waits for the others only with ``num_samples``.
 
-    For noise in a training loop: a GAN's latent vectors, negative labels, noise added to inputs. Inside the block, what
-    torch draws with as many rows (the first dim) as this rank has samples are this rank's rows of the numbers that one
-    rank would draw; what has another shape is the same on every rank. Models that went through
-    :func:`rankwise.replicate` need no block. Functions of ``numpy.random`` draw so too, by their ``size``, and so does
-    Python's ``random.choices``, by its ``k``. Numbers that NumPy or Python draws singly for each sample are named in a
-    warning. Generators made with ``numpy.random.default_rng`` or ``random.Random`` are not changed.
+    For noise in a training loop: a GAN's latent vectors, negative labels, noise added to inputs. Inside the block, a
+    draw of torch with as many rows (the first dim) as this rank has samples returns this rank's rows of the numbers
+    that one rank would draw; draws of other shapes are the same on every rank. Models that went through
+    :func:`rankwise.replicate` need no block. The same holds for functions of ``numpy.random``, by their ``size``, and
+    Python's ``random.choices``, by its ``k``. A warning names lines that draw a single number of NumPy or Python for
+    each sample. Generators made with ``numpy.random.default_rng`` or ``random.Random`` are not changed.
 
     Args:
         num_samples: of this rank, for batches that do not come from :class:`rankwise.DataLoader`.

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _WORDS_PER_COUNT = 4
 _OTHER = 0x9E3779B97F4A7C15
-"""What makes a key of another one, for further bits of the same positions."""
+"""Changes a key into another one, for more bits of the same positions."""
 _MASK64 = 2**64 - 1
 
 
 class _Philox(threading.local):
-    """One generator per thread: to set its state is seven times as fast as to make one."""
+    """One generator per thread: setting its state is seven times as fast as creating one."""
 
     def __init__(self) -> None:
         self.bits = np.random.Philox(key=0)
@@ -72,7 +72,7 @@ def _unit(key: Key, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mixed(number: int) -> int:
-    """Return 64 bits that differ in about half of them between numbers that follow each other.
+    """Return 64 bits, about half of which differ between consecutive numbers.
 
     Source: the last step of SplitMix64, Steele et al. (OOPSLA 2014).
     """
@@ -85,7 +85,7 @@ def mixed(number: int) -> int:
 def kept(key: Key, first: int, count: int, probability: float, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
     """Return which of ``count`` positions are kept with a probability.
 
-    16 bits decide; where they are the very ones that the probability lies between, once in 65536, 32 more do.
+    16 bits decide; if they equal those of the probability, once in 65536, 32 more decide.
 
     Args:
         key: of the numbers.
@@ -134,7 +134,7 @@ def _exponential(key: Key, first: int, count: int, dtype: torch.dtype, args: Seq
     rate = float(args[0]) if args else 1.0
     if rate <= 0:
         raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={rate}")
-    # Without it, one of 2**24 is zero, of which gumbel_softmax takes the logarithm.
+    # Without it, one number in 2**24 is zero, and gumbel_softmax takes its logarithm.
     half_step = 2.0**-54 if dtype == torch.float64 else 2.0**-25
     return _unit(key, first, count, dtype).add_(half_step).neg_().log1p_().mul_(-1 / rate)
 
@@ -163,4 +163,4 @@ SAMPLERS: dict[str, Sampler] = {
     "random_.to": _integers,
     "random_.from": _integers,
 }
-"""What can be drawn element by element; all else is drawn for the whole batch by a generator of its own."""
+"""Operations that draw element by element; others draw for the whole batch with a generator of their own."""

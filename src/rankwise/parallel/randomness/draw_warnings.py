@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings of random numbers that each rank draws for itself.
 
-In a training loop outside of ``as_one_rank()``, one row at a time, and by dropout where rankwise cannot see it.
+In a training loop outside ``as_one_rank()``, one row at a time, and by dropout that rankwise cannot see.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 class _OneByOne:
-    """How often each line has drawn a single row, since the loop took its batch."""
+    """How often each line has drawn a single row since the loop took its batch."""
 
     def __init__(self) -> None:
         self._batch: CurrentBatch | None = None
         self._counts: Counter[str] = Counter()
 
     def count(self, batch: CurrentBatch, place: str) -> None:
-        """Count a draw; warn of the batch before, if a line has drawn once for each of its samples."""
+        """Count a draw; warn of the batch before if a line has drawn once for each of its samples."""
         before = self._batch
         if batch is not before:
             if before is not None and 1 < before.num < before.num_global:
@@ -50,7 +50,7 @@ class _OneByOne:
         self._counts[place] += 1
 
     def forget(self) -> None:
-        """Count from here."""
+        """Start over."""
         self._batch = None
         self._counts.clear()
 
@@ -59,12 +59,7 @@ _one_by_one = _OneByOne()
 
 
 def notice(operation: str, shape: Sequence[int]) -> None:
-    """Warn once per line where numbers have as many rows as this rank has samples: one rank would draw other ones.
-
-    Args:
-        operation: that draws.
-        shape: of what it draws.
-    """
+    """Warn once per line that draws as many rows as this rank has samples: one rank would draw other numbers."""
     session = current_or_none()
     if session is None or session.batch is None:
         return
@@ -83,26 +78,21 @@ def notice(operation: str, shape: Sequence[int]) -> None:
 
 
 def notice_in_block(numbers_of_one: int, num_samples: int) -> None:
-    """Warn once per line where a block has drawn as many single numbers as there are samples.
-
-    Args:
-        numbers_of_one: how often the block has drawn one number.
-        num_samples: of this rank.
-    """
+    """Warn once per line if a block has drawn as many single numbers as this rank has samples."""
     if numbers_of_one == num_samples > 1:
         _warn_of_single_rows(words(user_call_site()), num_samples)
 
 
 class SinglesInBlock:
-    """How often each call in the code has drawn one number of NumPy's or Python's global generator in a block."""
+    """How often each call in the code has drawn one number from NumPy's or Python's global generator in a block."""
 
     def __init__(self) -> None:
-        # By instruction and not by line: two draws for the batch may stand on one.
+        # By instruction and not by line: one line may draw for the batch twice.
         self._counts: dict[tuple[CodeType, int], tuple[int, str]] = {}
 
     def count(self) -> None:
-        """Count a draw. Called by: the function in the place of one that :func:`replacing` has replaced."""
-        frame = sys._getframe(3)  # noqa: SLF001 - the only way to see one's callers without a traceback
+        """Count a draw. Called by the functions that :func:`replacing` puts in place."""
+        frame = sys._getframe(3)  # noqa: SLF001 - the only way to see the callers without a traceback
         key = frame.f_code, frame.f_lasti
         times, place = self._counts.get(key) or (0, words(user_call_site()))
         self._counts[key] = times + 1, place
@@ -134,7 +124,7 @@ def _warn_of_single_rows(place: str, times: int) -> None:
 
 
 def warn_of_rejection(operation: str) -> None:
-    """Warn once per line where ``randomness="torch"`` cannot have torch's numbers."""
+    """Warn once per line whose draws cannot have torch's numbers with ``randomness="torch"``."""
     place = words(user_call_site())
     if place not in _noticed:
         _noticed.add(place)
@@ -151,7 +141,7 @@ def forget_notices() -> None:
 
 
 def warn_of_dropout(model: nn.Module) -> None:
-    """Say that the result depends on the number of ranks where a layer of ``model`` in training drops something."""
+    """Warn that the result depends on the number of ranks if a layer of ``model`` in training uses dropout."""
     names = [name or type(module).__name__ for name, module in model.named_modules() if _drops(module)]
     if names:
         draws = "draws its own mask" if len(names) == 1 else f"and {len(names) - 1} more layers draw their own masks"

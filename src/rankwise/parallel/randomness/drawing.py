@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one draw is made: this rank's rows of what one rank would draw for the whole batch."""
+"""How one draw is made: this rank's rows of the numbers that one rank would draw for the whole batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 LARGEST_AHEAD = 2**16
-"""Elements of a mask that is drawn ahead: of larger ones the drawing itself is what takes time."""
+"""Elements of the largest mask that is drawn ahead: in larger ones, drawing itself dominates the time."""
 MOST_AHEAD = 2**22
-"""Elements of all masks that wait to be used."""
+"""Elements of all masks that are drawn ahead."""
 
 
 def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: DrawScope) -> bool:
-    """Fill a mask, if the forward pass before drew it at this place, as the samples' rows in order.
+    """Fill a dropout mask, if the forward pass before drew it at this place, as the samples' rows in order.
 
-    What :func:`fill` does, for the one draw that is made in every layer: in a third of the time.
+    Does the same as :func:`fill` in a third of the time, for the one operation that draws in every layer.
     """
     number, rows = len(scope.made), scope.rows
     if rows is None or number >= len(scope.plan) or not out.is_contiguous() or is_checkpointing(scope):
@@ -57,15 +57,7 @@ def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: 
 
 
 def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
-    """Fill a tensor with random numbers.
-
-    Args:
-        operation: that does it.
-        kernel: of torch.
-        out: to fill.
-        args: of the operation.
-        source: of the numbers.
-    """
+    """Fill a tensor with random numbers of ``source``: by position if that is possible, else with torch's kernel."""
     sampler = SAMPLERS.get(operation)
     if source.key is None or sampler is None or out.device.type != "cpu" or out.is_complex():
         with drawing():
@@ -84,7 +76,7 @@ def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any],
 
 
 def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
-    """Draw for the whole batch, and keep this rank's rows."""
+    """Draw for the whole batch; keep this rank's rows."""
     generator, layout, rows = source.own_generator(out.device), source.layout, source.rows
     if layout is None or rows is None or not source.is_part:
         kernel(out, *args, generator=generator)
@@ -95,15 +87,15 @@ def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: 
 
 
 def main_of(args: Sequence[Any]) -> torch.Tensor:
-    """Return the tensor of an operation's arguments that has the shape of what is drawn."""
+    """Return the tensor of an operation's arguments that has the shape of the drawn numbers."""
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
     return max(tensors, key=lambda one: one.dim())
 
 
 def draw_by_sample(kernel: Kernel, args: Sequence[Any], source: NumberSource) -> torch.Tensor:
-    """Return what an operation draws that takes as many numbers as the values of its arguments happen to need.
+    """Return the numbers of an operation that takes as many random numbers as the values of its arguments need.
 
-    Each sample has a generator of its own, since what other ranks' samples need is not known here.
+    Each sample has a generator of its own, since this rank does not know how many the samples of other ranks need.
     """
     main, layout, rows = main_of(args), source.layout, source.rows
     if layout is None or rows is None:
@@ -126,7 +118,7 @@ def _as_parts(value: Any, shape: Sequence[int], layout: SampleLayout, rows: Curr
 
 
 def draw_from_tensors(kernel: Kernel, args: Sequence[Any], source: NumberSource) -> torch.Tensor:
-    """Return what an operation draws from tensors of probabilities, means or counts."""
+    """Return the numbers of an operation that draws from tensors of probabilities, means or counts."""
     main, layout, rows = main_of(args), source.layout, source.rows
     generator = source.own_generator(main.device)
     if layout is None or rows is None or not source.is_part:
@@ -139,7 +131,7 @@ def draw_from_tensors(kernel: Kernel, args: Sequence[Any], source: NumberSource)
 def draw_dropout(
     kernel: Kernel, inputs: torch.Tensor, probability: float, source: NumberSource
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a fused dropout makes of its input, and what it kept."""
+    """Return the output and the mask of a fused dropout."""
     layout, rows = source.layout, source.rows
     if source.key is None:
         if layout is None or rows is None or not source.is_part:
@@ -149,16 +141,12 @@ def draw_dropout(
         dropped, kept = (layout.part(one, rows.num_global, rows.start, rows.num).clone() for one in both)
         return dropped, kept
     noise = torch.empty_like(inputs)
-    fill("bernoulli_.float", _fill_bernoulli, noise, (1 - probability,), source)
+    fill("bernoulli_.float", torch.Tensor.bernoulli_, noise, (1 - probability,), source)
     return inputs * noise * (0.0 if probability == 1 else 1 / (1 - probability)), noise.to(torch.bool)
 
 
-def _fill_bernoulli(out: torch.Tensor, probability: float, *, generator: torch.Generator | None) -> torch.Tensor:
-    return out.bernoulli_(probability, generator=generator)
-
-
 def _widened(value: Any, shape: Sequence[int], source: NumberSource) -> Any:  # noqa: ANN401 - any argument
-    """Return an argument for the whole batch: this rank's rows in their place, ones beside them."""
+    """Return an argument for the whole batch: this rank's rows in their place, ones elsewhere."""
     layout, rows = source.layout, source.rows
     if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape) or layout is None or rows is None:
         return value
@@ -169,23 +157,17 @@ def _widened(value: Any, shape: Sequence[int], source: NumberSource) -> Any:  # 
 
 
 def _like(tensor: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of another shape whose dims lie in memory in some order, which torch fills it in."""
+    """Return a tensor of another shape with its dims in memory in ``order``, in which torch fills it."""
     whole = torch.empty([shape[dim] for dim in order], dtype=tensor.dtype, device=tensor.device)
     return whole.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
 def masks_ahead(key: int, expected: Sequence[DropoutMask], rows: CurrentBatch) -> dict[DropoutMask, torch.Tensor]:
-    """Return the small dropout masks of a forward pass, drawn at once when it begins, as the pass before drew them.
+    """Return the small dropout masks of a forward pass, [rows.num * elements of a sample], all drawn when it begins.
 
-    Drawn one by one between layers, each takes twice as long: by then the processor's cache holds the code of other
-    operations. The numbers are the same either way, since they are functions of a key and a position.
-
-    Each is [rows.num * elements of a sample].
-
-    Args:
-        key: of the pass.
-        expected: the masks to draw.
-        rows: the samples in hand.
+    ``expected`` are the masks that the pass before drew. Drawn one by one between layers, each takes twice as long: by
+    then the processor's cache holds the code of other operations. The numbers are the same either way, since they are
+    functions of a key and a position.
     """
     masks: dict[DropoutMask, torch.Tensor] = {}
     left = MOST_AHEAD

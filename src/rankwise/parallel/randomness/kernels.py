@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random operations of torch, replaced while a model is replicated: inside a scope they draw as it says.
+"""torch's random operations, replaced while a model is replicated: inside a scope they draw as the scope says.
 
-Replaced are the kernels, below autograd and below what torch composes (dropout, recurrent layers, attention,
-distributions), so that nothing that draws passes by, and a model that draws nothing pays nothing.
+The kernels are replaced, below autograd and below the operations that torch composes (dropout, recurrent layers,
+attention, distributions). So every draw is seen, and a model that draws nothing pays nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FROM_TENSORS = ("multinomial", "normal.Tensor_Tensor", "normal.Tensor_float", "n
 """Operations that draw from tensors of probabilities or means."""
 
 BY_REJECTION = ("_sample_dirichlet", "_standard_gamma", "binomial", "poisson")
-"""Operations that take as many numbers from a generator as the values in their tensors happen to need."""
+"""Operations that take as many numbers from a generator as the values in their tensors need."""
 
 
 def install(session: Session) -> None:
@@ -82,7 +82,7 @@ def _installed(session: Session) -> Replacements:
             _replace(replacements, name, key, _from_tensors)
         _replace(replacements, "rrelu_with_noise", key, _rrelu)
         _replace(replacements, "randperm.generator_out", key, _permutation)
-        if device_type != "cpu":  # whose dropout is made of bernoulli_
+        if device_type != "cpu":  # on CPUs dropout uses bernoulli_
             _replace(replacements, "native_dropout", key, _dropout)
 
     def put_back() -> None:
@@ -101,7 +101,7 @@ def _replace(replacements: Replacements, name: str, key: str, make: Callable[[st
 
 
 def _source(operation: str, like: torch.Tensor, generator: torch.Generator | None) -> NumberSource | None:
-    """Return where the numbers of a draw come from; ``None``: from torch's generator, as ever."""
+    """Return where the numbers of a draw come from; ``None``: from torch's generator, as usual."""
     if is_drawing():
         return None
     scope = current_scope()
@@ -114,7 +114,7 @@ def _source(operation: str, like: torch.Tensor, generator: torch.Generator | Non
 
 
 def _bernoulli(name: str, kernel: Kernel) -> Kernel:
-    """Return what dropout draws with: as other operations, but short where a forward pass draws as one before."""
+    """Return dropout's draw: as of other operations, but shorter if a forward pass draws as the one before."""
     usual = _in_place(name, kernel)
 
     def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
@@ -193,15 +193,11 @@ def _rrelu(name: str, kernel: Kernel) -> Kernel:
         if source.key is None:
             warn_of_rejection(name)
             source = source_by_key(source)
-        fill("uniform_", _fill_uniform, noise, (lower, upper), source)
+        fill("uniform_", torch.Tensor.uniform_, noise, (lower, upper), source)
         noise.masked_fill_(inputs > 0, 1)
         return inputs * noise
 
     return activate
-
-
-def _fill_uniform(out: torch.Tensor, *args: float, generator: torch.Generator | None) -> torch.Tensor:
-    return out.uniform_(*args, generator=generator)
 
 
 def _dropout(name: str, kernel: Kernel) -> Kernel:

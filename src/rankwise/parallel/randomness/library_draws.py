@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPy's and Python's global generators inside ``as_one_rank()``: they draw for all ranks and give each its rows.
+"""NumPy's and Python's global generators inside ``as_one_rank()``: they draw for all ranks and return this rank's rows.
 
 The numbers are those of one rank without rankwise, whatever ``randomness`` is.
 """
@@ -52,12 +52,7 @@ _OTHERS = ("shuffle", "sample", "choices")
 
 @contextmanager
 def drawn_by_row(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]:
-    """Have functions of ``numpy.random`` and ``random`` draw the rows of one rank's batch, or count what they draw.
-
-    Args:
-        rows: the samples in hand.
-        singles: counts draws of one number.
-    """
+    """Have functions of ``numpy.random`` and ``random`` draw this rank's ``rows``, and count draws of one number."""
     if rows.num == rows.num_global:
         yield
         return
@@ -137,12 +132,12 @@ def _replaced_in_python(name: str, draw: Draw, rows: CurrentBatch, singles: Sing
 
 @contextmanager
 def replacing(module: ModuleType, names: Iterable[str], replace: Callable[[str, Draw], Draw]) -> Generator[None]:
-    """Replace functions of a module inside the block; other threads, as one that reads ahead, call those from before.
+    """Replace functions of a module inside the block; other threads, as one that reads ahead, call the original ones.
 
     Args:
-        module: whose functions are public scripts' way to draw.
+        module: the module.
         names: of the functions.
-        replace: returns what to call in the place of a function, by its name and itself.
+        replace: returns the function to call instead, given the name and the original function.
     """
     before = {name: getattr(module, name) for name in names}
     for name, draw in before.items():
@@ -157,7 +152,7 @@ def replacing(module: ModuleType, names: Iterable[str], replace: Callable[[str, 
 def _in_this_thread(draw: Draw, replaced: Draw) -> Draw:
     thread = get_ident()
 
-    # Without functools.wraps, which takes longer than the rest.
+    # Without functools.wraps, which would take longer than everything else here.
     def dispatch(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever it draws
         return (replaced if get_ident() == thread else draw)(*args, **kwargs)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers inside of a replicated model: around each forward pass, and the generators that all ranks share.
+"""Random numbers inside a replicated model: around each forward pass, and the generators that all ranks share.
 
-Which samples the model is called with, and where they lie in its inputs, decides which numbers a rank draws. Used by
+The samples that the model is called with, and their place in its inputs, decide which numbers a rank draws. Used by
 replicate.
 """
 
@@ -24,7 +24,7 @@ from rankwise.parallel.randomness.source import default_generator
 from rankwise.parallel.state_guard.guard import Repair, add_fact
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import in_backward
-from rankwise.torch_private.compiler import is_compiled, uncompiled
+from rankwise.torch_private.compiler import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,52 +36,40 @@ if TYPE_CHECKING:
     from rankwise.parallel.randomness.scope import DropoutMask, PlannedDraw, Randomness
 
     PassKind = tuple[bool, bool, tuple[tuple[int, torch.dtype], ...]]
-    """Forward passes that draw alike: training, with gradients, and the dims and dtypes of the inputs."""
+    """Forward passes that draw the same way: training, with gradients, and the dims and dtypes of the inputs."""
     from rankwise.comm.session import CurrentBatch
 
 
 MOST_FOLLOWED = 16
-"""How many forward passes of a model are followed: each takes up to three times as long."""
+"""How many forward passes of a model are traced: each takes up to three times as long."""
 LARGEST_SEED = 2**32
-"""Seeds given by hand are smaller; those that torch takes from the system are larger, but for one in 4e9."""
+"""Seeds that users choose are smaller; those that torch takes from the system are larger, but for one in 4e9."""
 
 
 def draw_as_one_rank(model: nn.Module, session: Session, exchange: Exchange | None, randomness: Randomness) -> None:
-    """Have each forward pass of a model draw its random numbers as one rank would draw them.
+    """Have each forward pass of a replicated model draw its random numbers as one rank would draw them.
 
-    Called by: every rank of ``exchange``.
-
-    Args:
-        model: that is replicated.
-        session: that is open.
-        exchange: the ranks that hold copies; ``None`` for one alone.
-        randomness: how to draw.
+    Called by: every rank of ``exchange``, the ranks that hold copies; ``None`` for a single rank.
     """
     if exchange is None and randomness == "torch":
         return  # torch's own numbers
     if session.axes is not None and session.axes.tp > 1:
-        return  # ranks along tp have parts of one sample
+        return  # ranks along tp hold parts of one sample
     if exchange is not None and randomness != "per_rank":
         agree_on_generators(exchange, torch.device(session.world.device))
         compare_generators(exchange, torch.device(session.world.device))
     draws = DrawsOfModel(session, randomness, type(model).__name__)
     session.at_end(forget_draws)
-    # Next to forward: what other hooks draw or communicate is not the model's.
-    model.register_forward_pre_hook(DrawsBeforeForward(draws), with_kwargs=True)
-    model.register_forward_hook(DrawsAfterForward(draws), prepend=True, always_call=True)
+    # Next to forward: draws of other hooks are not the model's.
+    model.register_forward_pre_hook(OwnHook(draws.before), with_kwargs=True)
+    model.register_forward_hook(OwnHook(draws.after), prepend=True, always_call=True)
 
 
 class DrawsOfModel:
     """How the forward passes of one replicated model draw random numbers."""
 
     def __init__(self, session: Session, randomness: Randomness, name: str) -> None:
-        """Replace torch's random operations.
-
-        Args:
-            session: that is open.
-            randomness: how to draw.
-            name: of the model.
-        """
+        """Replace torch's random operations."""
         self._session = session
         self._randomness: Randomness = randomness
         self._name = name
@@ -93,7 +81,7 @@ class DrawsOfModel:
         install(session)
 
     def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Draw as one rank would from here on."""
+        """Draw as one rank would from now on. Called by torch, before a forward pass."""
         if not in_backward():
             self._abandon()
         leaves = [one for one in pytree.tree_leaves((tuple(args), kwargs)) if type(one) is torch.Tensor and one.dim()]
@@ -106,7 +94,6 @@ class DrawsOfModel:
             self._session.world.rank,
             self._plans.get(kind, ()),
             self._masks.get(kind, ()),
-            is_model=True,
             has_graph=torch.is_grad_enabled(),
             on_first_draw=self._warn_of_own_draws if has_own_draws and not self._has_warned else None,
         )
@@ -119,30 +106,30 @@ class DrawsOfModel:
         if follower is not None:
             follower.__enter__()
 
-    def after(self, module: nn.Module) -> None:
-        """Draw as before the forward pass."""
+    def after(self, module: nn.Module, *_: object) -> None:
+        """Draw as before the forward pass. Called by torch, also after one that raised."""
         if not self._open:
             return
         kind, scope, follower = self._open.pop()
         if scope.made:
-            note_draw()
+            _since.has_drawn = True
             self._masks[kind] = scope.masks
         if not (self._has_warned or scope.made or scope.is_per_rank) and module.training:
-            # Nothing passed by here: if layers drop, they draw in compiled code or in fused kernels.
+            # No draw was seen: layers that drop draw in compiled code or in fused kernels.
             self._has_warned = True
             if self._session.world.world_size > 1:
                 warn_of_dropout(module)
         if follower is not None:
             follower.__exit__(None, None, None)
         if follower is None and scope.is_off_plan and self._can_follow(module):
-            # Other draws than in the pass that was followed: follow the next one.
+            # Other draws than in the traced pass: trace the next one.
             self._plans.pop(kind, None)
         elif follower is not None or scope.is_off_plan:
             self._plans[kind] = tuple(scope.made)
         leave()
 
     def _abandon(self) -> None:
-        """Leave a forward pass whose end was not reached: Ctrl-C calls no hook."""
+        """Leave a forward pass that was interrupted: Ctrl-C calls no hook."""
         while self._open:
             _, _, follower = self._open.pop()
             if follower is not None:
@@ -162,50 +149,23 @@ class DrawsOfModel:
             )
 
 
-class DrawsBeforeForward(OwnHook):
-    """Begins the draws of a forward pass."""
-
-    def __init__(self, draws: DrawsOfModel) -> None:
-        self._draws = draws
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin. Called by torch."""
-        self._draws.before(module, args, kwargs)
-
-
-class DrawsAfterForward(OwnHook):
-    """Ends the draws of a forward pass, also of one that raised."""
-
-    def __init__(self, draws: DrawsOfModel) -> None:
-        self._draws = draws
-
-    @uncompiled
-    def __call__(self, module: nn.Module, *_: object) -> None:
-        """End. Called by torch."""
-        self._draws.after(module)
-
-
 def rows_in_hand(known: Sequence[CurrentBatch], leaves: Sequence[torch.Tensor]) -> CurrentBatch | None:
-    """Return the samples that a model is called with: of the loader that gave them, or gave as many, or gave last."""
+    """Return the batch that a model is called with: the one that holds an input, else one of its length, else the last.
+
+    Args:
+        known: the batches of all loaders in use, the latest last.
+        leaves: the tensors that the model is called with.
+    """
     if len(known) > 1:
-        for is_it in (_is_of_batch, _is_as_long):
-            for rows in reversed(known):
-                if any(is_it(leaf, rows) for leaf in leaves):
-                    return rows
-    return known[-1] if known else None
-
-
-def _is_of_batch(leaf: torch.Tensor, rows: CurrentBatch) -> bool:
-    return _dim_in_batch(leaf, rows) is not None
-
-
-def _is_as_long(leaf: torch.Tensor, rows: CurrentBatch) -> bool:
-    return leaf.shape[0] == rows.num
+        latest = known[::-1]
+        held = (rows for rows in latest if any(_dim_in_batch(leaf, rows) is not None for leaf in leaves))
+        as_long = (rows for rows in latest if any(leaf.shape[0] == rows.num for leaf in leaves))
+        return next(held, None) or next(as_long, latest[0])
+    return known[0] if known else None
 
 
 def _dim_in_batch(leaf: torch.Tensor, rows: CurrentBatch) -> int | None:
-    """Return the dim of a view of what the loader gave that is the first one there."""
+    """Return the dim of a view of a loader's batch that is the first dim of the batch."""
     for given in pytree.tree_leaves(rows.values):
         is_same = isinstance(given, torch.Tensor) and given.dim() > 0 and given.data_ptr() == leaf.data_ptr() != 0
         if is_same and given.shape[0] == rows.num:
@@ -217,25 +177,21 @@ def _dim_in_batch(leaf: torch.Tensor, rows: CurrentBatch) -> int | None:
 
 
 def input_layouts(leaf: torch.Tensor, rows: CurrentBatch) -> list[SampleLayout]:
-    """Return how samples can lie in an input of a model, the likeliest first."""
+    """Return the possible layouts of an input of a model, the likeliest first."""
     dim = _dim_in_batch(leaf, rows)
     if dim is not None:
         return [SampleLayout(dim)]
     found = [one for one in layouts_of(leaf.shape, rows.num) if one.inner == 1]
     if rows.num > 0 and not found and leaf.shape[0] % rows.num == 0 and leaf.shape[0]:
-        # Batches one after the other, as of real and generated samples.
+        # Batches one after another, as of real and generated samples.
         found.append(SampleLayout(0, outer=leaf.shape[0] // rows.num))
     return found
 
 
 def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
-    """Give every rank the state of rank zero's generators where they differ.
+    """Give every rank the state of rank zero's generators, of the CPU and ``device``, if they differ.
 
     Called by: every rank of ``exchange``.
-
-    Args:
-        exchange: the ranks.
-        device: that models are on; its generator and the CPU's are compared.
     """
     for generator in _generators(device):
         kind, state = generator.device.type, generator.get_state()
@@ -250,7 +206,13 @@ def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
                 'same seed to torch.manual_seed() on every rank, or randomness="per_rank" to replicate() for '
                 "independent numbers"
             )
-        generator.set_state(exchange.broadcast(state, 0, what=f"state of torch's {kind} generator"))
+        _copy_of_rank_zero(generator, exchange)
+
+
+def _copy_of_rank_zero(generator: torch.Generator, exchange: Exchange) -> None:
+    """Give a generator the state that it has on rank zero. Called by: every rank of ``exchange``."""
+    what = f"state of torch's {generator.device.type} generator"
+    generator.set_state(exchange.broadcast(generator.get_state(), 0, what=what))
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
@@ -259,7 +221,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 class _Since:
-    """What has happened since the world was joined."""
+    """Events since the world was joined."""
 
     has_drawn = False
     has_warned = False
@@ -269,25 +231,22 @@ _since = _Since()
 
 
 def compare_generators(exchange: Exchange, device: torch.device) -> None:
-    """Have ranks compare torch's generator while they train, from a model's first draw on.
+    """Have ranks compare torch's generator while they train a model on ``device``, from a model's first draw on.
 
-    Called by: every rank of ``exchange``.
-
-    Args:
-        exchange: the ranks that hold copies of the model.
-        device: of the model.
+    Called by: every rank of ``exchange``, the ranks that hold copies of the model.
     """
 
     def read() -> int | None:
         return _digest(torch.get_rng_state()) if _since.has_drawn and not is_short() else None
 
     def is_short() -> bool:
-        """Return whether there are ranks without samples: dropout of nothing draws nothing."""
+        """Return whether there are ranks without samples, on which dropout draws nothing."""
         session = current_or_none()
         return session is not None and session.batch is not None and session.batch.num_global < exchange.world_size
 
     def put_right(ranks: Exchange, *, is_expected: bool) -> None:
-        copy_generators_of_rank_zero(ranks, device)
+        for generator in _generators(device):
+            _copy_of_rank_zero(generator, ranks)
         if not (is_expected or _since.has_warned):
             _since.has_warned = True
             warn(
@@ -299,23 +258,11 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
     add_fact("The state of torch's random number generator", read, Repair(put_right, is_short))
 
 
-def note_draw() -> None:
-    """Note that a model has drawn."""
-    _since.has_drawn = True
-
-
 def forget_draws() -> None:
-    """Note that none has. Called when the world is left."""
+    """Note that no model has drawn. Called when the world is left."""
     _since.has_drawn = _since.has_warned = False
 
 
 def _digest(state: torch.Tensor) -> int:
-    # Python's own hash is another one in each process.
+    # Python's own hash differs between processes.
     return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest())
-
-
-def copy_generators_of_rank_zero(exchange: Exchange, device: torch.device) -> None:
-    """Give every rank the state of rank zero's generators. Called by: every rank of ``exchange``."""
-    for generator in _generators(device):
-        what = f"state of torch's {generator.device.type} generator"
-        generator.set_state(exchange.broadcast(generator.get_state(), 0, what=what))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class SampleLayout:
     """The dim that holds the samples, of size ``outer * num_samples * inner``: ``outer`` times all samples in order.
 
-    ``[batch * heads, ...]`` has ``inner=heads``; two batches one after the other have ``outer=2``.
+    ``[batch * heads, ...]`` has ``inner=heads``; two batches one after another have ``outer=2``.
     """
 
     dim: int
@@ -25,7 +25,7 @@ class SampleLayout:
     inner: int = 1
 
     def fits(self, shape: Sequence[int], num_samples: int) -> bool:
-        """Return whether a tensor of that shape can hold so many samples in this way."""
+        """Return whether a tensor of that shape can hold ``num_samples`` in this layout."""
         return self.dim < len(shape) and shape[self.dim] == self.outer * num_samples * self.inner
 
     def resized(self, shape: Sequence[int], num_samples: int) -> list[int]:
@@ -53,12 +53,12 @@ class SampleLayout:
 
 
 def layout_of(shape: Sequence[int], num_samples: int) -> SampleLayout | None:
-    """Return the layout of a tensor of which only the shape is known: batch first if it can be."""
+    """Return the likeliest layout of a tensor of which only the shape is known: batch first if possible."""
     return next(iter(layouts_of(shape, num_samples)), None)
 
 
 def layouts_of(shape: Sequence[int], num_samples: int) -> list[SampleLayout]:
-    """Return each layout that a tensor of which only the shape is known can have, the likeliest first."""
+    """Return the possible layouts of a tensor of which only the shape is known, the likeliest first."""
     found = [SampleLayout(dim) for dim, size in enumerate(shape) if size == num_samples]
     if shape and num_samples > 1 and shape[0] > num_samples and shape[0] % num_samples == 0:
         found.append(SampleLayout(0, inner=shape[0] // num_samples))
@@ -66,14 +66,14 @@ def layouts_of(shape: Sequence[int], num_samples: int) -> list[SampleLayout]:
 
 
 def viewed(layout: SampleLayout, old: Sequence[int], new: Sequence[int], num_samples: int) -> SampleLayout | None:
-    """Return where samples lie after a view with other sizes; ``None`` where no dim holds them whole."""
+    """Return where samples lie after a view with other sizes; ``None`` if no dim holds whole samples."""
     inner = layout.inner * math.prod(old[layout.dim + 1 :])
     found = []
     for dim, size in enumerate(new):
         below = math.prod(new[dim + 1 :])
         if below and inner % below == 0 and (size * below) % (num_samples * inner) == 0:
             found.append(SampleLayout(dim, size * below // (num_samples * inner), inner // below))
-    # Of one sample it is not known which of the dims of size one it is.
+    # With one sample, any dim of size one can be the one.
     return next(
         (one for one in found if (one.outer, one.inner) == (layout.outer, layout.inner)), next(iter(found), None)
     )

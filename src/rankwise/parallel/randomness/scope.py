@@ -24,16 +24,12 @@ DropoutMask = tuple[int, int, float]
 
 Randomness = Literal["counter", "torch", "per_rank"]
 """``counter``: by position, the same for any number of ranks; ``torch``: the numbers of torch's own generators for the
-whole batch, all drawn by each rank; ``per_rank``: independent ones on each rank.
+whole batch, all drawn by each rank; ``per_rank``: independent numbers on each rank.
 """
 
 
 def check_randomness(randomness: object, caller: str) -> None:
-    """Raise unless ``randomness`` is one of the ways to draw.
-
-    Raises:
-        ConfigurationError: lists the ways.
-    """
+    """Raise unless ``randomness`` is one of the ways to draw, which the error lists."""
     if randomness not in get_args(Randomness):
         raise ConfigurationError(
             f"Unknown randomness={randomness!r} of {caller}().",
@@ -43,17 +39,17 @@ def check_randomness(randomness: object, caller: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraw:
-    """How one draw of a forward pass was laid out."""
+    """The layout of one draw of a forward pass."""
 
     operation: str
     num_dims: int
     layout: SampleLayout | None
-    """``None``: the same on every rank, as noise on weights is."""
+    """``None``: the same numbers on every rank, as for noise on weights."""
     order: tuple[int, ...]
-    """The dims as they lie in memory, the outermost first."""
+    """The dims in the order of memory, the outermost first."""
 
     def fits(self, operation: str, shape: Sequence[int], num_samples: int) -> bool:
-        """Return whether a draw can be this one again, in another batch."""
+        """Return whether a draw in another batch can be this one again."""
         if self.operation != operation or self.num_dims != len(shape):
             return False
         return self.layout is None or self.layout.fits(shape, num_samples)
@@ -61,10 +57,10 @@ class PlannedDraw:
 
 @dataclass
 class DrawScope:
-    """One forward pass, or one block, of which each draw is told how it is laid out."""
+    """One forward pass, or one block, which gives each draw in it a layout."""
 
     rows: CurrentBatch | None
-    """The samples in hand; ``None`` where no loader tells: each rank then draws for itself."""
+    """This rank's samples; ``None`` if they come from no loader: each rank then draws its own numbers."""
     randomness: Randomness
     rank: int
     plan: Sequence[PlannedDraw] = ()
@@ -72,7 +68,7 @@ class DrawScope:
     expected: Sequence[DropoutMask] = ()
     """The dropout masks of that pass."""
     masks: list[DropoutMask] = field(default_factory=list)
-    """Those of this one so far."""
+    """The dropout masks of this pass so far."""
     ahead: dict[DropoutMask, torch.Tensor] = field(default_factory=dict)
     """Masks that are drawn already."""
     made: list[PlannedDraw] = field(default_factory=list)
@@ -80,21 +76,19 @@ class DrawScope:
     is_off_plan: bool = False
     """Whether a draw was not the one that was planned."""
     traced_layouts: list[SampleLayout | None] = field(default_factory=list)
-    """The layout of the next draw, where the batch is being followed."""
+    """The layout of the next draw, while the batch is traced."""
     redraw: Callable[[SampleLayout | None], None] | None = None
     """Draws the latest numbers again, with another layout."""
     on_first_draw: Callable[[], None] | None = None
-    is_model: bool = False
-    """Whether this is a forward pass."""
     has_graph: bool = False
     """Whether gradients are enabled around it."""
     key: int | None = None
-    """Of all draws."""
+    """The key of all draws."""
     num_single: int = 0
-    """How often one number was drawn."""
+    """How often a single number was drawn."""
 
     def note_redraw(self, redraw: Callable[[SampleLayout | None], None] | None) -> None:
-        """Note what draws the latest numbers again; ``None`` to forget it."""
+        """Note a function that draws the latest numbers again; ``None`` to forget it."""
         self.redraw = redraw
 
     def draw_ahead(self, masks: dict[DropoutMask, torch.Tensor]) -> None:
@@ -112,13 +106,7 @@ class DrawScope:
         return self.randomness == "counter" and bool(self.plan) and not self.traced_layouts
 
     def plan_draw(self, operation: str, shape: Sequence[int], stride: Sequence[int]) -> PlannedDraw:
-        """Return where the samples lie in what is about to be drawn.
-
-        Args:
-            operation: that draws.
-            shape: of the numbers.
-            stride: of the numbers.
-        """
+        """Return the layout of the numbers, of this shape and stride, that ``operation`` is about to draw."""
         if self.on_first_draw is not None:
             self.on_first_draw()
             self.on_first_draw = None
@@ -131,7 +119,7 @@ class DrawScope:
             and not self.traced_layouts
             and self.plan[number].fits(operation, shape, num_samples)
         ):
-            # Its order in memory, too: of a dim of size one the stride says nothing.
+            # With its order in memory, which the stride of a dim of size one does not show.
             planned = self.plan[number]
         else:
             self.is_off_plan = not self.traced_layouts
@@ -142,12 +130,12 @@ class DrawScope:
 
 
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
-    """Return the dims of a tensor as they lie in memory, the outermost first."""
+    """Return the dims of a tensor in the order of memory, the outermost first."""
     return tuple(sorted(range(len(stride)), key=lambda dim: -stride[dim]))
 
 
 class _Here(threading.local):
-    """What this thread is in."""
+    """The scopes that this thread is in."""
 
     def __init__(self) -> None:
         self.scopes: list[DrawScope | None] = []
@@ -164,12 +152,12 @@ def current_scope() -> DrawScope | None:
 
 
 def is_drawing() -> bool:
-    """Return whether a draw is under way, whose parts are draws of torch's."""
+    """Return whether a draw is under way, whose parts are torch's own draws."""
     return _here.is_drawing
 
 
 def enter(scope: DrawScope | None) -> None:
-    """Draw as a scope says from here on; ``None``: as torch does."""
+    """Draw as a scope says from now on; ``None``: as torch does."""
     _here.scopes.append(_here.scope)
     _here.scope = scope
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the numbers of one draw come from, in a forward pass and when a checkpoint draws them again in backward.
 
-A forward pass or a block takes one number from the generator, the key of all its draws, and inside of a checkpoint each
-draw takes one, whatever its shape: so generators agree on all ranks afterwards, also on a rank without samples,
-and a checkpoint draws the same again. With ``randomness="torch"`` a draw takes what torch would take for the whole
-batch.
+A forward pass or a block takes one number from the generator, the key of all its draws; inside a checkpoint each draw
+takes one, whatever its shape. So generators agree on all ranks afterwards, also on a rank without samples, and a
+checkpoint draws the same numbers again. With ``randomness="torch"`` a draw takes as many numbers as torch would take
+for the whole batch.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class NumberSource:
     rows: CurrentBatch | None
     """Which samples this rank has, where there is a layout."""
     salt: int
-    """What sets a rank's numbers apart from the others'; 0 where they belong to one batch."""
+    """Makes a rank's numbers differ from the others'; 0 if they belong to one batch."""
     key: Key | None
-    """What the numbers are a function of; ``None``: of the state of the generator."""
+    """The numbers are a function of it; ``None``: of the state of the generator."""
     generator: torch.Generator | None
-    """That torch draws with, where it does."""
+    """The generator that torch draws with, if it does."""
     order: tuple[int, ...] = ()
-    """The dims as they lie in memory, for torch to fill."""
+    """The dims in the order of memory, for torch to fill."""
 
     @property
     def is_part(self) -> bool:
-        """Whether there are numbers of samples that other ranks have."""
+        """Whether other ranks have samples that numbers are drawn for."""
         return self.rows is not None and self.rows.num != self.rows.num_global
 
     def own_generator(self, device: torch.device) -> torch.Generator | None:
@@ -62,20 +62,20 @@ class NumberSource:
 
     @property
     def full_key(self) -> Key:
-        """The key, with the salt in it."""
+        """The key, combined with the salt."""
         first, second = self.key or (0, 0)
         return first ^ self.salt, second
 
 
 _random: dict[str, Kernel] = {}
 _remembered: dict[int, NumberSource] = {}
-"""The sources of forward passes: by their keys, or by the state of the generator."""
+"""The latest sources of forward passes: by their keys, or by the state of the generator."""
 _remembered_longer: dict[int, NumberSource] = {}
-"""Those before them."""
+"""The sources before them."""
 
 
 def keep_kernel(device_type: str, kernel: Kernel) -> None:
-    """Note how torch fills tensors of a kind of device with random integers."""
+    """Note the kernel of torch that fills tensors on a kind of device with random integers."""
     _random[device_type] = kernel
 
 
@@ -88,7 +88,7 @@ def forget() -> None:
 
 def _remember(known_by: int, source: NumberSource) -> None:
     if len(_remembered) >= MOST_REMEMBERED:
-        # To drop single ones, the oldest first, would take longer with each that was dropped.
+        # Dropping single sources, the oldest first, would take longer with each.
         _remembered_longer.clear()
         _remembered_longer.update(_remembered)
         _remembered.clear()
@@ -104,9 +104,9 @@ def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: t
 
     Args:
         scope: that the draw is in.
-        operation: that draws.
+        operation: the name of the draw's operation.
         like: the tensor to fill, or one of its shape.
-        generator: given by the user.
+        generator: the user's.
     """
     device = like.device
     planned = scope.plan_draw(operation, like.shape, like.stride())
@@ -125,19 +125,19 @@ def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: t
 
 
 def key_of_pass(scope: DrawScope) -> Key:
-    """Return the key of the latest draw of a scope, which takes one number from the generator for all."""
+    """Return the key of the latest draw of a scope, which takes one number from the generator for all draws."""
     if scope.key is None:
         scope.key = _take_key(None)
     return scope.key, len(scope.made)
 
 
 def is_checkpointing(scope: DrawScope) -> bool:
-    """Return whether what is drawn may be drawn again in backward: with hooks on what is saved, or without a graph."""
+    """Return whether backward may draw the same again: there are hooks on saved tensors, or gradients are disabled."""
     return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != scope.has_graph
 
 
 def source_again(generator: torch.Generator | None, device: torch.device) -> NumberSource | None:
-    """Return the source of a draw that a checkpoint repeats; ``None``, and nothing taken, where there was none."""
+    """Return the source of a draw that a checkpoint repeats; if there is none, ``None``, and nothing is taken."""
     if not _remembered:
         return None
     by_state = _recall(_state_of(generator, device))
@@ -152,14 +152,14 @@ def source_again(generator: torch.Generator | None, device: torch.device) -> Num
 
 
 def source_by_key(source: NumberSource) -> NumberSource:
-    """Return the source of a draw that cannot have torch's numbers: by key instead."""
+    """Return a source by key for a draw that cannot have torch's numbers."""
     return replace(source, key=(_take_key(source.generator), 0))
 
 
 def generator_before(
     scope: DrawScope | None, generator: torch.Generator | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Return the state of a generator, where a draw may have to be repeated with another layout."""
+    """Return the state of a generator, if the draw may have to be repeated with another layout."""
     if scope is None or not scope.traced_layouts or scope.randomness != "torch":
         return None
     return (generator or default_generator(device) or torch.default_generator).get_state()
@@ -176,8 +176,8 @@ def redrawing(
 
     Args:
         source: of the draw.
-        scope: that it was made in.
-        before: state of the generator at that time, if the numbers depend on it.
+        scope: of the draw.
+        before: state of the generator before the draw, if the numbers depend on it.
         draw: repeats it.
         device: of the numbers.
     """
@@ -194,19 +194,19 @@ def redrawing(
 
 
 def _take_key(generator: torch.Generator | None) -> int:
-    # From the CPU's generator unless another is given: a key is needed in this process, which would wait for a device.
+    # From the CPU's generator unless another is given: reading a number from a device would wait for the device.
     device = torch.device("cpu") if generator is None else generator.device
     return int(_random[device.type](torch.empty(1, dtype=torch.int64, device=device), generator=generator))
 
 
 def _state_of(generator: torch.Generator | None, device: torch.device) -> int:
     used = generator or default_generator(device) or torch.default_generator
-    # Never a key: those are not negative.
+    # Keys are not negative, so this is never a key.
     return -1 - (hash(used.get_state().numpy().tobytes()) & (2**63 - 1))
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """Return the generator that torch uses on a device where none is given; ``None`` where it does not show it."""
+    """Return torch's default generator of a device; ``None`` if torch does not show it."""
     if device.type == "cpu":
         return torch.default_generator
     generators: tuple[torch.Generator, ...] = getattr(torch.get_device_module(device), "default_generators", ())

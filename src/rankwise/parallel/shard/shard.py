@@ -37,21 +37,24 @@ from rankwise.parallel.core.strategy_registry import (
     register,
 )
 from rankwise.parallel.loss.hooks import check_weight_function, subscribe
+from rankwise.parallel.loss.terms import forward_call
 from rankwise.parallel.no_sync_and_weight import no_sync
 from rankwise.parallel.randomness.kernels import install
 from rankwise.parallel.shard.activation_checkpointing import recompute_block
 from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
-from rankwise.parallel.shard.sharded_gradients import AfterShardedForward, BeforeShardedForward, ShardSync
+from rankwise.parallel.shard.sharded_gradients import ShardSync
 from rankwise.parallel.shard.watched_collectives import WatchedAllGather, WatchedReduceScatter
 from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.autograd import is_view
+from rankwise.torch_private.autograd import in_backward, is_view
+from rankwise.torch_private.compiler import uncompiled
 from rankwise.world import torch_versions
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.mesh import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
+    from typing import Any
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
@@ -187,39 +190,59 @@ def shard(
         if norms := unsynchronised_batchnorms(model):
             warn(f"{take_their(norms)} statistics per rank, so that the result depends on the number of ranks")
         within_group = exchange_along(*_WITHIN_GROUP)
-        buffers = (
-            None
-            if within_group is None
-            else BufferSync(model, within_group, DivergedBuffers(model, within_group, name))
-        )
-    # Before torch's own, which gathers the parameters: a broken backward is cleared away first.
-    model.register_forward_pre_hook(
-        BeforeShardedForward(sync, SameForward(along, f"sharded {name}"), weight, _Prepare(buffers, before, was_meta)),
-        with_kwargs=True,
-        prepend=True,
-    )
-    model.register_forward_hook(AfterShardedForward(sync, buffers))
+        if within_group is not None:
+            buffers = BufferSync(model, within_group, DivergedBuffers(model, within_group, name))
+    hooks = _ForwardHooks(sync, SameForward(along, f"sharded {name}"), weight, buffers, before, was_meta)
+    # Before torch's own, which gathers the parameters: an interrupted backward is cleared away first.
+    model.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
+    model.register_forward_hook(hooks.after)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
 
-class _Prepare:
-    """What happens before each forward; some of it once."""
+class _ForwardHooks:
+    """What happens around each forward of a sharded model."""
 
-    def __init__(self, buffers: BufferSync | None, before: Sequence[ref[nn.Parameter]], was_meta: FromMeta) -> None:
+    def __init__(  # noqa: PLR0917 - has one caller
+        self,
+        sync: ShardSync,
+        same: SameForward,
+        weight: Callable[..., float | torch.Tensor] | None,
+        buffers: BufferSync | None,
+        replaced: list[ref[nn.Parameter]],
+        was_meta: FromMeta,
+    ) -> None:
+        self._sync = sync
+        self._same = same
+        self._weight = weight
         self._buffers = buffers
-        self._before = list(before)
+        self._replaced = replaced
         self._was_meta = was_meta
 
-    def __call__(self, model: nn.Module, inputs: object) -> None:
+    @uncompiled
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the other ranks about the call. Called by torch."""
+        if in_backward():
+            return
+        self._same.meet(model)
+        self._sync.forget_broken()
         self._was_meta.check(model)
         if not torch.is_grad_enabled():
             return
-        if self._before:
-            check_no_optimizer_holds(self._before, "shard")
-            self._before.clear()
+        if self._replaced:
+            check_no_optimizer_holds(self._replaced, "shard")
+            self._replaced.clear()
         if self._buffers is not None and model.training:
-            self._buffers.before_forward(inputs)
+            self._buffers.before_forward((args, kwargs))
+        self._sync.before_forward(forward_call(self._sync.loss.number, self._weight, args, kwargs))
+
+    @uncompiled
+    def after(self, model: nn.Module, _: object, output: object) -> None:
+        """Follow the output of the call, where backward comes from. Called by torch."""
+        if torch.is_grad_enabled() and not in_backward():
+            if self._buffers is not None and model.training:
+                self._buffers.after_forward()
+            self._sync.after_forward(output)
 
 
 def _check_axes(axes: Axes) -> None:

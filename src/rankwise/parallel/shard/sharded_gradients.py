@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact gradients of a sharded model: torch reduces them, and averages ranks with equal weights.
 
-What each rank hands to the reduction is multiplied by its weight first, where the weights are not equal; so is each
-microstep of an accumulation. What no rank used keeps ``grad=None``. Used by shard.
+Each rank multiplies its gradients by its weight before the reduction if the weights are not equal; so it does for each
+microstep of an accumulation. A parameter that no rank used keeps ``grad=None``. Used by shard.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -15,13 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.parallel.loss.hooks import mark_output, samples_of, sizes_of_first, tensors_with_grad
+from rankwise.parallel.core.gradient_buckets import power_near
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
-from rankwise.parallel.loss.terms import ForwardCall
-from rankwise.parallel.shard.accumulation import ShardedAccumulation
+from rankwise.parallel.loss.terms import mark_output
 from rankwise.parallel.state_guard.guard import StateGuard
-from rankwise.torch_private.autograd import in_backward, run_after_backward
-from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.autograd import run_after_backward
 from rankwise.torch_private.fsdp import (
     call_before_reduction,
     forget_gradient,
@@ -34,15 +32,14 @@ from rankwise.torch_private.fsdp import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, MutableMapping
 
     from torch import nn
 
     from rankwise.comm.backends.protocol import BucketChannel
     from rankwise.comm.backends.torch_group import TorchGroup
     from rankwise.comm.session import Session
-    from rankwise.parallel.core.buffers import BufferSync
-    from rankwise.parallel.core.same_inputs import SameForward
+    from rankwise.parallel.loss.terms import ForwardCall
     from rankwise.torch_private.fsdp import FSDPParamGroup
 
 
@@ -52,17 +49,17 @@ class ShardSync:
     strategy = "shard"
 
     def __init__(self, model: nn.Module, name: str, exchange: TorchGroup | None, session: Session) -> None:
-        """Note the blocks of ``model``.
+        """Follow the blocks of ``model``.
 
         Args:
             model: sharded already.
-            name: of the model, before torch named it again.
-            exchange: of its own. torch's: it moves on while this rank calculates, or waits in torch.
+            name: of the model, before torch renamed it.
+            exchange: the model's own, of torch: it progresses while this rank computes or waits in torch.
             session: the open one.
         """
         self._on_mean: Callable[[float], None] | None = None
         self._total = 0.0
-        """What the gradients of the backward under way will be the mean over."""
+        """The number that the gradients of the backward under way will be the mean over."""
         self._model = ref(model)
         self._exchange = exchange
         self._groups = groups_of(model)
@@ -71,30 +68,29 @@ class ShardSync:
         self._accumulation = ShardedAccumulation()
         own, number = list(model.parameters()), next(model_numbers)
         self.loss = LossOnRanks(number, own, exchange, name, self._accumulation, reports_at_start=True)
-        """What the loss of each backward is a mean over."""
         if exchange is not None:
             named = dict(model.named_parameters())
-            # Ranks hold other parts of each, but step them alike.
+            # Ranks hold different parts of each parameter, but step them alike.
             self.loss.guard_by(StateGuard(name, named, {}, exchange, session, reads_values=False, reads_facts=False))
         self._uses: BucketChannel | None = None
         if exchange is not None:
-            # The host asks for it, and need not wait for a device.
+            # On the CPU: the host asks for it, and need not wait for a device.
             size = ChannelSize(1, len(self._places), torch.float64, torch.device("cpu"))
             (self._uses,) = exchange.channels([size], f"uses of {name}")
-        self._sizes: tuple[int, ...] = ()
-        """Of the first tensor that the latest forward was given."""
+        self._call: ForwardCall | None = None
+        """The latest forward."""
         self._in_backward = False
         self._is_weighed = False
         """Whether the weights of all ranks are known."""
         self._factor = 1.0
-        """What a rank's gradients are multiplied with before they are reduced."""
+        """The factor for this rank's gradients before they are reduced."""
         self._carried_factor = 1.0
         """The same for those of earlier microsteps."""
         self._used: set[int] = set()
         self._without_gradient: set[int] = set()
         self._num_synced = 0
         self._unseen = [params_of(group)[index] for group, index in self._places]
-        """Parameters of which there was no whole one yet."""
+        """Parameters that torch has not gathered yet."""
         for group in self._groups:
             call_before_reduction(group, self._before_reduction)
 
@@ -105,18 +101,18 @@ class ShardSync:
         return [] if model is None else list(model.parameters())
 
     def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
-        """Say whether another microstep follows the one under way; return what was said before."""
+        """Set whether another microstep follows the one under way; return the value before."""
         model = self._model()
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(not value)
         return self._accumulation.set_continued(value)
 
     def set_given_weight(self, amount: float | None) -> float | None:
-        """Say what the loss is a mean over; return what was said before."""
+        """Set the number that the loss is a mean over; return the value before."""
         return self.loss.set_given_weight(amount)
 
     def report_mean_to(self, listener: Callable[[float], None]) -> None:
-        """Call ``listener`` at the end of backward with what gradients are the mean over, on all ranks together."""
+        """Call ``listener`` at the end of backward with the number that gradients are the mean over, on all ranks."""
         self._on_mean = listener
 
     def is_mid_step(self) -> bool:
@@ -125,37 +121,27 @@ class ShardSync:
 
     # -- around forward ----------------------------------------------------------------------------
 
-    def before_forward(self, amount: float | None, sizes: tuple[int, ...]) -> None:
-        """Note what the call stands for.
-
-        Called by: every rank, before a forward that may be trained.
-
-        Args:
-            amount: what it says its loss is a mean over.
-            sizes: of the first tensor that it is given.
-        """
-        self._follow_unfrozen()
-        self.loss.note_forward(amount)
-        self._sizes = sizes
-
-    def _follow_unfrozen(self) -> None:
-        """Have torch's whole parameters need gradients where the sharded ones do by now."""
+    def before_forward(self, call: ForwardCall) -> None:
+        """Note a forward that may be trained. Called by: every rank."""
         for group in self._groups:
             for one in params_of(group):
+                # A layer may have been unfrozen: torch's whole parameters follow the sharded ones.
                 whole, requires_grad = whole_of(one), sharded_of(one).requires_grad
                 if whole is not None and whole.requires_grad != requires_grad:
                     whole.requires_grad_(requires_grad)
+        self.loss.note_forward(call.num_samples)
+        self._call = call
 
     def after_forward(self, output: object) -> None:
-        """Follow what the call returned."""
+        """Follow the output of that forward, where backward comes from."""
+        call = self._call
+        if call is None:
+            return
         if self._unseen:
             self.loss.own(whole for one in self._unseen if (whole := whole_of(one)) is not None)
             self._unseen = [one for one in self._unseen if whole_of(one) is None]
-        amount = self.loss.forward_weight
-        outputs = tensors_with_grad(output)
-        mark_output(outputs, ForwardCall(self.loss.number, amount, self._sizes))
-        for reached in outputs:
-            reached.register_hook(lambda _: self._begin(amount))
+        for reached in mark_output(output, call):
+            reached.register_hook(lambda _: self._begin(call.num_samples))
 
     # -- while backward runs -----------------------------------------------------------------------
 
@@ -184,7 +170,7 @@ class ShardSync:
         return 1.0 if self.loss.is_sum else self.loss.weight
 
     def _weigh(self) -> None:
-        """Wait for the weights of all ranks, where they are not known yet."""
+        """Wait for the weights of all ranks, unless they are known."""
         if self._is_weighed or self._accumulation.is_continued:
             return
         combined = self.loss.receive()
@@ -193,17 +179,17 @@ class ShardSync:
         self._total = carried + share if combined is None else combined.weight
         world_size = 1 if self._exchange is None else self._exchange.world_size
         if self.loss.is_sum_on_ranks():
-            # torch's mean over ranks is their sum then, in which one without samples does not count.
+            # torch's mean over ranks becomes their sum, in which a rank without samples does not count.
             self._factor = float(world_size) if share else 0.0
             self._carried_factor = world_size * self._accumulation.unit
             return
         each = world_size / self._total if self._total > 0 else 0.0
         self._carried_factor = self._accumulation.unit * each
-        # Equal weights leave torch's mean as it is, to the last bit.
+        # With equal weights torch's mean is exact, to the last bit.
         self._factor = 1.0 if share * world_size == self._total else share * each
 
     def _before_reduction(self, group: FSDPParamGroup) -> None:
-        """Multiply what backward has left in a block. Called when backward has left the block."""
+        """Multiply the gradients of a block by their weight. Called when backward has left the block."""
         for one in params_of(group):
             number = self._number_of[id(one)]
             parameter = whole_of(one)
@@ -230,7 +216,7 @@ class ShardSync:
     # -- when backward has run ---------------------------------------------------------------------
 
     def _end_last(self) -> None:
-        # What is queued now comes after torch's own end of backward, which reduces the last block.
+        # Callbacks that are queued now run after torch's own end of backward, which reduces the last block.
         run_after_backward(self._end)
 
     def _end(self) -> None:
@@ -261,7 +247,7 @@ class ShardSync:
         if self._uses is not None:
             self._uses.claim()
             self._uses.start(1.0, 1.0, unused)
-            # Who used everything need not know what the others did.
+            # A rank that used everything need not know what the others used.
             if unused:
                 self._uses.finish()
                 unused = [number for number in unused if not self._uses.is_flag_set(number)]
@@ -271,7 +257,7 @@ class ShardSync:
                 sharded_of(params_of(group)[index]).grad = None
 
     def forget_broken(self) -> None:
-        """Forget a backward that did not finish, and the microsteps before it, if there was one."""
+        """Forget a backward that did not finish, if there was one, and the microsteps before it."""
         if not self._in_backward:
             return
         model = self._model()
@@ -279,7 +265,7 @@ class ShardSync:
             model.reset_iter_state()
         for group in self._groups:
             for one in params_of(group):
-                forget_gradient(one)  # what the broken backward left
+                forget_gradient(one)
         self._in_backward = False
         self._close()
 
@@ -290,51 +276,78 @@ class ShardSync:
         self.loss.end()
 
 
-class BeforeShardedForward:
-    """The hook that runs before a sharded model's forward."""
+class ShardedAccumulation:
+    """The microsteps since the last exact gradient, whose whole gradients are added up on this rank.
 
-    def __init__(
-        self,
-        sync: ShardSync,
-        same: SameForward,
-        weight: Callable[..., float | torch.Tensor] | None,
-        prepare: Callable[[nn.Module, object], None],
-    ) -> None:
-        self._sync = sync
-        self._same = same
-        self._weight = weight
-        self._prepare = prepare
+    Each version of torch keeps the gradients of microsteps in its own way, or reduces them as they are.
+    """
 
-    @uncompiled
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the other ranks what the call stands for."""
-        if in_backward():
-            return
-        self._same.meet(module)
-        self._sync.forget_broken()
-        self._prepare(module, (args, kwargs))
-        if torch.is_grad_enabled():
-            self._sync.before_forward(samples_of(self._weight, args, kwargs), sizes_of_first(args, kwargs))
+    def __init__(self) -> None:
+        self.is_continued = False
+        """Whether another microstep follows the one under way."""
+        self.counted_in: str | None = None
+        """What the weights of its microsteps count, in words, after the first one that counts anything."""
+        self.carried = 0.0
+        """The sum of the weights of the microsteps."""
+        self.unit = 1.0
+        """The unit of this rank's weights, so that gradients keep about their size."""
+        self.num_carried = 0
+        self._earlier: MutableMapping[int, torch.Tensor] = {}
+        """By number of the parameter, the weighted sum of the gradients of microsteps: [as the whole one]."""
 
+    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
+        """Set whether another microstep follows the one under way; return the value before."""
+        before, self.is_continued = self.is_continued, value
+        return before
 
-class AfterShardedForward:
-    """The hook that runs after it."""
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
+        return self.num_carried > 0
 
-    def __init__(self, sync: ShardSync, buffers: BufferSync | None) -> None:
-        self._sync = sync
-        self._buffers = buffers
+    def put_earlier_gradients_aside(self) -> None:
+        """Do nothing: torch reduces a step's gradients before it adds them to ``grad``."""
 
-    @uncompiled
-    def __call__(self, module: nn.Module, _: object, output: object) -> None:
-        """Follow what the call returned, to where backward comes from."""
-        if torch.is_grad_enabled() and not in_backward():
-            if self._buffers is not None and module.training:
-                self._buffers.after_forward()
-            self._sync.after_forward(output)
+    def give_back_earlier(self) -> None:
+        """Do nothing, as :meth:`put_earlier_gradients_aside`."""
+
+    def factor(self, weight: float) -> float:
+        """Return the factor for the gradients of a microstep of this weight."""
+        if not self.is_open:
+            self.unit = power_near(weight) if weight > 0 else 1.0
+        return weight / self.unit
+
+    def keep(self, number: int, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
+        """Add a microstep's gradient, already multiplied, to the sum that waits for the last microstep.
+
+        The sum is kept in ``dtype``, in which it will be reduced; ``None``: in its own.
+        """
+        with torch.no_grad():
+            if number in self._earlier:
+                self._earlier[number] += gradient
+            else:
+                self._earlier[number] = gradient.to(dtype or gradient.dtype)
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """Return the sum for a parameter, and forget it."""
+        return self._earlier.pop(number, None)
+
+    def add(self, weight: float) -> None:
+        """Note that a microstep has been added up."""
+        self.carried += weight
+        self.num_carried += 1
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._earlier.clear()
+        self.counted_in = None
+        self.carried = 0.0
+        self.unit = 1.0
+        self.num_carried = 0
 
 
 def _multiply(gradient: torch.Tensor, factor: float) -> None:
-    """Multiply in place. Nothing of a gradient that does not count is left, not even a NaN."""
+    """Multiply in place. A factor of zero leaves nothing of the gradient, not even a NaN."""
     if factor == 1.0:
         return
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it is that replicas differ in, once their checksums do: exchanged in full, compared within rounding.
+"""Finds the difference between replicas whose checksums differ: their state, exchanged in full, within rounding.
 
-Checksums only ask for this; it has the last word. Every rank exchanges the same and comes to the same. Used by guard.
+Its result is final, not the checksums. Every rank exchanges the same and gets the same result. Used by guard.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ class PutRight(Protocol):
     """Makes a fact the same on all ranks."""
 
     def __call__(self, ranks: Exchange, *, is_expected: bool) -> None:
-        """Do it, with a warning unless it was expected. Called by: every rank that compares."""
+        """Make it so, with a warning unless the difference was expected. Called by: every rank that compares."""
         ...
 
 
 class HeldFact(NamedTuple):
-    """An integer that must be the same on all ranks, as it was when this rank reported."""
+    """A fact (see :func:`rankwise.parallel.state_guard.guard.add_fact`) at the time of this rank's report."""
 
     name: str
-    """As an error begins with it: ``The state of torch's random number generator``."""
     number: int | None
     """``None``: nothing to compare yet."""
     repair: PutRight | str
-    """What makes it the same again; or what the user is to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class DivergedReplicas:
-    """What a rank knows of replicas whose checksums differ."""
+    """A rank's facts about replicas whose checksums differ."""
 
     model_name: str
     parameters: list[str]
@@ -61,10 +59,10 @@ class DivergedReplicas:
     num_optimizer_steps: int
     """Since ranks last compared settings."""
     groups: Sequence[dict[str, Any]]
-    """Parameter groups of those optimizers, as JSON can carry them."""
+    """Parameter groups of those optimizers, in JSON-able form."""
     facts: Sequence[HeldFact]
     tensors: Mapping[str, torch.Tensor]
-    """What is to be compared by value; empty in a step that compares none."""
+    """The tensors to compare by value; empty in a step that compares none."""
     steps: tuple[int, int]
     """The numbers, from 1, of the step in which ranks last compared settings, and of this one."""
 
@@ -75,17 +73,17 @@ class DivergedReplicas:
 
 
 class Harmless(Enum):
-    """What was found where replicas have not replicas."""
+    """The finding if replicas have not diverged."""
 
     ROUNDING = auto()
     """Values differ by rounding."""
     PUT_RIGHT = auto()
-    """A fact differed, and is the same again."""
+    """A fact differed, and is equal again."""
     NOTHING = auto()
 
 
 def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> Harmless:
-    """Return what differs, where it is harmless or could be put right; raise if it is more.
+    """Return the kind of a difference that is harmless or was put right; raise for any other.
 
     Called by: every rank of ``exchange``.
 
@@ -155,7 +153,7 @@ def _instead_of(key: str) -> str:
 
 
 def _check_facts(replicas: DivergedReplicas, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
-    """Return whether facts differ that were put right, or that not every rank has yet; raise for others."""
+    """Return whether facts differed that were put right, or that not every rank has yet; raise for others."""
     is_put_right = False
     for fact in replicas.facts:
         held = [report["facts"].get(fact.name) for report in reports]
@@ -213,7 +211,7 @@ def _how_many(replicas: DivergedReplicas, unlike: Sequence[str]) -> str:
 
 
 def _cause(replicas: DivergedReplicas, name: str, reports: Sequence[dict[str, Any]]) -> str:
-    """Return what has most likely happened, and what to do about it."""
+    """Return the most likely cause, and its fix."""
     kind, _, own_name = name.partition(" ")
     if replicas.num_steps == 1:
         return "load or change weights before replicate(), or after it on every rank"
@@ -241,15 +239,9 @@ def _differ(what: str, evidence: str, do: str) -> ReplicasDiffer:
 
 
 def furthest_apart(tensor: torch.Tensor, exchange: Exchange, *, name: str, largest: float) -> int | None:
-    """Return the number of the element that ranks differ most in; ``None`` where they differ by rounding at most.
+    """Return the index of the element that ranks differ most in; ``None`` if they differ by rounding at most.
 
-    Called by: every rank of ``exchange``. The same on every rank.
-
-    Args:
-        tensor: of the same shape and dtype on every rank.
-        exchange: the ranks.
-        name: of the tensor.
-        largest: element of the whole model.
+    ``largest`` is the largest element of the model. Called by: every rank of ``exchange``, with the same result.
     """
     apart, index = _furthest_from_first(tensor.reshape(-1), exchange, name)
     own = torch.tensor([apart, float(index), largest_element(tensor)], dtype=torch.float64)
@@ -260,7 +252,7 @@ def furthest_apart(tensor: torch.Tensor, exchange: Exchange, *, name: str, large
 
 
 def _furthest_from_first(flat: torch.Tensor, exchange: Exchange, name: str) -> tuple[float, int]:
-    """Return how far this rank's values are from those of the first, and where: NaN and NaN are the same."""
+    """Return the largest difference of this rank's values from the first rank's, and its index: NaN equals NaN."""
     furthest, place = 0.0, 0
     for start in range(0, flat.numel(), CHUNK_ELEMENTS):
         own = flat[start : start + CHUNK_ELEMENTS].contiguous()
@@ -272,7 +264,7 @@ def _furthest_from_first(flat: torch.Tensor, exchange: Exchange, name: str) -> t
 
 
 def furthest_from(own: torch.Tensor, first: torch.Tensor) -> tuple[float, int]:
-    """Return how far two tensors of one dim are apart, and in which element: NaN and NaN are the same."""
+    """Return the largest difference of two tensors of one dim, and its index: NaN equals NaN."""
     if not own.numel():
         return 0.0, 0
     wide = torch.complex128 if own.is_complex() else torch.float64

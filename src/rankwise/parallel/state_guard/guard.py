@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the replicas of one model, step by step: two numbers per rank, sent with what ranks report of the loss.
+"""Compares the replicas of one model, step by step: two numbers per rank, sent with the reports of the loss.
 
 Some steps compare settings (hyperparameters, how often optimizers have stepped, facts), fewer compare values (the bits
 of parameters and of statistics that ranks share). Where numbers differ, the ranks exchange the details (diagnosis).
 Facts are named integers that other rooms add with :func:`add_fact`, such as the state of a random number generator.
-Optimizers are known by torch's global step hook, from the first guarded model until the world is left. Used by
-replicate and shard, which make one guard per model, and by loss_on_ranks.
+torch's global step hook shows optimizers, from the first guarded model until the world is left. Used by replicate and
+shard, which create one guard per model, and by loss_on_ranks.
 """
 
 from __future__ import annotations
@@ -35,37 +35,34 @@ if TYPE_CHECKING:
 NUM_NUMBERS = 2
 """How many numbers each rank reports: its checksum and the square of it."""
 NUM_FIRST_STEPS = 16
-"""Steps at the beginning, each of which compares settings."""
+"""The first steps, each of which compares settings."""
 SETTINGS_EVERY = 8
 VALUES_EVERY = 64
-"""How many steps apart settings are compared, and values, once a training is under way."""
+"""How many steps apart settings, and values, are compared after the first steps."""
 PATIENT_EVERY = 1024
-"""The same of what is known to differ without meaning: to look whether it is more takes a whole exchange."""
+"""The same for differences that are known to be harmless: finding out costs a whole exchange."""
 FACT_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """How a fact is made the same again."""
+    """How a fact is made equal on all ranks again."""
 
     put_right: PutRight
     is_expected: Callable[[], bool]
-    """Whether ranks differ in the step under way, as all of them know without comparing."""
+    """Returns whether ranks differ in the step under way, which all of them know without comparing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFact:
-    """An integer that must be the same on all ranks, whenever a backward begins to send gradients."""
+    """An integer that must be the same on all ranks; see :func:`add_fact`."""
 
     name: str
-    """In words, as an error begins with it: ``The state of torch's random number generator``."""
     read: Callable[[], int | None]
-    """Returns it; called in steps that compare settings, so it takes microseconds. ``None``: nothing to compare yet."""
     repair: Repair | str
-    """What makes it the same on all ranks again, so that a difference is no error; or what the user is to do."""
 
     def held(self) -> HeldFact:
-        """Return what it is now, in 63 bits."""
+        """Return its current value, in 63 bits."""
         value = self.read()
         repair = self.repair if isinstance(self.repair, str) else self.repair.put_right
         return HeldFact(self.name, None if value is None else value & FACT_MASK, repair)
@@ -80,15 +77,16 @@ def add_fact(name: str, read: Callable[[], int | None], repair: Repair | str) ->
     Called by: every rank, between the same two steps. A fact of the same name is replaced.
 
     Args:
-        name: of the fact, in words: the beginning of the sentence that says that ranks differ.
-        read: returns it; cheap, without waiting for a device or for other ranks. ``None``: nothing to compare yet.
-        repair: what fixes a difference: what the user is to do, for the error; or how it is put right without one.
+        name: starts the sentence of an error: ``The state of torch's random number generator``.
+        read: returns the integer within microseconds, without waiting for a device or for other ranks; ``None``: there
+            is nothing to compare yet.
+        repair: the user's fix for a difference, for the error; or a way to make it equal again without an error.
     """
     _facts[name] = SharedFact(name, read, repair)
 
 
 def forget_facts() -> None:
-    """Compare none any more. Called when the world is left."""
+    """Stop comparing facts. Called when the world is left."""
     _facts.clear()
 
 
@@ -98,12 +96,7 @@ def all_facts() -> list[SharedFact]:
 
 
 class CheckSchedule:
-    """The steps of one comparison: a number of first ones, then twice as far each time, up to so many apart.
-
-    Args:
-        num_first: steps at the beginning, each of which is due.
-        every: how many steps apart the others are at most.
-    """
+    """The steps of one comparison: the first ``num_first``, then twice as far each time, up to ``every`` apart."""
 
     def __init__(self, num_first: int, every: int) -> None:
         self.next = 0
@@ -113,12 +106,12 @@ class CheckSchedule:
         self._least = 1
 
     def advance(self, step: int) -> None:
-        """Take in that ranks have compared in ``step``."""
+        """Note that ranks have compared in ``step``."""
         apart = 1 if step < self._num_first else min(step, self._every)
         self.next = step + max(apart, self._least)
 
     def be_patient(self, most: int) -> None:
-        """Compare half as often from now on, down to every ``most`` steps: what was found meant nothing."""
+        """Compare half as often from now on, down to every ``most`` steps: the difference was harmless."""
         self._least = min(max(2 * self._least, 16), most)
 
 
@@ -140,12 +133,12 @@ class StateGuard:
 
         Args:
             model_name: for errors.
-            parameters: by name; all of the model.
-            buffers: those that are the same on all ranks: where each lies, by name.
+            parameters: all of the model, by name.
+            buffers: those that are the same on all ranks: the module and name of each, by its full name.
             exchange: of the ranks that hold replicas.
-            session: ends what follows optimizers.
-            reads_values: whether the values of parameters are where the parameters are.
-            reads_facts: whether what else must be the same on all ranks must be so on these.
+            session: at whose end optimizers are no longer followed.
+            reads_values: whether parameters hold their values, which offloaded and sharded ones do not.
+            reads_facts: whether facts must be the same on these ranks.
         """
         self._model_name = model_name
         self._parameters = dict(parameters) if reads_values else {}
@@ -165,7 +158,7 @@ class StateGuard:
         session.on_leave(forget_facts)
 
     def report(self) -> tuple[float, float] | None:
-        """Return what this rank reports in the step under way, where it compares. Called once per step, in backward."""
+        """Return this rank's report, in a step that compares. Called once per step, in backward."""
         step = self._num_steps
         if step < self._settings.next and step < self._values.next:
             return None
@@ -183,11 +176,11 @@ class StateGuard:
         return code, code * code
 
     def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:
-        """Take in what all ranks together have reported."""
+        """Take in the sums of all ranks' reports."""
         self._sums = sum_of_checksums, sum_of_squares
 
     def check(self) -> None:
-        """Raise the same error on every rank if the replicas have parted.
+        """Raise the same error on every rank if the replicas have diverged.
 
         Called by: every rank, at the end of the same backward.
 
@@ -220,7 +213,7 @@ class StateGuard:
         replicas = DivergedReplicas(self._model_name, self._names, *optimizers, self._facts, tensors, steps=steps)
         found = diagnose(replicas, self._exchange)
         if found is Harmless.ROUNDING:
-            # Processors that round differently, or a kernel that was chosen by measuring.
+            # Processors that round differently, or kernels that torch chose by measuring.
             self._values.be_patient(PATIENT_EVERY)
         elif found is Harmless.NOTHING:
             # Settings that differ and mean the same, as 1 and 1.0 do.
@@ -240,12 +233,7 @@ class StateGuard:
 
 
 def shared_statistics(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, tuple[ref[nn.Module], str]]:
-    """Return where the buffers of layers of some kinds lie, by name.
-
-    Args:
-        model: the model.
-        kinds: layers that take their statistics over all ranks.
-    """
+    """Return the module and name of each buffer of layers that take their statistics over all ranks, by full name."""
     return {
         f"{prefix}.{name}" if prefix else name: (ref(module), name)
         for prefix, module in model.named_modules()
@@ -259,18 +247,18 @@ OptimizerGroup = dict[str, Any]
 
 
 class OptimizersOf:
-    """The optimizers that hold parameters of one model, as far as they have stepped since ranks last compared."""
+    """The optimizers of one model's parameters that have stepped since ranks last compared."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         """By the identity of a parameter, which the model keeps alive."""
         self.num_steps = 0
-        """How many steps there were since ranks last compared."""
+        """Steps since ranks last compared."""
         self._stepped: dict[int, ref[Optimizer]] = {}
         _follow(self)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Take in that ``optimizer`` has stepped."""
+        """Note a step of ``optimizer``."""
         self.num_steps += 1
         if id(optimizer) not in self._stepped:
             self._stepped[id(optimizer)] = ref(optimizer)
@@ -281,11 +269,11 @@ class OptimizersOf:
         self._stepped.clear()
 
     def checksum(self) -> int:
-        """Return a checksum of the hyperparameters as they are now; the order of the optimizers plays no part."""
+        """Return a checksum of the current hyperparameters; the order of the optimizers does not matter."""
         return sum(map(settings_checksum, self._optimizers()))
 
     def groups(self) -> list[OptimizerGroup]:
-        """Return the parameter groups with parameters of the model, as JSON can carry them."""
+        """Return the parameter groups with parameters of the model, in JSON-able form."""
         found: list[OptimizerGroup] = []
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
@@ -296,7 +284,7 @@ class OptimizersOf:
         return found
 
     def _optimizers(self) -> Iterable[Optimizer]:
-        # An optimizer that was replaced is collected on one rank earlier than on another, and is not kept for this.
+        # A replaced optimizer is not kept alive; one rank may collect it earlier than another.
         return [one for reference in self._stepped.values() if (one := reference()) is not None]
 
 
@@ -314,7 +302,7 @@ def _follow(model: OptimizersOf) -> None:
 
 
 def unfollow() -> None:
-    """Follow no optimizer any more. Called when the world is left."""
+    """Stop following optimizers. Called when the world is left."""
     while _hooks:
         _hooks.pop().remove()
     _models_of.clear()
@@ -323,7 +311,7 @@ def unfollow() -> None:
 @uncompiled_hook
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     """Tell the models whose parameters an optimizer holds. Called by torch, after every step."""
-    # By identity: a dict with weak keys takes several times as long to look into.
+    # By identity: a lookup in a dict with weak keys takes several times as long.
     known = _models_of.get(id(optimizer))
     if known is None or known[0]() is not optimizer or known[1] != len(optimizer.param_groups):
         known = _models_of[id(optimizer)] = ref(optimizer), len(optimizer.param_groups), _models_stepped_by(optimizer)
