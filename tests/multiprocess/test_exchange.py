@@ -7,6 +7,7 @@ import contextlib
 import gc
 import hashlib
 import threading
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,19 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64)
 
 
-def _of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+@cache
+def _drawn(rank: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
+    numel = max(_sizes(dtype.itemsize))
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 2 if dtype == torch.bool else 20, (numel,), generator=generator).to(dtype)
+        return torch.randn(numel, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 20, (numel,), generator=generator, dtype=torch.uint8).to(
+        dtype
+    )
+
+
+def _of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return _drawn(rank, dtype)[:numel].clone()
 
 
 def _sizes(itemsize: int) -> list[int]:

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Doubled(hvd.Compression.none):
-    """A user's own compression: travels as float32, and comes back as what it was."""
+    """A user's own compression: sends float32, and restores the original dtype."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def pipes(tmp_path: Path) -> list[str]:
-    """Return named pipes: who opens one blocks until somebody opens the other end."""
+    """Return named pipes: opening one blocks until another process opens the other end."""
     paths = [str(tmp_path / f"pipe-{number}") for number in range(4)]
     for path in paths:
         os.mkfifo(path)

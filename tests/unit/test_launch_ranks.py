@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one machine, as their launcher hears of them: what an earlier attempt still says is nobody's now."""
+"""The ranks of one machine as their launcher sees them: messages of an earlier attempt are ignored."""
 
 from __future__ import annotations
 

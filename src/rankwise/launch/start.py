@@ -122,11 +122,7 @@ def _unused_nodes() -> str:
 def _with_scheduler(options: LaunchOptions) -> LaunchOptions:
     """Return ``options`` with the machines of a scheduler that has started one launcher on each.
 
-    Slurm's step variables, and plain ``RANK`` and ``WORLD_SIZE`` as Kubernetes' PyTorchJob sets them, then number
-    the machines.
-
-    Raises:
-        ConfigurationError: several launchers were started on one machine, or rank 0's address is missing.
+    Slurm's step variables number them, or plain ``RANK`` and ``WORLD_SIZE`` as Kubernetes' PyTorchJob sets them.
     """
     if options.nodes[1] > 1 or options.rendezvous is not None:
         return options

@@ -60,13 +60,7 @@ class LinePrefix:
 
 
 def prefix_of(rank: int, world_size: int, *, is_tty: bool) -> LinePrefix:
-    """Return the prefix of a rank's stderr.
-
-    Args:
-        rank: whose stderr it is.
-        world_size: number of ranks.
-        is_tty: whether it is shown on a terminal: rank 0's progress bar may be in the line, and redraws itself.
-    """
+    """Return the prefix of a rank's stderr. On a terminal, rank 0's progress bar may be in the line: it is cleared."""
     text = rank_prefix(rank, world_size).encode() + b" "
     return LinePrefix(_CLEARS_LINE + text if is_tty else text)
 

@@ -85,12 +85,7 @@ class LocalRanks:
         self._located_at: dict[int, str] = {}
 
     def start(self, attempt: StartAttempt, between: Callable[[], None] = lambda: None) -> None:
-        """Start the ranks of an attempt; those of the previous one have exited.
-
-        Args:
-            attempt: which ranks they are.
-            between: called while this waits for the server.
-        """
+        """Start the ranks of an attempt, after those of the previous one; ``between`` is called while this waits."""
         self.attempt = attempt
         self.failures, self.processes, self._ends, self._stopped_since = {}, {}, {}, {}
         self._located_at = {}
@@ -127,9 +122,7 @@ class LocalRanks:
     def look_for_stopped(self, now: float, *, may_end: bool) -> list[tuple[Failure, int]]:
         """Return the ranks newly found to have been stopped for a while, with their process ids.
 
-        Args:
-            now: seconds of the monotonic clock.
-            may_end: count them as failed; otherwise they are only reported, once.
+        With ``may_end`` they count as failed; otherwise they are only reported, once.
         """
         found: list[tuple[Failure, int]] = []
         for rank, pid in self.processes.items():
@@ -154,11 +147,7 @@ class LocalRanks:
                 self._server.signal(rank, number)
 
     def clear(self, how: str = KILLED) -> None:
-        """Kill the ranks and everything they have started; returns when they have exited.
-
-        Args:
-            how: how to report the ranks that were still running.
-        """
+        """Kill the ranks and everything they started, and wait; ``how`` describes ranks that were still running."""
         for rank in self.running:
             self._ends.setdefault(rank, how + self._at(rank))
         self._server.clear()

@@ -62,11 +62,7 @@ class Activity:
 
 
 def activity_of(pids: list[int]) -> dict[int, Activity]:
-    """Return the activity of each of these ranks, including its process group: loader workers, and others.
-
-    Args:
-        pids: process id of each rank, which is also the id of its process group.
-    """
+    """Return the activity of each rank, by process id, including its process group: loader workers, and others."""
     ticks = os.sysconf("SC_CLK_TCK")
     cpu, moved, runnable = dict.fromkeys(pids, 0), dict.fromkeys(pids, 0), set[int]()
     for stat in all_stats():
@@ -118,12 +114,7 @@ class Stragglers:
             self._since, self._before = now, None
 
     def notices(self, running: Mapping[int, int], now: float) -> str:
-        """Return the text to show now; usually empty.
-
-        Args:
-            running: process id of each running rank of this machine.
-            now: seconds of the monotonic clock.
-        """
+        """Return the text to show now, usually empty; ``running`` has the process id of each running rank here."""
         if not self._ended or not running:
             return ""
         if not self._seen.empty():

@@ -27,12 +27,7 @@ def torch_rank_key(rank: int) -> str:
 
 
 class AttemptKeys:
-    """The keys of one attempt, in each world that its ranks have joined.
-
-    Args:
-        of_job: the keys of the job.
-        attempt: its number.
-    """
+    """The keys of one attempt among those of the job, in each world that its ranks have joined."""
 
     def __init__(self, of_job: Keys, attempt: int) -> None:
         self.attempt = attempt

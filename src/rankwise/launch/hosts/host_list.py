@@ -87,14 +87,10 @@ def _together(first: Host, second: Host) -> int | str:
 
 
 def parse_slots(text: str, what: str) -> Slots:
-    """Return the hosts of ``worker-0:2,worker-1:2``.
-
-    Args:
-        text: the hosts.
-        what: what the user wrote before them, for errors: ``"-H "`` or ``"hosts="``.
+    """Return the hosts of ``worker-0:2,worker-1:2``; errors quote ``what``, which the user wrote before them.
 
     Raises:
-        ConfigurationError: a word in it is not a host and its slots.
+        ConfigurationError: a word is not a host and its slots.
     """
     found: Slots = []
     for word in text.split(","):

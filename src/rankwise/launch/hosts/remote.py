@@ -107,12 +107,7 @@ def _address() -> str:
 
 
 def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
-    """Run all checks, and bind the port if this host serves the job.
-
-    Raises:
-        ConfigurationError: the folder, the script or the interface does not exist.
-        LaunchError: the script is not valid Python.
-    """
+    """Run all checks, and bind the port if this host serves the job."""
     try:
         os.chdir(spec.folder)
     except OSError as error:

@@ -131,15 +131,7 @@ def split_command(text: str) -> list[str]:
 
 
 def ssh_argv(ssh: Sequence[str], host: Host, python: Sequence[str], token: str, python_path: str | None) -> list[str]:
-    """Return the arguments that start a host's end.
-
-    Args:
-        ssh: the ssh command.
-        host: where to.
-        python: the interpreter there, with its own options.
-        token: marks the host's messages. No secret.
-        python_path: ``PYTHONPATH``, which only counts when Python starts.
-    """
+    """Return the arguments that start a host's end; ``token`` marks the host's messages and is no secret."""
     path = [] if python_path is None else [f"PYTHONPATH={python_path}"]
     remote = shlex.join(["exec", "env", *path, *python, "-c", _PROGRAM, token])
     chosen = [word for option in SSH_OPTIONS for word in ("-o", option)]
@@ -205,12 +197,7 @@ def _start(
 
 
 def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> list[Answer]:
-    """Return the next message of each host, all of one kind.
-
-    Raises:
-        ConfigurationError, LaunchError: one of them cannot take part.
-        Interrupted: a signal was received.
-    """
+    """Return the next message of each host, all of one kind; raise the refusal of any, or a signal as Interrupted."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
         for session in sessions.all:

@@ -129,14 +129,7 @@ class Difference:
 def difference_between(
     reports: Mapping[int, Report], part: Stepped, optimizer: str, num_steps: int
 ) -> Difference | None:
-    """Return the first thing that ranks differ in by more than rounding; ``None`` if there is none.
-
-    Args:
-        reports: of each rank.
-        part: the compared tensors of this rank.
-        optimizer: its class.
-        num_steps: number of its steps.
-    """
+    """Return the first difference between ranks' reports that is more than rounding; ``None`` if there is none."""
     where = f"after step {num_steps} of {optimizer}"
     has_own_gradients = bool(_apart(reports, part, "gradients"))
     setting = _first_setting(list(reports.values()))

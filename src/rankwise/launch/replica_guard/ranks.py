@@ -38,12 +38,9 @@ ANSWER_SECONDS = 10.0
 
 
 def watch(world_size: int) -> None:
-    """Compare what optimizers of this process step with those of the other ranks.
+    """Compare what optimizers of this process step with those of the other ranks of a job of ``world_size``.
 
     Called by: each of several ranks, before its script runs.
-
-    Args:
-        world_size: ranks of the job.
     """
     register_optimizer_step_post_hook(_Guard(world_size).after_step)
 

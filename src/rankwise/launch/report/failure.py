@@ -148,13 +148,8 @@ def from_exit(
 ) -> Failure:
     """Describe a process that failed without recording it: by a signal, or ``os._exit``.
 
-    Args:
-        rank: which one.
-        exit_code: of the process as ``wait`` reports it.
-        when: it exited, in seconds since the epoch.
-        out_of_memory: whether the OOM killer has run meanwhile; ``None`` if unknown.
-        at: where it was last seen, as text, if known.
-        is_echo: whether it has recorded that only another rank's failure ended it.
+    ``out_of_memory``: whether the OOM killer has run meanwhile; ``at``: where it was last seen; ``is_echo``: whether it
+    has recorded that only another rank's failure ended it.
     """
     name = signal_name(-exit_code) if exit_code < 0 else "exit"
     how = killed_in_words(exit_code, out_of_memory=out_of_memory)
