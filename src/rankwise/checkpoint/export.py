@@ -142,7 +142,7 @@ def _refuse_other_entries(weights: object) -> None:
 
 
 def _names(skeleton: Json) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tensor of each name to write, and the file's metadata: what stands for the names left out."""
+    """Return the tensor of each name to write, and the file's metadata: the written name for each tied name."""
     tree = cast("dict[str, Any]", skeleton)
     entries: dict[str, dict[str, str]] = next(iter(tree.values()))
     name_of: dict[str, str] = {}

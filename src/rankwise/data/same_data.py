@@ -119,7 +119,7 @@ def _check_settings(reports: list[Mapping[str, object]]) -> None:
 
 
 def _check_listing(listing: Listing, prober: Prober | None) -> None:
-    """Raise for the first entry that differs, unless the sample it stands for is the same on all ranks."""
+    """Raise for the first entry that differs, unless its sample is the same on all ranks."""
     position = _first_difference(listing)
     if prober is not None and _is_same_sample(prober, position):
         return
