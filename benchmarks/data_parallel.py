@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step on 2 GPUs: rankwise.replicate, with a process for each, against rankwise.data_parallel.
 
-Both train the same net on the same global batch. Without two GPUs there is nothing to compare, and a row says so.
+Both train the same net on the same global batch. Without two GPUs a row says that there is nothing to compare.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to remember the last collectives: a training step on two ranks with the record, and without.
+"""Cost of recording the last collectives: a training step on two ranks with the record and without it.
 
 Both sides run in the same processes, a few steps at a time in turn, one thread per rank. The difference is far below
 what a step varies by, so the cost of one record is measured too, and set against the step that has so many.
@@ -65,7 +65,7 @@ def compare(world: World, name: str, num_steps: int) -> tuple[dict[str, list[flo
 
     def side(kind: type[FlightRecorder]) -> Callable[[], float]:
         def steps() -> float:
-            # The same record all along, since its numbers must go on: only what it does differs.
+            # One record for both sides, because its numbers must continue: only its methods differ.
             detector.recorder.__class__ = kind
             dist.barrier()
             started = time.perf_counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to read each loss, and to report to the other ranks what it is: of a training step on 2 ranks.
+"""Cost of reading each loss and reporting it to the other ranks, in a training step on 2 ranks.
 
 Both sides train one model in the same processes, in turn, one thread per rank. The other side takes every loss for a
 mean over samples, without looking at it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of scripts written in Horovod's and in MegEngine's words, against a hand-written DDP; 2 ranks.
+"""One training step of scripts written for Horovod and for MegEngine, against a hand-written DDP; 2 ranks.
 
 All run in the same processes, and rankwise.replicate with them, a few steps at a time in turn, one thread per rank,
 on batches that lie in memory.

@@ -53,7 +53,7 @@ class RpcServer:
     @staticmethod
     @rpc.functions.async_execution
     def update_and_fetch(gradients: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-        """Add up gradients; the last of a step updates the parameters and answers everybody."""
+        """Add up gradients; the last of a step updates the parameters and answers all workers."""
         own = RpcServer.own
         with own.lock:
             for parameter, gradient in zip(own.model.parameters(), gradients, strict=True):

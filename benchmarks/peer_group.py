@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A library's two ranks, as processes of their own, that do what they are told and else wait in the kernel."""
+"""A library's two ranks, as separate processes that follow commands and otherwise wait in the kernel."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ANSWER_SECONDS = 120
 END_SECONDS = 30
 KILL_SECONDS = 5
 SETTLE_SECONDS = 0.5
-"""How long to wait for processes that were told to stop or go on: they do not answer."""
+"""How long to wait for processes that were told to stop or to continue: they do not answer."""
 LINES_OF_LOG = 30
 
 ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parent),
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    # Nobody calls home.
+    # No library reports its use.
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",

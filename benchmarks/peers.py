@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step on 2 ranks, side by side in the libraries that people use for it: `make bench-peers`.
+"""One training step on 2 ranks, in several libraries, side by side: `make bench-peers`.
 
 Each library has two processes of its own, which wait in the kernel until it is their turn. Turns are a few steps
 long and interleaved, so that the machine's drift cancels. Batches are made beforehand, the same for every library:

@@ -67,7 +67,7 @@ class Peak:
 
 
 def loaded(side: str, file: Path, folder: Path) -> tuple[nn.Module, int]:
-    """Return the loaded model, and how much of it is at home on the CPU."""
+    """Return the loaded model, and how much of it is placed on the CPU."""
     if side == "place":
         with torch.device("meta"):
             ours = model()
@@ -108,7 +108,7 @@ if __name__ == "__main__":
     show(
         [
             Row(
-                "peak memory of loading a 400 MB checkpoint, 160 MB of it at home on the CPU and 240 MB on disk",
+                "peak memory of loading a 400 MB checkpoint, 160 MB of it on the CPU and 240 MB on disk",
                 f"{ours['peak_bytes'] / 1e6:.0f} MB",
                 f"load_state_dict of it all: {peer['peak_bytes'] / 1e6:.0f} MB",
                 ours["peak_bytes"] / ours["share_bytes"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drawing as one rank would adds to a training step: beside the same step with torch's own draws."""
+"""Cost of drawing random numbers as one rank would: a training step against the same step with torch's own draws."""
 
 from __future__ import annotations
 

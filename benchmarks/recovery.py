@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How jobs recover: kills counted one by one, and the time from harm to the next completed step.
+"""How jobs recover: kills counted one by one, and the time from a failure to the next completed step.
 
     python benchmarks/recovery.py tally [KILLS [KILLS_OF_TORCHRUN]]    one of two ranks, kill -9, at any moment
     python benchmarks/recovery.py                                      times, with what the launchers do by default
@@ -229,7 +229,7 @@ TORCHRUN_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-endpoint={host}:29400", "--ma
 
 
 def cut_to_end() -> float:
-    """Return the seconds from the cut of a node's link until every launcher has ended or its ranks go on."""
+    """Return the seconds from the cut of a node's link until every launcher has ended or its ranks continue."""
     with two_machines("rankwise", "--nodes", "2", *RANKWISE_OPTIONS) as (job, hosts):
         cut = time.time()
         hosts.link(1, up=False)  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def cut_to_end() -> float:
 
 
 def cut_to_step() -> float:
-    """Return the seconds from the cut of a node's link until the other goes on alone."""
+    """Return the seconds from the cut of a node's link until the other continues alone."""
     with two_machines("rankwise", "--nodes", "1:2", *RANKWISE_OPTIONS) as (job, hosts):
         cut = time.time()
         hosts.link(1, up=False)  # type: ignore[attr-defined]
@@ -260,7 +260,7 @@ def short_cut_to_step(cut_seconds: float) -> tuple[float, bool]:
 
 
 def node_lost_to_step(side: str) -> float:
-    """Return the seconds from the kill -9 of a node, launcher and ranks, until the other goes on alone."""
+    """Return the seconds from the kill -9 of a node, launcher and ranks, until the other continues alone."""
     options = ("--nodes", "1:2", *RANKWISE_OPTIONS) if side == "rankwise" else ("--nnodes=1:2", *TORCHRUN_OPTIONS)
     with two_machines(side, *options) as (job, _):
         ranks = [job.pid(0, rank) for rank in (2, 3)]
@@ -312,7 +312,7 @@ def main() -> None:
         ),
         against_limit("SIGSTOP of a rank to the next step", stopped, 15),
         against_limit("link cut until all launchers and ranks have ended", cut, 60),
-        against_limit("link cut until the other node goes on alone", alone, 20),
+        against_limit("link cut until the other node continues alone", alone, 20),
         against_limit(f"link cut for 4 s: healing to next step, {'same' if same else 'ANOTHER'} attempt", healed, 10),
     ]
     show(rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank that `recovery.py` hurts: takes small steps, each with its gradients exchanged, until told to stop.
+"""One rank that `recovery.py` kills or stops: takes small steps and exchanges gradients until told to stop.
 
 Arguments: ``rankwise`` or ``torch``, and a folder, in which a file ``stop`` ends the job. Rank 0 appends a line to
 ``steps`` for each step: attempt, number of ranks, seconds since the epoch. Every rank leaves its process number in

@@ -217,7 +217,7 @@ def growth_table() -> list[Row]:
 
 def draw(figures: dict[str, Any]) -> None:
     """Write the figures of the growth and their picture into the documentation."""
-    import matplotlib as mpl  # noqa: PLC0415 - slow, and seldom asked for
+    import matplotlib as mpl  # noqa: PLC0415 - slow, and rarely needed
 
     mpl.use("svg")
     from matplotlib import pyplot as plt  # noqa: PLC0415 - see above

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank of benchmarks/seldom.py does: train a perceptron on digits, each way in turn, in a world of its own."""
+"""One rank of benchmarks/seldom.py: trains a perceptron on digits with each strategy in turn, in a new world each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_TRAINED = 1437
 """Of the 1797 digits; the others are the test."""
 LEARNING_RATE = 1e-3
 EVERY = 10
-"""Steps between two exchanges of the ways that exchange seldom."""
+"""Steps between two exchanges of the strategies that exchange rarely."""
 CHECK_STEPS = 2
 """Steps between two looks at the accuracy, of the ways that exchange in every step."""
 MAX_STALENESS = 16

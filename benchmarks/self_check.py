@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the check of gradients on an untested torch adds to the first call and step of each strategy."""
+"""Cost of the gradient check on an untested torch, in the first call and step of each strategy."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def rise(world: World) -> int:
     optimizer = torch.optim.Adam(warm_up.parameters(), foreach=False)
     warm_up(torch.zeros(1, 8)).sum().backward()
     optimizer.step()
-    # The kernel starts counting the peak anew.
+    # The kernel restarts counting the peak.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident_bytes("VmRSS")
     model = build()

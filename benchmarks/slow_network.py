@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step of two hosts over a link of 100 Mbit/s: each way of compressing gradients against plain DDP.
+"""A training step of two hosts over a link of 100 Mbit/s: each compression of gradients against plain DDP.
 
 The hosts are network namespaces of this machine, one rank each. Bytes are those that a host's network card sent.
 Needs root and iproute2.

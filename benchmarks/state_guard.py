@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that replicas compare what they hold: in steps of ``replicate``, and of DDP under ``--guard``.
+"""Cost of comparing replicas: in steps of ``replicate``, and of DDP under ``--guard``.
 
 The former take turns with and without within the same processes; the latter are processes that run one after the other.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts of two ranks over a link of 1 Gbit/s: two levels against every rank talking to every other (flat Gloo).
+"""Two hosts of two ranks over a link of 1 Gbit/s: two levels against flat Gloo between all ranks.
 
 The hosts are network namespaces of this machine, so all four ranks share its cores. Needs root and iproute2.
 """

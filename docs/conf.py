@@ -65,7 +65,8 @@ nitpick_ignore_regex = [
     ("py:class", r".*\.groups\.Group"),  # documented under another name, so that plain Group is rankwise's own
 ]
 
-# jieba splits Chinese pages into words. By itself it talks, and reads what anybody may have put into /tmp.
+# jieba splits Chinese pages into words. By default it prints messages, and reads a cache in
+# /tmp that any user may have written.
 jieba.setLogLevel(logging.WARNING)
 jieba.dt.tmp_dir = str(HERE.parent / "build" / "docs")
 
@@ -90,7 +91,7 @@ linkcheck_timeout = 20
 
 
 def keep_summary(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:  # noqa: ARG001, PLR0917 - as Sphinx calls it
-    """Keep the first paragraph of a module's docstring: the others speak to people who change it."""
+    """Keep the first paragraph of a module's docstring: the others are for contributors."""
     if what == "module" and "" in lines:
         del lines[lines.index("") :]
 

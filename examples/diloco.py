@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small GPT on the text of Python's own standard library, byte by byte, on islands that seldom talk.
+"""Train a small GPT on Python's own standard library, byte by byte, on islands that exchange updates rarely.
 
     rankwise run -n 2 examples/diloco.py --every 20
     rankwise run --hosts gpu-01,gpu-02 -n 4 examples/diloco.py --every 20
     rankwise run -n 2 examples/diloco.py --every 0
 
-Ranks of an island exchange gradients in every step; islands exchange once in --every steps what their parameters have
-changed by, and an outer optimizer (Nesterov) makes one step of it: DiLoCo (arXiv:2311.08105). With --every 0 all ranks
+Ranks of an island exchange gradients in every step; islands exchange the changes of their parameters once in --every
+steps, and an outer optimizer (Nesterov) makes one step of it: DiLoCo (arXiv:2311.08105). With --every 0 all ranks
 exchange gradients in every step, for comparison.
 """
 
@@ -26,7 +26,7 @@ import rankwise as rw
 LENGTH = 64
 """Bytes of text that the model sees at once."""
 NUM_HELD_OUT = 256
-"""Pieces of text that nobody trains on."""
+"""Pieces of text that are not trained on."""
 
 
 class GPT(nn.Module):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script as people wrote them for Horovod, on the digits of examples/digits.py. No Horovod is installed for it.
+"""A typical script for Horovod, on the digits of examples/digits.py. Horovod need not be installed.
 
     rankwise run -n 2 -m rankwise.compat.horovod examples/horovod_mnist.py
     rankwise horovodrun -np 2 python examples/horovod_mnist.py
     mpirun -n 2 python -m rankwise.compat.horovod examples/horovod_mnist.py
-docs/from-horovod.md says how it would be written for rankwise.
+docs/from-horovod.md shows how to write it for rankwise.
 """
 
 from __future__ import annotations

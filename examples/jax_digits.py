@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small net of JAX on scikit-learn's handwritten digits, with gradients that rankwise sums over the ranks.
 
-JAX calculates, rankwise hands out samples and adds up what the ranks found; `rankwise.all_reduce` takes the whole tree
+JAX computes; rankwise distributes the samples and sums the gradients; `rankwise.all_reduce` takes the whole tree
 of JAX arrays and gives one back. Runs on any number of ranks, with the same result:
     python examples/jax_digits.py
     rankwise run -n 3 examples/jax_digits.py

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small Keras model on scikit-learn's handwritten digits, with gradients that rankwise sums over the ranks.
 
-Keras and TensorFlow calculate, rankwise hands out samples and adds up what the ranks found; `rankwise.all_reduce` takes
-TensorFlow's tensors and gives such back. Runs on any number of ranks, with the same result; needs `pip install
+Keras and TensorFlow compute; rankwise distributes the samples and sums the gradients; `rankwise.all_reduce` takes
+TensorFlow's tensors and returns the same kind. Runs on any number of ranks, with the same result; needs `pip install
 tensorflow`, or `tensorflow-cpu`:
     python examples/keras_digits.py
     rankwise run -n 3 examples/keras_digits.py

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small Llama of transformers on Python's own standard library, byte by byte, its layers spread in any way.
+"""Train a small Llama of transformers on Python's own standard library, byte by byte, with any strategy.
 
     rankwise run -n 2 examples/llama.py --how shard
     rankwise run -n 2 examples/llama.py --how tensor_parallel

@@ -3,7 +3,7 @@
 
 python examples/megengine_lenet.py --ranks 2
 
-Written with MegEngine's words for several ranks; layers, loss and optimizer are torch's. Trains on some ranks and
+Uses MegEngine's calls for several ranks; layers, loss and optimizer are torch's. Trains on several ranks and
 on one, and prints how far apart their parameters are.
 """
 

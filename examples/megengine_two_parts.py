@@ -3,8 +3,8 @@
 
 python examples/megengine_two_parts.py
 
-Rank 0 sends what its layer gives to rank 1, where the loss is; the gradient comes back the same way. Prints how far
-the parameters are from those of one process that holds both parts.
+Rank 0 sends the output of its layer to rank 1, which computes the loss; the gradient comes back the same way. Prints
+how far the parameters are from those of one process that holds both parts.
 """
 
 from __future__ import annotations

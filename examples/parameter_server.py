@@ -5,7 +5,7 @@
     rankwise run -n 4 examples/parameter_server.py --mode async --max-staleness 4 --slow-worker 4
     rankwise run -n 4 examples/parameter_server.py --mode sync --slow-worker 4
 
-Each worker says at its end how long it took. With --mode sync all wait for the slow one in every step. With
+Each worker prints its time at the end. With --mode sync all wait for the slow one in every step. With
 --mode async none does until it is ahead by --max-staleness steps, and workers may be killed (-9) while it runs.
 """
 
@@ -71,7 +71,7 @@ def main() -> None:
         if not server.is_server:
             rw.print(f"{num_steps} steps in {seconds:.2f} s", all_ranks=True)
 
-        # The server has the newest parameters, whoever else is still there. Where no rank may go, server.synchronize()
+        # The server has the newest parameters, whichever workers remain. If no rank may be lost, server.synchronize()
         # gives them to all.
         if server.is_server:
             reached = accuracy(model, *(tensor.to(world.device) for tensor in test_set.tensors))

@@ -91,7 +91,7 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _left_world() -> Iterator[str]:
-    """A process group, or a session of rankwise; only asked for where somebody imported them."""
+    """A process group, or a session of rankwise; only checked if they were imported."""
     session = sys.modules.get("rankwise.comm.session")
     if session is not None and session.current_or_none() is not None:
         sys.modules["rankwise.comm.join"].leave()
@@ -136,7 +136,7 @@ def _below_here() -> set[int]:
 
 
 def _below_here_or_marked() -> set[int]:
-    """The same, with those whose parent is gone."""
+    """The same, including those whose parent has exited."""
     mark = f"{MARK}={os.getpid()}\0".encode()
     found = _below_here()
     for entry in Path("/proc").glob("[0-9]*"):

@@ -120,7 +120,7 @@ class WarmPython:
         return subprocess.CompletedProcess(running.args, running.wait(), stdout, stderr)
 
     def close(self) -> None:
-        """End the process; commands that still run go on."""
+        """End the process; commands that still run continue."""
         self._socket.close()
         self._process.wait(20)
 

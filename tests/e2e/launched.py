@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank runs, whoever started it: trains a small model and writes what it came to into a folder.
+"""The script of each rank under every launcher: trains a small model and writes the result into a folder.
 
 Arguments: the folder; ``--local-rank`` or ``--local_rank``, as old tutorials have it; ``--spawn``, to start two ranks
 by ``torch.multiprocessing`` that join three times.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of islands that seldom talk, by the command its docstring gives, and resumed."""
+"""The example of islands that exchange updates rarely, by the command its docstring gives, and resumed."""
 
 from __future__ import annotations
 

@@ -27,6 +27,13 @@ LAUNCHERS = {
 
 def run(command: Command, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command line to its end, in the command's folder."""
+    if words[0] == sys.executable:
+        return command.python(*words[1:], env=env)
+    return run_afresh(command, *words, **env)
+
+
+def run_afresh(command: Command, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line to its end in a process that imports what it needs."""
     return subprocess.run(
         words,
         cwd=command.folder,
@@ -98,7 +105,7 @@ def test_env_shows_each_rank_its_launcher(command: Command, launcher: str) -> No
 
 def test_env_in_a_shell_is_a_world_of_one_and_imports_no_torch(command: Command) -> None:
     code = "import sys; from rankwise.cli import main; code = main(['env']); print(code, 'torch' in sys.modules)"
-    ended = run(command, sys.executable, "-c", code, RANKWISE_SECRET="plum-tree-17")  # noqa: S106
+    ended = run_afresh(command, sys.executable, "-c", code, RANKWISE_SECRET="plum-tree-17")  # noqa: S106
     assert ended.stdout.startswith("rank 0 of 1, started by nobody\n"), ended.stderr
     assert ended.stdout.endswith("RANKWISE_SECRET is set\n0 False\n")
     assert "plum-tree-17" not in ended.stdout + ended.stderr

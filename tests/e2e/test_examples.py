@@ -54,7 +54,8 @@ def test_digits_resumes(command: Command, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "int8", "powersgd", "top-k"])
 def test_digits_are_learned_from_compressed_gradients(command: Command, compress: str) -> None:
-    text = run_on(command, "2", str(EXAMPLES / "digits.py"), "--epochs", "6", "--compress", compress)
+    words = ("--dtype", "float32", "--epochs", "6", "--compress", compress)
+    text = run_on(command, "2", str(EXAMPLES / "digits.py"), *words)
     accuracy = re.search(r"accuracy (\S+)", text)
     assert accuracy is not None
     # 0.953 without; of top-k's hundredth of the gradients some are a hundred steps old.
@@ -95,14 +96,14 @@ def test_fashion_mnist(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_unet3d(command: Command, tmp_path: Path, ranks: str) -> None:
     text = run_on(
-        command, ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "7", "--size", "40",
+        command, ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "4", "--size", "32",
         "--crop", "32", "--global-batch-size", "3", "--epochs", "1",
     )  # fmt: skip
     loss = re.search(r"Dice loss (\S+)", text)
     assert loss is not None
     # The same crops, weights and batches on any number of ranks.
-    assert float(loss[1]) == pytest.approx(0.69, abs=0.03)
-    assert len(list(tmp_path.glob("image*.nii.gz"))) == 7
+    assert float(loss[1]) == pytest.approx(0.7716, abs=0.005)
+    assert len(list(tmp_path.glob("image*.nii.gz"))) == 4
 
 
 def largest_differences(text: str) -> list[float]:
@@ -148,7 +149,7 @@ def test_resnet50_placed_and_pipelined(command: Command, tmp_path: Path) -> None
 
 @pytest.mark.timeout(120)
 def test_megengine_s_data_parallel_tutorial(command: Command) -> None:
-    text = run(command, str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "3")
+    text = run(command, str(EXAMPLES / "megengine_lenet.py"), "--ranks", "2", "--epochs", "2")
     accuracies = re.search(r"accuracy (\S+), on one rank (\S+)", text)
     assert accuracies is not None
     assert float(accuracies[1]) >= 0.9

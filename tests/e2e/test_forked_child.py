@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that a rank forks is no rank: it ends by itself, and takes no part in what ranks do together."""
+"""A process that a rank forks is not a rank: it ends on its own and does not join collectives."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from rankwise.launch.fork_server.local_rank_option import is_among, option_in
+from rankwise.launch.fork_server.entrypoint import local_rank_option_in, passes_local_rank
 from rankwise.launch.report.failure_report import advice_for
 
 if TYPE_CHECKING:
@@ -178,13 +178,13 @@ def test_a_module_is_passed_its_local_rank_in_the_spelling_it_takes(command: Com
     ],
 )
 def test_only_what_a_parser_takes_is_passed(source: str, option: str | None) -> None:
-    assert option_in(source.encode()) == option
+    assert local_rank_option_in(source.encode()) == option
 
 
 def test_arguments_that_the_command_passes_are_kept() -> None:
-    assert is_among(["train", "--local_rank", "3"])
-    assert is_among(["--local-rank=3"])
-    assert not is_among(["--local_rank_of_others=3", "local_rank"])
+    assert passes_local_rank(["train", "--local_rank", "3"])
+    assert passes_local_rank(["--local-rank=3"])
+    assert not passes_local_rank(["--local_rank_of_others=3", "local_rank"])
 
 
 def test_processes_that_a_script_spawns_meet_where_it_says(command: Command) -> None:

@@ -119,7 +119,7 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
     line = "without effect here: HOROVOD_CYCLE_TIME, HOROVOD_TIMELINE (docs/from-horovod.md, Variables)"
     assert told.stderr.count(line) == 1
     assert not (command.folder / "timeline.json").exists()
-    # What ranks say below the level is not printed; what the launcher says is.
+    # Messages of ranks below the level are not printed; the launcher's are.
     assert "without effect" not in ended(HOROVOD_LOG_LEVEL="warning").stderr
 
 

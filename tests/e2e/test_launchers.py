@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from launched import Parameters, train
 
 from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
 
 LAUNCHED = str(Path(__file__).with_name("launched.py"))
 TOLERANCE = 1e-10
@@ -30,6 +34,12 @@ def run(folder: Path, *argv: str) -> None:
     """Run a command that starts the script to its end; the folder is the script's first argument."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*argv, str(folder)], env=variables, capture_output=True, text=True, check=False, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_python(command: Command, *words: str) -> None:
+    """Run a launcher that is a program of Python, and starts ranks of its own, to its end."""
+    done = command.python(*words, str(command.folder), env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -54,15 +64,15 @@ def test_mpirun(tmp_path: Path, reference: Parameters) -> None:
     check(tmp_path, 3, "openmpi", reference)
 
 
-def test_torchrun(tmp_path: Path, reference: Parameters) -> None:
-    run(tmp_path, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", LAUNCHED)
+def test_torchrun(command: Command, tmp_path: Path, reference: Parameters) -> None:
+    run_python(command, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", LAUNCHED)
     check(tmp_path, 2, "torchrun", reference)
 
 
 def test_the_old_launch_module_which_passes_the_local_rank_as_an_argument(
-    tmp_path: Path, reference: Parameters
+    command: Command, tmp_path: Path, reference: Parameters
 ) -> None:
-    run(tmp_path, sys.executable, *TORCH_LAUNCH, LAUNCHED)
+    run_python(command, *TORCH_LAUNCH, LAUNCHED)
     check(tmp_path, 2, "torchrun", reference)
 
 

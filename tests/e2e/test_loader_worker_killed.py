@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader worker that is killed while its rank waits for the others: every rank is told of the worker."""
+"""A loader worker that is killed while its rank waits for the others: every rank's error names the worker."""
 
 from __future__ import annotations
 

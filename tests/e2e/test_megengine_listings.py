@@ -101,7 +101,7 @@ N_GPUS = int(sys.argv[1])
 @dist.launcher(n_gpus=N_GPUS)
 def main():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    # The ranks leave each other what is to be received.
+    # The ranks share the shapes and dtypes to receive.
     client = dist.get_client()
     layer = M.Linear(2, 2)
     for parameter in layer.parameters():

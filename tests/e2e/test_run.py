@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise run`` as a person uses it: what ranks see, and what is told before anything starts."""
+"""``rankwise run`` as users call it: what ranks see, and errors before anything starts."""
 
 from __future__ import annotations
 

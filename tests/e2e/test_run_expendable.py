@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that the job goes on without, under ``rankwise run``: who ends, what is said, what a shell gets."""
+"""Optional ranks under ``rankwise run``: which processes end, the reports, and the exit code."""
 
 from __future__ import annotations
 

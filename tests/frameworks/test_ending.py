@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings by Lightning that cannot go on under ``rankwise run``: all ranks end, and the reason is named."""
+"""Trainings by Lightning that cannot continue under ``rankwise run``: all ranks end, and the reason is named."""
 
 from __future__ import annotations
 

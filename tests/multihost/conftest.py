@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hosts import Hosts
+from slurm import Slurm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,3 +20,11 @@ def hosts(warm_python: WarmPython) -> Iterator[Hosts]:
     """Two hosts, gone after the test with all that runs on them."""
     with Hosts(2, python=warm_python) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    """A cluster of two nodes, for all tests: it takes a second to start."""
+    with Slurm(2) as made:
+        yield made
+    assert not made.folder.exists()

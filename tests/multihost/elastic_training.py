@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank runs while its job is hurt: trains, saves after every step, and goes on from there when started anew.
+"""The script of ranks whose job is disturbed: trains, saves after every step, and resumes there after a restart.
 
 Arguments: a folder all ranks share, and what happens in the fourth step of the first attempt: ``kill`` or ``stop``
 this job's last rank, ``wait`` for the file ``go`` (and again two steps later, in the second attempt), or ``nothing``.

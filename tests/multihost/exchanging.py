@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ NUM_ELEMENTS = 700_001
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
+@cache
 def _of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
@@ -50,7 +52,7 @@ def _gradients(world: rw.World) -> list[torch.Tensor]:
 
 
 def _means(world: rw.World) -> list[torch.Tensor]:
-    """What travels on channels without flags."""
+    """Values that are sent on channels without flags."""
     exchange = current().exchange
     assert exchange is not None
     (channel,) = exchange.dup().channels([ChannelSize(NUM_ELEMENTS, 0, torch.float64, torch.device("cpu"))])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank runs where the job is stopped and resumed: trains from the newest checkpoint, slowly until told.
+"""The script of a job that is stopped and resumed: trains from the newest checkpoint, slowly until notified.
 
 Argument: the folder. Rank 0 says in ``begun`` that a run is under way; the file ``hurry`` ends the waiting between
 steps; each rank writes what it came to. Tests import ``train`` for the one-rank run.

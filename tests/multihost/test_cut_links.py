@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link between hosts that is cut while ranks train in ways that seldom wait for each other, or send little."""
+"""A link between hosts that is cut while ranks train with strategies that rarely wait or send little."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of islands that seldom talk, each island a host, over a link of 100 Mbit/s."""
+"""The example of islands that exchange updates rarely, each island a host, over a link of 100 Mbit/s."""
 
 from __future__ import annotations
 

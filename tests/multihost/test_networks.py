@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that find each other though names mislead, and what they are told where they cannot."""
+"""Ranks that find each other despite misleading names, and their errors if they cannot."""
 
 from __future__ import annotations
 

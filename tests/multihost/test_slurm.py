@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Slurm: its steps train to the one-rank result, and a job that is told to stop goes on where it was."""
+"""A real Slurm: its steps train to the one-rank result, and a job that is asked to stop resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -13,27 +13,18 @@ from typing import TYPE_CHECKING
 import interrupted
 import pytest
 import torch
-from slurm import Slurm
 from training import CASES, Parameters, train_all
 
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from slurm import Slurm
 
 TRAINING = Path(__file__).with_name("training.py")
 INTERRUPTED = Path(__file__).with_name("interrupted.py")
 TOLERANCE = 1e-10
 NUM_RANKS = 4
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
-
-
-@pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    """A cluster of two nodes, for all tests here: it takes a second to start."""
-    with Slurm(2) as made:
-        yield made
-    assert not made.folder.exists()
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def job(ssh_hosts: SshHosts, tmp_path: Path) -> Job:
 
 
 def wait_for_end(pid: int) -> bool:
-    """Whether a process that may be nobody's child here ends."""
+    """Whether a process ends that need not be a child of this one."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model that lies on the ranks in any way torch knows, built without the strategies of rankwise."""
+"""A small model distributed in every way torch supports, built without the strategies of rankwise."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def tensors_of(tree: Any) -> dict[str, torch.Tensor]:
 
 
 def check(here: Any, expected: Any) -> int:
-    """Hold what lies on this rank against the whole; return how many tensors lie elsewhere."""
+    """Compare the parts on this rank with the whole; return how many tensors are elsewhere."""
     ours, theirs = tensors_of(here), tensors_of(expected)
     assert ours.keys() <= theirs.keys()
     num_elsewhere = len(theirs) - len(ours)
@@ -154,7 +154,7 @@ def check(here: Any, expected: Any) -> int:
 
 
 def differing(here: Any, expected: Any) -> float:
-    """Return the largest difference of what lies on this rank from the whole, relative to each tensor's largest."""
+    """Return the largest difference of this rank's parts from the whole, relative to each tensor's largest."""
     ours, theirs = tensors_of(here), tensors_of(expected)
     largest = 0.0
     for key, tensor in ours.items():

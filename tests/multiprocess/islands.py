@@ -21,7 +21,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
 
 
 def values(model: nn.Module) -> Parameters:
-    """Return the whole of each parameter that lies on this rank."""
+    """Return the whole of each parameter that is on this rank."""
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in model.named_parameters()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings saved under one arrangement go on under any other, as if they had always been on one device."""
+"""Trainings saved under one strategy continue under any other, as if they had always been on one device."""
 
 from __future__ import annotations
 

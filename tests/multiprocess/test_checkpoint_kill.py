@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks killed with SIGKILL at every point of a save: what is there is whole, saving goes on."""
+"""Ranks killed with SIGKILL at every point of a save: checkpoints are complete, and saving continues."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two jobs on one folder of checkpoints: the second is told, and a dead one's lock stops nobody."""
+"""Two jobs on one folder of checkpoints: the second gets an error, and a dead job's lock blocks no other job."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Named:
 
 
 def _job(connection: Connection, path: str, hostname: str) -> None:
-    """Be a job of one rank that saves when it is told to, and says what came of it."""
+    """Be a job of one rank that saves on request and reports the result."""
     _be_on(hostname)
     with join(device="cpu"):
         checkpoints = Checkpointer(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed gradients: equal on all ranks, nothing lost over time, harm that passes."""
+"""Compressed gradients: equal on all ranks, nothing lost over time, failures that pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which exchange ranks take: chosen by itself, the same on all, and said when not as wished."""
+"""Which exchange ranks use: chosen automatically, the same on all, and logged if it differs from the request."""
 
 from __future__ import annotations
 

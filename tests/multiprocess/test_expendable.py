@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that the job goes on without, on real ranks that no launcher looks after."""
+"""Optional ranks, on real ranks without a launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVENT_SECONDS = 20.0
 
 
 def _without_rank_two(world: World) -> FailureDetector:
-    """Declare all ranks but the first expendable, and have rank 2 fail; return this rank's watch."""
+    """Declare all ranks but the first optional, and have rank 2 fail; return this rank's watch."""
     session = current()
     detector, store = session.detector, session.store
     assert detector is not None

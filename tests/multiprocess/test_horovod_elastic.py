@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``hvd.elastic``: killed ranks and launchers, damaged commits, failed operations. Trainings end as if undisturbed."""
+"""``hvd.elastic``: killed ranks and launchers, damaged commits, failed operations. Results are as if undisturbed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRAIN = """
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
     )
     if hvd.rank():
-        model.weight.data.zero_()  # sync() has to mend it
+        model.weight.data.zero_()  # sync() must restore it
     else:
         torch.nn.init.ones_(model.weight)
 
@@ -56,7 +56,7 @@ TRAIN = """
                     hvd.barrier()  # every rank has committed
                     hurt()
                 while who == "launcher" and hvd.size() == 1 and state.steps == when:
-                    state.check_host_updates()  # until another machine has come
+                    state.check_host_updates()  # until another machine has joined
                 optimizer.zero_grad()
                 F.mse_loss(model(part), part.sum(1, keepdim=True).expand(-1, 3)).backward()
                 optimizer.step()
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 
 
 def fail_within(world: rankwise.World, rank: int, kind: str) -> list[Any]:
-    """Have one rank's operation fail after a commit, then go on."""
+    """Make one rank's operation fail after a commit, then continue."""
     hvd.init()
     model = torch.nn.Linear(1, 1).double()
     torch.nn.init.constant_(model.weight, 1.0 + world.rank)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = [1, 2, 3, 4]
 ROWS = [2, 0, 3, 1]
-"""How many rows each rank has, where they differ."""
+"""The number of rows of each rank, if they differ."""
 
 
 def _leaf(rank: int, num_rows: int = 5) -> torch.Tensor:

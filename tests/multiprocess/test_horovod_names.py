@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names beside the documented ones that public scripts and test suites of Horovod use, on real ranks."""
+"""Undocumented names that public scripts and test suites of Horovod use, on real ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's operations give Horovod's results, on 1 to 4 ranks; its names are all there."""
+"""Horovod's operations return Horovod's results, on 1 to 4 ranks; all its names exist."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_before_init_calls_are_value_errors() -> None:
 
 
 FACTORS = ((1.0, 1.0), (0.5, 1.0), (0.5, 3.0))
-"""By which a sum is multiplied before and after it."""
+"""The factors before and after a sum."""
 
 
 def _given(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -211,7 +211,7 @@ def _move(world: World) -> dict[str, Any]:
     target = torch.full((2, 2), float(rank))
     assert hvd.broadcast_(target, root_rank=last) is target
     got["in place"] = target
-    # Rank r sends r + to rows to rank `to`, and one that stays.
+    # Rank r sends r + to rows to rank `to`, and keeps one.
     splits = torch.tensor([rank + to for to in range(size)], dtype=torch.int32)
     sent = torch.tensor([[10 * rank + to] for to in range(size) for _ in range(rank + to)] + [[-1]])
     got["exchanged"], got["received"] = hvd.alltoall(sent, splits=splits)

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Doubled(hvd.Compression.none):
-    """A user's own compression: travels as float32, and comes back as what it was."""
+    """A user's own compression: sends float32, and restores the original dtype."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -190,7 +190,7 @@ def _within_sets(world: World) -> Parameters:
         nn.functional.mse_loss(model(x), y).backward()
         optimizers[sets.index(own)].step()
         optimizers[sets.index(own)].zero_grad()
-    # A rank that is through still has to come to a call, as every rank of Horovod's does by its thread.
+    # A rank that has finished must still make a call that waits; Horovod's ranks do so in a thread.
     hvd.barrier()
     return {name: value for name, value in kept(model).items() if not name.startswith(("never", "odd"))}
 
@@ -215,7 +215,7 @@ def test_gradients_stay_within_a_process_set(run_ranks: RunRanks) -> None:
 
 
 STEPS = (2, 5, 3)
-"""Of each rank, before it has no more data."""
+"""The number of steps of each rank before its data ends."""
 
 
 def _until_the_data_ends(world: World, compression: str) -> tuple[Parameters, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hvd.DistributedOptimizer` where ranks do not do quite the same: steps, metrics, closures, loading, letting go."""
+"""`hvd.DistributedOptimizer` when ranks act differently: steps, metrics, closures, loading, deletion."""
 
 from __future__ import annotations
 
@@ -136,6 +136,6 @@ def _let_go(world: World) -> tuple[bool, int, float]:
 
 def test_an_optimizer_that_no_rank_has_is_freed_and_one_that_a_joined_rank_let_go_is_not() -> None:
     first, second = (one.get() for one in testing.run_ranks(_let_go, 2))
-    # Two entries each: the latest one stays until the next opens.
+    # Two entries each: the latest one remains until the next opens.
     assert first == (True, 2, 0.9)
     assert second == (True, 2, 0.85)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hvd.DistributedOptimizer`: what it is, what it refuses, and what scripts do around a step."""
+"""`hvd.DistributedOptimizer`: its class, its refusals, and common operations around a step."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_new_groups_closures_and_loaded_states_keep_ranks_equal(run_ranks: RunRa
 
 
 def _recovering(world: World) -> tuple[str, Parameters]:
-    """Have the ranks wait for different things, with gradients under way; then go on."""
+    """Make the ranks wait for different operations while gradients are sent; then continue."""
     hvd.init()
     model = built()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

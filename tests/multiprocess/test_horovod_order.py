@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's operations meet by name, not by order; what cannot meet is an error, and the world stays usable."""
+"""Horovod's operations are matched by name, not by order; a mismatch is an error, and the world remains usable."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Horovod scripts start from: parameters, optimizer state and objects of one rank; and `hvd.SyncBatchNorm`."""
+"""Broadcasts of parameters, optimizer state and objects, with which scripts start; and `hvd.SyncBatchNorm`."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_objects(run_ranks: RunRanks) -> None:
 
 
 ROWS = (5, 1, 3)
-"""Of each rank's batch."""
+"""The sizes of the ranks' batches."""
 
 
 def _normed(world: World, momentum: float | None) -> tuple[Parameters, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process sets are independent: ranks wait for members of the set of an operation, and for nobody else.
+"""Process sets are independent: ranks wait only for members of an operation's set.
 
 A rank that would be waited for wrongly blocks on a pipe that only the waiting rank writes to: that would never end.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def pipes(tmp_path: Path) -> list[str]:
-    """Return named pipes: who opens one blocks until somebody opens the other end."""
+    """Return named pipes: opening one blocks until another process opens the other end."""
     paths = [str(tmp_path / f"pipe-{number}") for number in range(4)]
     for path in paths:
         os.mkfifo(path)
@@ -46,7 +46,7 @@ def held(pipe: str) -> str:
     return Path(pipe).read_text(encoding="utf-8")
 
 
-# -- nobody waits for another set ------------------------------------------------------------------
+# -- no rank waits for another set -----------------------------------------------------------------
 
 
 def _quick_and_slow(world: World, pipes: list[str]) -> list[float]:
@@ -172,7 +172,7 @@ def _polls(world: World) -> tuple[bool, float]:
         return True, total(0.0, "of all")
     handle = hvd.allreduce_async(torch.tensor([1.0]), op=hvd.Sum, name="polled", process_set=own)
     if world.rank == 1:
-        # Rank 0 polls until this rank has asked for more than what it polls for.
+        # Rank 0 polls until this rank has called more operations than the one it polls.
         first = hvd.allreduce_async(torch.tensor([1.0]), op=hvd.Sum, name="first", process_set=own)
         while not hvd.poll(handle):
             pass
@@ -369,7 +369,7 @@ def test_an_operation_that_was_interrupted_is_withdrawn(run_ranks: RunRanks, pip
     assert [result.get() for result in run_ranks(_is_interrupted, 3, pipes)] == [[2.0, 2.0], [2.0, 2.0], []]
 
 
-# -- what is kept of operations --------------------------------------------------------------------
+# -- records of operations are deleted -------------------------------------------------------------
 
 
 def _many(world: World, pipes: list[str]) -> tuple[int, float]:
@@ -387,7 +387,7 @@ def _many(world: World, pipes: list[str]) -> tuple[int, float]:
             if number % 50 == 49:
                 total(number, "of all")
     else:
-        # Far behind, this rank reads what the others have done in batches, and finds all of it.
+        # Far behind, this rank reads the others' events in batches, and finds all of them.
         held(pipes[0])
         for number in range(49, 6 * set_log.BATCH, 50):
             total(number, "of all")

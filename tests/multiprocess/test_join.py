@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining and leaving, with real processes that nobody or somebody else started."""
+"""Joining and leaving, with real processes started by another program or by none."""
 
 from __future__ import annotations
 

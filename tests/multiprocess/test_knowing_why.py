@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wait that is too long, and calls that differ: what every rank is told, down to the line of each."""
+"""A wait that is too long, and calls that differ: every rank's error, including the line of each rank."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_with_checking_some_of_the_ranks_call_for_themselves(run_ranks: RunRanks
 
 
 def _wait_until_it_is_said(world: World) -> tuple[list[str], list[str]]:
-    """Rank 1 comes to a barrier when both others have seen to it that somebody mentions that it is missing."""
+    """Rank 1 reaches a barrier after both others have made sure that its absence is reported."""
     store: Any = current().store
     collective_timeout.NOTICE_SECONDS = 0.2
     claim, report = CollectiveWait._claim, CollectiveWait._report_missing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's words on torch's tensors: training as on one rank, groups, values by name, samplers."""
+"""MegEngine's API on torch's tensors: training as on one rank, groups, values by name, samplers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 SIZE = 24
-"""Divided by 1, 2, 3 and 4 ranks: a mean over ranks is a mean over samples where each has equally many."""
+"""A multiple of 1, 2, 3 and 4: a mean over ranks is a mean over samples if each has the same number."""
 
 
 class Net(nn.Module):
@@ -197,7 +197,7 @@ def _manager_alone(_: World) -> None:
 
 
 def _plain_backward(world: World) -> None:
-    """A backward that the GradManager does not hear of would leave every rank with gradients of its own."""
+    """A backward outside the GradManager would leave every rank with gradients of its own."""
     x, y = torch.ones(2), torch.ones(2)
     reduced, own = GradManager().attach(x, dist.make_allreduce_cb("mean")), GradManager().attach(y)
     with pytest.raises(ConfigurationError, match=r"gm\.backward\(loss\)"):

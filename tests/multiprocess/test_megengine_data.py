@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's data page on real ranks: what its documentation says that every shard holds, through its loader.
+"""The examples of MegEngine's data page on real ranks: the documented samples of every shard, through its loader.
 
 The documented rules: the order of an epoch is the same on every rank; its first indices come again at its end until the
 ranks divide it; rank r of n holds every n-th index from r on, cut into batches. A seed of 0 is taken on several ranks.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 LENGTH = 20
-"""Divided by 2 ranks; on 3 one index comes twice."""
+"""Divisible by 2 ranks; on 3 one index is repeated."""
 BATCH_SIZE = 3
 WEIGHTS = [float(index % 4) for index in range(LENGTH)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter servers on real ranks: sync is what one rank computes, async waits for nobody it need not wait for."""
+"""Parameter servers on real ranks: sync computes what one rank computes, async waits only where necessary."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How workers of parameter servers come to an end: loops and steps that are broken off, and after the world."""
+"""How workers of parameter servers end: aborted loops and steps, and calls after the world."""
 
 from __future__ import annotations
 

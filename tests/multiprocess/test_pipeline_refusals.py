@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline refuses: on every rank, before anything changes, and so that ranks can go on."""
+"""What a pipeline refuses: on every rank, before anything changes, and so that ranks can continue."""
 
 from __future__ import annotations
 

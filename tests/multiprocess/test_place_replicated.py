@@ -57,7 +57,7 @@ def test_replicating_a_placed_model_is_exact(run_ranks: RunRanks) -> None:
 
 
 def _refused_alone(world: World) -> str:
-    """A plan that only one rank's model cannot follow concerns only that rank: place communicates with nobody."""
+    """A plan that only one rank's model cannot follow concerns only that rank: place does no communication."""
     replicated = rw.replicate(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="replicate\\(\\) was already called") as caught:
         place(replicated, {"": "cpu"})

@@ -87,7 +87,7 @@ def test_models_draw_torchs_own_numbers(world_size: int) -> None:
 
 
 class _Layers(nn.Module):
-    """Linear layers with a normalised input, as Hinton's forward-forward trains them: each by itself."""
+    """Linear layers with a normalised input, as Hinton's forward-forward trains them: each separately."""
 
     def __init__(self) -> None:
         super().__init__()

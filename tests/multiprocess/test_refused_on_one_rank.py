@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank alone is refused is an error of all ranks that names it, and the ranks can go on together."""
+"""An error on one rank alone is raised on all ranks and names it, and the ranks can continue together."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ def test_samples_without_weight_change_only_batchnorms_statistics(
 
 
 def _count_nothing_before_batchnorm(world: World) -> list[str]:
-    """Two steps in which all targets of rank 0 are to be ignored, then one in which nobody's count."""
+    """Two steps in which all targets of rank 0 are to be ignored, then one in which no rank's count."""
     model = rw.replicate(built(lambda: Net(batchnorm=True)), sync_batchnorm=True)
     with listening() as said:
         for step, (x, _) in enumerate(batches([8, 8, 8])):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader that gives every rank the same samples is spoken of, in the first step; nothing else is."""
+"""A loader that gives every rank the same samples is reported in the first step; nothing else is."""
 
 from __future__ import annotations
 

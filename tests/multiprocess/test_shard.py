@@ -140,7 +140,7 @@ def test_accumulation_is_exact_and_keeps_what_was_exact_before(world_size: int, 
 
 
 def odd_steps(world: World) -> tuple[Any, ...]:
-    """Parts of a block on some ranks only; a rank that does not count; a backward that breaks off."""
+    """Parts of a block on some ranks only; a rank that does not count; a backward that raises."""
     model = shard(built(Deep), blocks=["layers.*"])
     (x, y), (bad, _) = batches((4, 4))
     xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
@@ -326,7 +326,7 @@ class GivesViews(nn.Module):
 
 
 def one_more(world: World) -> tuple[dict[str, torch.Tensor | None], bool, str]:
-    """Views changed in place; a model that nobody holds any more; a forward that one rank runs alone."""
+    """Views changed in place; a model without references; a forward that one rank runs alone."""
     model = shard(built(GivesViews), blocks=["layers.*", "attention.*"])
     ((x, _),) = batches((4,))
     for _ in range(2):

@@ -47,13 +47,18 @@ def _on_ranks(world: World, sizes: dict[str, int]) -> dict[str, Parameters]:
         rw.mesh(**sizes)
     return {
         name: train(rw.shard(plain_model(), blocks=["0"]), step, world.rank, world.world_size)
-        for name, step in _steps(only_some=bool(sizes)).items()
+        for name, step in _steps(only_some=_is_short(world.world_size)).items()
     }
+
+
+def _is_short(world_size: int) -> bool:
+    """Whether some of the losses are enough: three ranks, whose shares are unequal, have all."""
+    return world_size in {2, 4}
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(1, {}), (2, {}), (3, {}), (4, {"dp_replicate": 2, "dp_shard": 2})])
 def test_losses_are_exact(world_size: int, sizes: dict[str, int]) -> None:
-    plain = {name: train(plain_model(), step, 0, 1) for name, step in _steps(only_some=bool(sizes)).items()}
+    plain = {name: train(plain_model(), step, 0, 1) for name, step in _steps(only_some=_is_short(world_size)).items()}
     for result in testing.run_ranks(_on_ranks, world_size, sizes):
         apart = {name: largest_difference(got, plain[name]) for name, got in result.get().items()}
         assert {name: value for name, value in apart.items() if value > TOLERANCE} == {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that is told to stop: every rank ends before the same step, and a resumed job is the undisturbed one."""
+"""A job that is asked to stop: every rank ends before the same step, and a resumed job equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
 
 
 def _beside_the_best(_: World, folder: str) -> str:
-    """Train with one folder to resume from and one for the best; return what the best holds when told to stop."""
+    """Train with one folder to resume from and one for the best; return the contents of the best when asked to stop."""
     model, optimizer, loader = _prepare(0)
     rw.Checkpointer(f"{folder}/last").restore(model=model, optimizer=optimizer, loader=loader)
     best = rw.Checkpointer(f"{folder}/best", keep=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's own store over real sockets: who is let in, how it is found, and how it ends."""
+"""The job's own store over real sockets: authentication, discovery, and its end."""
 
 from __future__ import annotations
 

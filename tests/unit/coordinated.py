@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 100.0
 
 
 class Scene:
-    """A coordinator, and the machines it talks to."""
+    """A coordinator and its machines."""
 
     def __init__(self, nodes: tuple[int, int], max_restarts: int = 0) -> None:
         self.now = 0.0
@@ -41,7 +41,7 @@ class Scene:
         ]
 
     def starts(self) -> dict[str, tuple[int, int, int]]:
-        """Return attempt, first rank and world size that each machine was told."""
+        """Return attempt, first rank and world size that each machine received."""
         return {to: (one.attempt, one.first_rank, one.world_size) for to, one in self.sent(StartAttempt)}
 
     def rank_failed(self, name: str, attempt: int, error: BaseException, rank: int) -> list[tuple[str, Any]]:

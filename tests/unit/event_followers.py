@@ -23,7 +23,7 @@ ALL_READ_SECONDS = 20.0
 
 @contextmanager
 def following(*log: Event | list[int]) -> Generator[FailureDetector]:
-    """Rank 0 of 4, which has read events; a list of ranks stands for their being declared expendable."""
+    """Rank 0 of 4, which has read events; a list of ranks stands for a declaration that they are optional."""
     store, _ = serve(secret=b"of this test")
     world = World(
         rank=0,

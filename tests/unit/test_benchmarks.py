@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks are run by hand: what they name must still be there when somebody does."""
+"""Benchmarks are run by hand: the names they use must still exist."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Chain(nn.Module):
 
 
 class Pair(nn.Sequential):
-    """A container that says how it is called, and hands on nothing itself."""
+    """A container that records how it is called and passes nothing on."""
 
 
 class Parallel(nn.ModuleList):

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rankwise.checkpoint import checksums, files, state
-from rankwise.checkpoint.manifest import FileEntry, Region, TensorEntry, TensorPart, in_one_part, whole
+from rankwise.checkpoint.manifest import FileEntry, Region, TensorEntry, TensorPart, in_one_part, tiles, whole
 from rankwise.errors import CheckpointError
 from rankwise.tensors.as_bytes import memory_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 PIECE_BYTES = 64
@@ -178,3 +181,38 @@ def test_a_region_is_put_together_from_the_parts_it_touches(tmp_path: Path, name
     for region, back in zip(regions, files.read_regions(tmp_path, [(entry, r) for r in regions]), strict=True):
         assert back.dtype == everything.dtype
         assert _bits(back) == _bits(everything[region.within(whole((5, 7, 3)))])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3000, 1), (1, 3000), (50, 60)])
+def test_the_work_of_reading_grows_with_the_number_of_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, columns: int
+) -> None:
+    num_files = 8
+    everything = torch.arange(4 * rows * columns).view(2 * rows, 2 * columns)
+    shape = tuple(everything.shape)
+    parts: list[TensorPart] = []
+    tensors_of: list[dict[str, torch.Tensor]] = [{} for _ in range(num_files)]
+    for number, (row, column) in enumerate(itertools.product(range(rows), range(columns))):
+        region = Region((2 * row, 2 * column), (2, 2))
+        parts.append(TensorPart(f"f{number % num_files}", f"w{number}", region))
+        tensors_of[number % num_files][f"w{number}"] = everything[region.within(whole(shape))]
+    for number, tensors in enumerate(tensors_of):
+        _write(tmp_path / f"f{number}", tensors)
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def count_and_call(*arguments: Any, **keywords: Any) -> Any:
+            calls[name] += 1
+            return call(*arguments, **keywords)
+
+        return count_and_call
+
+    monkeypatch.setattr(files.safetensors, "safe_open", counted("open", files.safetensors.safe_open))
+    monkeypatch.setattr(Region, "common", counted("common", Region.common))
+    assert tiles([part.region for part in parts], shape)
+    assert calls["common"] <= len(parts)
+    entry = TensorEntry(dtype="int64", shape=shape, parts=tuple(parts))
+    (back,) = files.read_regions(tmp_path, [(entry, whole(shape))])
+    assert torch.equal(back, everything)
+    assert calls["open"] == num_files
+    assert calls["common"] <= 2 * len(parts)

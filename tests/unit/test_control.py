@@ -141,7 +141,7 @@ def test_a_late_answer_of_a_machine_is_not_shown_for_the_next_request(
         attempt=StartAttempt(
             run_id="run", attempt=0, first_rank=0, world_size=2, node_rank=0, num_nodes=2, ranks_per_node=(1, 1)
         ),
-        settings=SimpleNamespace(store=("127.0.0.1", port), secret=SECRET.decode()),
+        job=SimpleNamespace(address=("127.0.0.1", port), secret=SECRET.decode()),
         running_processes=dict,
         stack_files=dict,
         send_signal=None,

@@ -55,7 +55,7 @@ def hello(name: str, *, serves: bool = False) -> Hello:
 
 
 def next_message(link: LocalLink | ControllerLink, kind: type[Message]) -> Message:
-    """Return the next message of a kind; others before it are passed over."""
+    """Return the next message of a kind; others before it are ignored."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if select.select([link], [], [], 0.1)[0]:

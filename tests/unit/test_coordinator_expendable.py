@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator's rules for ranks that the job goes on without."""
+"""The coordinator's rules for optional ranks."""
 
 from __future__ import annotations
 

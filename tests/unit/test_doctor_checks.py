@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,18 +15,9 @@ from rankwise.cli.doctor import as_json, as_text
 from rankwise.doctor import checks, local_facts
 from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
 from rankwise.doctor.examine import Examination
-from rankwise.doctor.facts import (
-    Across,
-    ExaminedJob,
-    Facts,
-    Machine,
-    Timing,
-    across_from_json,
-    across_to_json,
-    machine_from_json,
-    machine_to_json,
-)
+from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.doctor.joint_facts import clock_ahead
+from rankwise.launch.messages import value_of
 from rankwise.world.network import Interface, Route
 
 if TYPE_CHECKING:
@@ -264,10 +255,10 @@ def test_the_lowest_limit_of_processes_that_holds_is_found(
 
 
 def test_facts_survive_their_way_as_text() -> None:
-    assert machine_from_json(machine_to_json(MACHINE)) == MACHINE
+    assert value_of(Machine, json.loads(json.dumps(asdict(MACHINE)))) == MACHINE
     for facts in TWO_HOSTS.ranks:
         assert facts.across is not None
-        assert across_from_json(across_to_json(facts.across)) == facts.across
+        assert value_of(Across, json.loads(json.dumps(asdict(facts.across)))) == facts.across
 
 
 @pytest.mark.parametrize("ahead", [-100.0, 0.0, 0.25, 1e6])

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, key_of
-from rankwise.launch.controller.attempt_keys import EventLogs
+from rankwise.launch.controller.attempt_keys import AttemptKeys
 from rankwise.store.keys import Keys
 
 WORLDS = ["attempt/2/", "attempt/2/join/1/", "attempt/2/join/2/"]
@@ -19,7 +19,7 @@ class _Job:
 
     def __init__(self) -> None:
         self.keys = Keys()
-        self.logs = EventLogs(self.keys, 2)
+        self.logs = AttemptKeys(self.keys, 2)
 
     def set(self, key: str, value: str) -> None:
         self.keys.compare_set(key, self.keys.peek(key) or b"", value.encode())

@@ -95,7 +95,7 @@ def _word_slept_on(thread: threading.Thread) -> int | None:
 
 @pytest.mark.parametrize("poster", [0, 2], ids=["first", "last"])
 def test_posting_wakes_the_process_that_sleeps_on_a_counter(poster: int) -> None:
-    """A sleeper that is not woken would go on when its time is over, and everything would be ten times slower."""
+    """A sleeper that is not woken would continue after its timeout, and everything would be ten times slower."""
     mapping = Mapping.create(PAGE_BYTES)
     counters = [Counters(mapping, 256, rank, 3) for rank in range(3)]
     words = counters[1]._addresses

@@ -99,7 +99,7 @@ def test_a_declaration_reaches_the_ranks_before_the_launcher() -> None:
 
 
 class Rank:
-    """One rank's part in stopping, which reads the log when it is told to."""
+    """One rank's part in stopping, which reads the log on request."""
 
     def __init__(self, store: Store, rank: int, num_passed: int) -> None:
         self.preemption = Preemption(rank=rank, world_size=3, store=store, timeout_seconds=5.0)

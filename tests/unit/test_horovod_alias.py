@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import horovod.torch`` where a program has asked for rankwise to stand in, and where it has not."""
+"""``import horovod.torch`` in programs that have requested the alias, and in others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks' events come to, as values: who takes part in what, and who can never continue."""
+"""Decisions from ranks' events, as values: which ranks take part in an operation, and which can never continue."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_circle_of_ranks_is_found_while_others_compute() -> None:
     assert "Ranks 0-2 cannot continue" in str(outcome.error)
     assert "'a' was not called on rank 1" in str(outcome.error)
     assert not any(known.waits(rank) for rank in range(4))
-    # Each has given up what it waited for, and nothing else.
+    # Each has withdrawn only the operation that it waited for.
     assert names(known.apply(waits(0, 1, "d"), SETS)) == []
     assert names(known.apply(waits(1, 1, "d"), SETS)) == ["d"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``horovod.run`` refuses before anything starts, and what ``horovod.common.util`` answers."""
+"""The refusals of ``horovod.run`` before any rank starts, and the functions of ``horovod.common.util``."""
 
 from __future__ import annotations
 

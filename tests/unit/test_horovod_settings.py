@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Horovod's variables are honoured, or named as without effect."""
+"""Horovod's variables are applied, or logged as without effect."""
 
 from __future__ import annotations
 

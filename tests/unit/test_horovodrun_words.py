@@ -63,9 +63,9 @@ examples:
 
 
 def parsed(line: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    horovodrun.add_to(parser.add_subparsers().add_parser)
-    return parser.parse_args(["horovodrun", *shlex.split(line)])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    horovodrun.add_options(parser)
+    return parser.parse_args(shlex.split(line))
 
 
 def in_the_words_of_python_3_13(text: str) -> str:

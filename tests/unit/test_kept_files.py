@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that an earlier rankwise wrote: one process reads each to the bit.
+"""Files that an earlier rankwise wrote: one process reads each bitwise.
 
 ``tests/kept/make.py`` says how they were written. Where one of these tests fails, users' files no longer load.
 """

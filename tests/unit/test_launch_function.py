@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before anything starts, and what travels between a caller and its ranks."""
+"""Arguments that are refused before anything starts, and values passed between a caller and its ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Plain(Exception):
 
 
 class Odd(Exception):
-    """Of other arguments than it hands on: what unpickles it calls ``__init__`` with one too few."""
+    """Its arguments differ from those it passes on: unpickling calls ``__init__`` with one too few."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(f"{code}: {why}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one machine, as their launcher hears of them: what an earlier attempt still says is nobody's now."""
+"""The ranks of one machine as their launcher sees them: messages of an earlier attempt are ignored."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.launch.agent.output import Output
-from rankwise.launch.agent.ranks import STOPPED_SECONDS, JobSettings, LocalRanks
+from rankwise.launch.agent.ranks import STOPPED_SECONDS, LocalRanks
 from rankwise.launch.fork_server.fork_server import ForkServer
 from rankwise.launch.messages import StartAttempt
+from rankwise.launch.options import LaunchOptions
+from rankwise.launch.rendezvous import JobAddress
 from rankwise.launch.report import failure
 
 if TYPE_CHECKING:
@@ -37,9 +39,11 @@ class Scene:
         for descriptor in (reader, writer):
             opened.callback(os.close, descriptor)
         self.folder = folder
-        settings = JobSettings(folder=str(folder), store=("localhost", 1), secret="s", interface=None, check=False)  # noqa: S106 - of nothing
+        job = JobAddress(address=("localhost", 1), secret="s")  # noqa: S106 - of nothing
         self._server = ForkServer(ours, os.getpid())
-        self.ranks = LocalRanks(2, settings, server=self._server, output=output, notify_pipe=reader)
+        self.ranks = LocalRanks(
+            2, job, LaunchOptions(), folder=str(folder), server=self._server, output=output, notify_pipe=reader
+        )
 
     def start(self, attempt: int, pid: int | None = None) -> None:
         for rank in range(2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs of the loader: their order, and going on after any batch."""
+"""Epochs of the loader: their order, and resuming after any batch."""
 
 from __future__ import annotations
 

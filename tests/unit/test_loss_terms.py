@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terms of a loss are over: sizes that are noted in forward, told by reductions, or asked of the graph."""
+"""What the terms of a loss average over: sizes recorded in forward, saved by reductions, or read from the graph."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What parameter servers decide, as values: who keeps what, who may go on, what has changed, what is saved."""
+"""Decisions of parameter servers, as values: placement, which workers may continue, changes, and saves."""
 
 from __future__ import annotations
 

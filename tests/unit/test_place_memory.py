@@ -23,7 +23,7 @@ from rankwise.parallel.place.place import place
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.parallel.place.offloaded import OffloadedPart
+    from rankwise.parallel.place.fetch import OffloadedPart
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State is kept by what it belongs to: no collection stands for one value, and nobody sets what another file keeps."""
+"""State is kept by what it belongs to: no collection stands for one value, and no file sets another file's state."""
 
 from __future__ import annotations
 

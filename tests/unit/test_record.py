@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank remembers of its last collectives, and how it is told."""
+"""The record of a rank's last collectives, and its report."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Narrow(Mlp):
-    """Norms what lies between, if it is told to."""
+    """Normalizes the hidden features on request."""
 
     norms = False
 

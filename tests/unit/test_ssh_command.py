@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch.hosts.host_list import Host, parse_hosts
-from rankwise.launch.hosts.message_stream import MessageExtractor, line, mark
 from rankwise.launch.hosts.ssh import passed_on, ssh_argv
+from rankwise.launch.hosts.ssh_sessions import MessageExtractor, line, mark
 from rankwise.launch.messages import (
     EndJob,
     HostHere,

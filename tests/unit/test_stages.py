@@ -287,7 +287,7 @@ def test_measuring_costs_leaves_the_model_as_it_was() -> None:
 
 
 def finish(orders: Sequence[Sequence[Action]], num_stages: int) -> set[Action]:
-    """Run an order in which sends wait for nobody and receives for their send, and return what was done.
+    """Run an order in which sends do not wait and receives wait for their send, and return the actions.
 
     Between two ranks, the n-th receive gets what was sent n-th.
     """

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 from coordinated import Scene
 
-from rankwise.launch.agent.activity import Activity, activity_of
-from rankwise.launch.agent.stragglers import Stragglers
+from rankwise.launch.agent.stragglers import Activity, Stragglers, activity_of
 from rankwise.launch.controller import attempt_keys
-from rankwise.launch.controller.attempt_keys import Absences
+from rankwise.launch.controller.attempt_keys import AttemptKeys
 from rankwise.launch.messages import RanksDeparted
 from rankwise.store.bootstrap import ENDED, rank_address_key
 from rankwise.store.keys import GivenUp, Keys
@@ -109,7 +108,7 @@ def test_every_machine_with_ranks_is_notified_which_have_ended() -> None:
 def test_a_rank_that_has_ended_is_marked_where_it_has_not_joined() -> None:
     keys = Keys()
     keys.set(f"attempt/2/{rank_address_key(0)}", b"here")
-    absent = Absences(keys, 2)
+    absent = AttemptKeys(keys, 2)
     absent.note_ended(0)
     assert keys.peek(f"attempt/2/{rank_address_key(0)}") == b"here"
     absent.note_ended(1)
@@ -127,7 +126,7 @@ def test_a_wait_for_a_key_that_will_not_be_set_ends() -> None:
     async def wait() -> None:
         waiting = asyncio.ensure_future(keys.get(["attempt/0/torch/missing"], 60.0))
         await asyncio.sleep(0)
-        absent = Absences(keys, 0)
+        absent = AttemptKeys(keys, 0)
         absent.note_ended(0)
         assert await keys.get(["attempt/0/torch/there"], 0.0) == [b"value"]
         await asyncio.sleep(0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Checkpointer: a folder of numbered checkpoints, of which the newest good one is restored.
 
-Decides on numbers, on what is kept, and on when a save runs in the background; ``save`` and
-``load`` write and read one checkpoint. Public.
+Decides on numbers, on which checkpoints are kept, and on when a save runs in the background; ``save`` and ``load``
+write and read one checkpoint.
 """
 
 from __future__ import annotations
@@ -225,10 +225,7 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an error other ranks may not reach this; the save continues by itself.
         if error is None:
@@ -338,15 +335,12 @@ class Checkpointer:
         num_good = 0
         for path in folder.list_numbered(self.directory).values():
             if num_good >= self.keep and path != newest:
-                self._remove(path)
+                try:
+                    folder.remove(path, secrets.token_hex(8))
+                except OSError as error:
+                    warn(f"the old checkpoint {path} could not be removed: {error}")
             elif path not in self._damaged and looks_complete(path):
                 num_good += 1
-
-    def _remove(self, path: Path) -> None:
-        try:
-            folder.remove(path, secrets.token_hex(8))
-        except OSError as error:
-            warn(f"the old checkpoint {path} could not be removed: {error}")
 
 
 def _refuse_immutable(objects: dict[str, object]) -> None:

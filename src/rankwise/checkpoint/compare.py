@@ -7,8 +7,7 @@ Reads objects and state trees, changes neither; no files, no other ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,16 +19,13 @@ from rankwise.torch_private.modules import EXTRA_STATE
 _ABSENT = "nothing"
 
 
-@dataclass(frozen=True, slots=True)
-class StateDifference:
-    """The first place where saved state does not fit an object."""
+class StateDifference(NamedTuple):
+    """The first place where saved state does not fit an object, and the texts of both."""
 
     path: str
     """The key, as ``model.fc.weight``."""
     saved: str
-    """What the checkpoint has there."""
     here: str
-    """What the object has there."""
 
 
 def first_difference(name: str, item: object, saved: object, saved_kind: str) -> StateDifference | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights as one plain safetensors file, however a model is distributed over the ranks.
 
-The file uses the names that the model has on one device, and nothing specific to rankwise. Public.
+The file uses the names that the model has on one device, and nothing specific to rankwise.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _refuse_other_entries(weights: object) -> None:
 
 
 def _names(skeleton: Json) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tensor of each name to write, and the file's metadata: what stands for the names left out."""
+    """Return the tensor of each name to write, and the file's metadata: the written name for each tied name."""
     tree = cast("dict[str, Any]", skeleton)
     entries: dict[str, dict[str, str]] = next(iter(tree.values()))
     name_of: dict[str, str] = {}
@@ -161,8 +161,7 @@ def _num_bytes(layout: TensorLayout) -> int:
 def _gather_to_writer(ranks: CheckpointRanks, gathered: Gathered, name: str) -> torch.Tensor | None:
     """Return a whole tensor on rank zero, ``None`` on the others.
 
-    Called by: every rank. Every rank receives what only some ranks hold, a piece at a time: a broadcast is what all
-    backends offer.
+    Called by: every rank. Every rank receives the pieces that rank zero lacks: all backends offer a broadcast.
     """
     layout = gathered.layouts[name]
     everything = whole(layout.shape)

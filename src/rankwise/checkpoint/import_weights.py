@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -40,16 +39,12 @@ _MOST_NAMES = 6
 """How many names an error lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorRead:
-    """One tensor to be read, and its destination."""
+class _TensorRead(NamedTuple):
+    """One tensor to be read: its name in the files, its key in the model, and the model's tensor."""
 
     name: str
-    """In the files."""
     key: str
-    """In the model."""
     here: torch.Tensor
-    """The model's own."""
 
 
 def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
@@ -91,11 +86,8 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             )
         opened.append(open_tensor_files(place))
         copies.extend(_copies(opened[0], module, ranks))
-        return (
-            str(place),
-            _fingerprint(opened[0]),
-            [copy.key for copy in copies if dtensor_layout.is_elsewhere(copy.here)],
-        )
+        elsewhere = [copy.key for copy in copies if dtensor_layout.is_elsewhere(copy.here)]
+        return str(place), _fingerprint(opened[0]), elsewhere
 
     try:
         reported = ranks.confirm(f"comparing {path} with the model", compare)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading: a checkpoint is verified by all ranks together, compared with the objects, then loaded.
 
-Changes no object before everything has been checked on every rank, and never a file. ``load`` is
-public; the Checkpointer uses the parts.
+Changes no object before everything has been checked on every rank, and never a file.
 """
 
 from __future__ import annotations
@@ -85,17 +84,16 @@ def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str | N
             saved_tree.check(own[0])
         except CheckpointError as error:
             return [error.what.rstrip("."), None]
-        return [_find_damage(ranks, path, own[0]), hashlib.sha256(data).hexdigest()]
+        pieces_of = manifest.pieces_to_check(own[0].files, ranks.rank, ranks.world_size)
+        damages = (checksums.find_damage(path / name, own[0].files[name], pieces_of[name]) for name in pieces_of)
+        return [next(filter(None, damages), None), hashlib.sha256(data).hexdigest()]
 
     reports = ranks.confirm(f"verifying {path}", look)
     damages = {rank: damage for rank, (damage, _) in enumerate(reports) if damage is not None}
     if damages:
         return None, (fold_values(damages) if len(set(damages.values())) > 1 else min(damages.items())[1])
     if len({digest for _, digest in reports}) > 1:
-        return (
-            None,
-            "ranks see different manifests there; is the folder on a file system they share?",
-        )
+        return None, "ranks see different manifests there; is the folder on a file system they share?"
     return own[0], None
 
 
@@ -128,19 +126,8 @@ def looks_complete(path: Path) -> bool:
     return all(checksums.find_damage(path / name, entry, ()) is None for name, entry in saved.files.items())
 
 
-def _find_damage(ranks: CheckpointRanks, path: Path, saved: Manifest) -> str | None:
-    for name, pieces in manifest.pieces_to_check(saved.files, ranks.rank, ranks.world_size).items():
-        damage = checksums.find_damage(path / name, saved.files[name], pieces)
-        if damage is not None:
-            return damage
-    return None
-
-
 def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:
-    """Load a verified checkpoint into objects. As :func:`load`.
-
-    Called by: every rank.
-    """
+    """Load a verified checkpoint into objects, as :func:`load`. Called by: every rank."""
     trees: dict[str, saved_tree.SavedTree] = {}
 
     def compare_and_read() -> tuple[list[str], list[str]]:
@@ -236,8 +223,7 @@ def _load_one(path: Path, name: str, item: object, tree: object, done: list[str]
 def replaced_in_place(item: object, tree: object) -> object:
     """Make ``item`` equal to ``tree`` if it is mutable, and return the result.
 
-    Tensors of the same shape and dtype keep their memory and device; dicts and lists stay the same
-    objects.
+    Tensors of the same shape and dtype keep their memory and device; dicts and lists stay the same objects.
     """
     if isinstance(item, torch.Tensor) and isinstance(tree, torch.Tensor):
         if (item.shape, item.dtype) != (tree.shape, tree.dtype):

@@ -64,11 +64,7 @@ class LockOwner:
         )
 
     def encode(self, num_refreshes: int) -> bytes:
-        """Return the content of the lock file.
-
-        Args:
-            num_refreshes: how often the owner has refreshed the lock; the content never gets shorter as it grows.
-        """
+        """Return the content of the lock file, which does not get shorter from one refresh to the next."""
         return (json.dumps({**asdict(self), "signs_of_life": num_refreshes}, indent=1) + "\n").encode()
 
     @property
@@ -78,11 +74,7 @@ class LockOwner:
         return f"process {self.pid} on {self.hostname} ({self.command or 'python'}), since {since}"
 
     def is_running(self, viewer: LockOwner) -> bool | None:
-        """Return whether the owner still runs and its lock counts; ``None`` if this process cannot know.
-
-        Args:
-            viewer: this process.
-        """
+        """Return whether the owner runs and its lock counts; ``None`` if ``viewer`` (this process) cannot know."""
         if self.job and self.job == viewer.job and self.attempt < viewer.attempt:
             # The launcher starts an attempt only when the previous one has ended.
             return False
@@ -103,15 +95,9 @@ def decode(content: bytes) -> LockOwner | None:
         owner = LockOwner(**{each.name: saved[each.name] for each in fields(LockOwner)})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    texts = (owner.hostname, owner.machine, owner.start_time, owner.command, owner.job, owner.token)
-    is_valid = (
-        all(isinstance(text, str) for text in texts)
-        and all(type(number) is int for number in (owner.pid, owner.attempt))
-        and owner.pid > 0
-        and type(owner.since) is float
-        and 0 <= owner.since < LATEST_SECONDS
-    )
-    return owner if is_valid else None
+    # Annotations are texts here: "str", "int" and "float".
+    has_types = all(type(getattr(owner, each.name)).__name__ == each.type for each in fields(LockOwner))
+    return owner if has_types and owner.pid > 0 and 0 <= owner.since < LATEST_SECONDS else None
 
 
 def _script() -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving: a checkpoint is written in stages, each confirmed by every rank; complete or absent.
 
-A process that dies in any stage leaves the folder's checkpoints as they were, or the new one
-complete. ``save`` is public; the Checkpointer goes through the same stages, in a thread of each rank.
+A process that dies in any stage leaves the folder's checkpoints as they were, or the new one complete. The Checkpointer
+runs the same stages, in a thread of each rank.
 """
 
 from __future__ import annotations

@@ -56,8 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rankwise {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (run, doctor, env, stacks, submit, horovodrun):
-        module.add_to(commands.add_parser)
-    for command in commands.choices.values():
-        # Shows the usage of that command.
-        command.set_defaults(refuse=command.error)
+        command = commands.add_parser(
+            module.__name__.rpartition(".")[2],
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=module.EPILOG,
+            usage=getattr(module, "USAGE", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_options(command)
+        # An unknown option shows the usage of that command.
+        command.set_defaults(execute=module.execute, refuse=command.error)
     return parser

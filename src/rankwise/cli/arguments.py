@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that ranks run, which ends rankwise's own options; and the names of these options in other launchers."""
+"""The command that ranks run, which ends rankwise's own options; options as values, and their names elsewhere."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 _OURS = {
     "nproc-per-node": "use -n, the number of ranks on this machine",
@@ -53,6 +57,14 @@ class TakeCommand(argparse.Action):
         namespace.target, namespace.arguments = words[0], words[1:]
 
 
-def add_command(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the script or module, with its arguments, to a command's options; ``what`` is its help."""
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Add the script or module that every rank runs, with its arguments, to a command's options."""
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
+    what = "what every rank runs, and its arguments"
     parser.add_argument("command", nargs=argparse.PARSER, metavar="script.py | module", action=TakeCommand, help=what)
+
+
+def values_of(kind: type[T], options: argparse.Namespace, **own: object) -> T:
+    """Return a dataclass with the options that have the names of its fields; ``own`` takes precedence."""
+    given = vars(options) | own
+    return kind(**{one.name: given[one.name] for one in fields(kind) if one.name in given})

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
 
     from rankwise.doctor.examine import Examination
 
@@ -29,16 +28,8 @@ examples:
   torchrun --nproc-per-node 2 -m rankwise doctor"""
 
 
-def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``rankwise``."""
-    parser = add_parser(
-        "doctor",
-        help=HELP,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--shared", metavar="DIR", default="", help="a folder that every host must see")
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to wait for ranks (default: 30)"
@@ -51,7 +42,6 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help=f"a port that must be free if no ranks were started (default: {DEFAULT_PORT})",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON, with all facts")
-    parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:

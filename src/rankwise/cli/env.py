@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import fields
@@ -13,7 +12,7 @@ from rankwise.world.environments.process import explain_process
 from rankwise.world.environments.reading import Reading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
 
     from rankwise.world.environments.explanation import Explanation, Row
 
@@ -32,18 +31,9 @@ examples:
 The exit code is 1 if this could not be decided: the script would fail with the error shown."""
 
 
-def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``rankwise``."""
-    parser = add_parser(
-        "env",
-        help=HELP,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:

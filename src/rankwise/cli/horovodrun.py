@@ -14,13 +14,14 @@ from rankwise.cli import run
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.command import find_command, is_python
 from rankwise.launch.fork_server.entrypoint import find_script
-from rankwise.launch.hosts import slots as slots_of
+from rankwise.launch.hosts import host_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from rankwise.launch.hosts.slots import Slots
+    from rankwise.launch.hosts.host_list import Slots
 
+USAGE = "rankwise horovodrun -np N [options] python train.py [arguments]"
 DESCRIPTION = """\
 Run a Horovod script, unchanged, on several ranks, with horovodrun's options. `import horovod.torch` imports rankwise's.
 
@@ -101,17 +102,8 @@ REFUSED = {
 """Options that are not supported: how many values each takes, and what to write instead."""
 
 
-def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``rankwise``."""
-    parser = add_parser(
-        "horovodrun",
-        help=HELP,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        usage="rankwise horovodrun -np N [options] python train.py [arguments]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="total number of ranks")
     parser.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="write DIR/rank-0.out and so on")
     hosts = parser.add_argument_group("several machines")
@@ -147,7 +139,6 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     for name, (num_values, _) in REFUSED.items():
         parser.add_argument(name, dest="refused", action=_Refuse, nargs=num_values, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="python train.py", help="what every rank runs")
-    parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -155,12 +146,12 @@ def execute(options: argparse.Namespace) -> int:
     words = translate(options)
     for text in [*notes(options), f"equivalent command: rankwise {shlex.join(words)}"]:
         sys.stderr.write(f"[rankwise] {text}\n")
-    parser = argparse.ArgumentParser(prog="rankwise", allow_abbrev=False)
-    run.add_to(parser.add_subparsers().add_parser)
-    translated = parser.parse_args(words)
+    parser = argparse.ArgumentParser(prog="rankwise run", usage=run.USAGE, allow_abbrev=False)
+    run.add_options(parser)
+    translated = parser.parse_args(words[1:])
     if translated.hosts is None:
         _check_before_ranks_start(translated.arguments)
-    return translated.execute(translated)
+    return run.execute(translated)
 
 
 def _check_before_ranks_start(words: Sequence[str]) -> None:
@@ -187,9 +178,9 @@ def translate(options: argparse.Namespace) -> list[str]:
         )
     is_elastic = options.fewest is not None
     num_ranks = _num_ranks(options, slots, is_elastic=is_elastic)
-    used = slots_of.filled(slots, num_ranks)
+    used = host_list.filled(slots, num_ranks)
     words = ["run"]
-    if slots_of.are_here(used):
+    if host_list.are_here(used):
         words += ["-n", str(num_ranks)]
     else:
         words += ["--hosts", ",".join(f"{host}:{number}" for host, number in used), *_network_words(options)]
@@ -245,8 +236,8 @@ def _rank_command(command: Sequence[str]) -> list[str]:
 def _slots(options: argparse.Namespace) -> Slots:
     """Return the hosts and how many ranks each can run; none if the command names none."""
     if options.hostfile is not None:
-        return slots_of.from_file(options.hostfile)
-    return [] if options.hosts is None else slots_of.from_text(options.hosts, "-H ")
+        return host_list.read_slots(options.hostfile)
+    return [] if options.hosts is None else host_list.parse_slots(options.hosts, "-H ")
 
 
 def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
 
-from rankwise.cli.arguments import add_command
+from rankwise.cli.arguments import add_command, values_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
@@ -16,10 +15,7 @@ from rankwise.launch.start import launch
 from rankwise.world.environments.process import asked_torch_store
 from rankwise.world.environments.reading import parse_address
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
+USAGE = "rankwise run [options] script.py [arguments]\n       rankwise run [options] -m module [arguments]"
 DESCRIPTION = """\
 Run a training script or a module on several ranks, on this machine or on several machines.
 
@@ -47,17 +43,8 @@ output of the ranks:
 HELP = "run a script on several ranks"
 
 
-def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``rankwise``."""
-    parser = add_parser(
-        "run",
-        help=HELP,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        usage="rankwise run [options] script.py [arguments]\n       rankwise run [options] -m module [arguments]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument(
         "-n",
         dest="num_ranks",
@@ -129,23 +116,20 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     machines.add_argument(
         "--rendezvous-timeout",
+        dest="rendezvous_timeout_seconds",
         type=float,
         default=RENDEZVOUS_TIMEOUT_SECONDS,
         metavar="SECONDS",
         help="how long the machines wait for one another at the start (default: 600)",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
-    add_command(parser, "what every rank runs, and its arguments")
-    parser.set_defaults(execute=execute)
+    add_command(parser)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Check the command, run it, and return the exit code, or end this process with it."""
     if options.hosts is not None:
         return _execute_on_hosts(options)
-    launch_options = _launch_options(
-        options, nodes=options.nodes or (1, 1), node_rank=options.node_rank, rendezvous=options.rendezvous
-    )
+    launch_options = _launch_options(options, options.nodes or (1, 1))
     target = find_target(options.target, options.arguments, is_module=options.module)
     exit_code = launch(target, launch_options, TerminalReporter())
     # Every rank has exited and everything is reported: Python's own shutdown, torch first, would only take longer.
@@ -166,25 +150,13 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
             )
     command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
-    return launch_on_hosts(
-        command, hosts, _launch_options(options), nodes=options.nodes, ssh=ssh, show=TerminalReporter().show
-    )
+    own = _launch_options(options, (1, 1))
+    return launch_on_hosts(command, hosts, own, nodes=options.nodes, ssh=ssh, show=TerminalReporter().show)
 
 
-def _launch_options(options: argparse.Namespace, **meeting: Any) -> LaunchOptions:  # noqa: ANN401 - fields of several types
-    """Return the options of the command for one machine; ``meeting`` is how it meets the others."""
-    return LaunchOptions(
-        num_ranks=options.num_ranks,
-        device=options.device,
-        log_dir=options.log_dir,
-        max_restarts=options.max_restarts,
-        rendezvous_timeout_seconds=options.rendezvous_timeout,
-        interface=options.interface,
-        check=options.check,
-        guard=options.guard,
-        torch_store=options.torch_store or asked_torch_store(),
-        **meeting,
-    )
+def _launch_options(options: argparse.Namespace, nodes: tuple[int, int]) -> LaunchOptions:
+    """Return the options of the command for one machine of a job with ``nodes``."""
+    return values_of(LaunchOptions, options, nodes=nodes, torch_store=options.torch_store or asked_torch_store())
 
 
 def _count(text: str) -> int:

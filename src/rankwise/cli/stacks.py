@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -13,7 +12,7 @@ from rankwise.errors import ConfigurationError, fold_ranks
 from rankwise.launch.inspect import control_socket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
 
     from rankwise.launch.inspect.control_socket import RunningJob
 
@@ -29,19 +28,10 @@ examples:
   rankwise stacks --json         for a program"""
 
 
-def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``rankwise``."""
-    parser = add_parser(
-        "stacks",
-        help=HELP,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("--job", type=int, metavar="PID", help="process id of the launcher")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.cli.arguments import add_command
+from rankwise.cli.arguments import add_command, values_of
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.slurm.script import SAVE_SECONDS, JobOptions, batch_script
 from rankwise.launch.slurm.steps import follow, submit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
 
+USAGE = "rankwise submit [options] script.py [arguments]\n       rankwise submit [options] -m module [arguments]"
 DESCRIPTION = """\
 Run a training script or a module as a Slurm job, and show its output until it ends.
 
@@ -33,17 +33,8 @@ HELP = "run a script as a Slurm job"
 INTERRUPTED = 130
 
 
-def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``rankwise``."""
-    parser = add_parser(
-        "submit",
-        help=HELP,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        usage="rankwise submit [options] script.py [arguments]\n       rankwise submit [options] -m module [arguments]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     for name, default, words in (
         ("--nodes", 1, "number of machines (default: 1)"),
         ("--ranks-per-node", None, "ranks on each machine (default: one per GPU, else one)"),
@@ -65,15 +56,14 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--sbatch",
+        dest="more",
         action="append",
         default=[],
         metavar="OPTION",
         help="another option of sbatch, as --sbatch=--qos=high; may be repeated",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script for sbatch and submit nothing")
-    parser.add_argument("-m", dest="module", action="store_true", help="run a module")
-    add_command(parser, "what every rank runs, and its arguments")
-    parser.set_defaults(execute=execute)
+    add_command(parser)
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -81,19 +71,7 @@ def execute(options: argparse.Namespace) -> int:
     # Now rather than when the job starts, perhaps an hour later.
     find_target(options.target, options.arguments, is_module=options.module)
     name = options.target.rpartition(".")[2] if options.module else Path(options.target).stem
-    job = JobOptions(
-        nodes=options.nodes,
-        ranks_per_node=options.ranks_per_node,
-        time=options.time,
-        partition=options.partition,
-        account=options.account,
-        gpus_per_node=options.gpus_per_node,
-        cpus_per_rank=options.cpus_per_rank,
-        job_name=options.job_name or name,
-        output=options.output,
-        save_seconds=options.save_seconds,
-        more=options.sbatch,
-    )
+    job = values_of(JobOptions, options, job_name=options.job_name or name)
     dashes = ["--"] if options.target.startswith("-") else []
     words = [*(["-m"] if options.module else []), *dashes, options.target, *options.arguments]
     script = batch_script(job, sys.executable, words)

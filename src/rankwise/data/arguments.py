@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments the loader rejects, and what to pass instead.
-
-Values only: reads no sample, does no communication. Imported by ``loader``.
-"""
+"""The arguments that the loader rejects, and what to pass instead. Values only."""
 
 from __future__ import annotations
 

@@ -58,10 +58,8 @@ def pin(batch: Batch) -> Batch:
 def without_samples(one: Batch, two: Batch) -> Batch:
     """Return a batch of no samples, with the dtypes and the other dims of real ones.
 
-    Args:
-        one: what the collate function returns for one sample.
-        two: what it returns for the same sample twice. Whatever grew from ``one`` to ``two``
-            counts samples: any dim of a tensor, or a list or tuple. The rest is kept.
+    ``one`` is the batch of a sample, and ``two`` of the same sample twice. Anything that grows from ``one`` to ``two``
+    counts samples: any dim of a tensor, or a list or tuple. The rest is kept.
     """
     if isinstance(one, torch.Tensor):
         grown = [dim for dim in range(one.dim()) if one.shape[dim] != two.shape[dim]]
@@ -130,13 +128,7 @@ def collated(
     where: str,
     places: Sequence[int] = (),
 ) -> Any:  # noqa: ANN401 - any batch
-    """Return the batch that ``collate`` returns for ``samples``.
-
-    Args:
-        collate: the user's function, or torch's.
-        samples: those of one batch.
-        where: the rank, for the error.
-        places: the index of each sample in the dataset; empty if it has none.
+    """Return the batch that ``collate`` returns for ``samples``, which are at ``places`` in the dataset, if anywhere.
 
     Raises:
         DatasetError: ``collate`` raised; that is the cause, and the samples are the evidence.

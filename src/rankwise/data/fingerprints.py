@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be compared of a dataset between ranks: the values of a sample, and the lists of all samples, with digests.
+"""The comparable parts of a dataset: the values of a sample, and the lists of all samples, with digests.
 
 The lists are known without reading a sample: the indices of subsets, the names of files. Values only: reads no
-dataset, draws nothing, does no communication. Imported by ``probes``, ``sources`` and ``same_data``.
+dataset, draws nothing, does no communication.
 """
 
 from __future__ import annotations
@@ -41,17 +41,7 @@ _COARSE_ROUNDING = 2e-2
 _COARSE = ("float16", "bfloat16")
 _BETWEEN_HOSTS = 0.05
 _MOST_UNLIKE = 0.1
-_AS_NUMPY = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-)
+_AS_NUMPY = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _MOST_LISTS = 8
 _PAIR = 2
 
@@ -177,7 +167,7 @@ def _of_tensor(tensor: torch.Tensor, path: str) -> Iterator[Leaf]:
         return
     plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
     name = str(plain.dtype).removeprefix("torch.")
-    if not (plain.dtype.is_complex or plain.dtype in _AS_NUMPY):
+    if not (plain.dtype.is_complex or name in _AS_NUMPY):
         plain = plain.float()  # bfloat16 and the 8-bit floats, which NumPy lacks
     yield from _of_array(plain.numpy(), path, name)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader a training loop iterates: this rank's part of each global batch, on its device.
 
-Combines order, shards, reading and moving; each has its own file. Imported by the
-package's ``__init__``.
+Combines order, shards, reading and moving; each has its own file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from rankwise.data.probes import Prober
 from rankwise.data.same_data import check_same_block, check_with_peers
 from rankwise.data.sampler_order import GivenOrder
 from rankwise.data.shards import (
-    BatchRequest,
     EpochCursor,
     State,
     local_batches,
@@ -186,7 +184,12 @@ class DataLoader(StepSource, EpochPosition):
                 world_size=data_world_size,
             )
         compares = compare_samples and world.world_size > 1
-        self._source = self._source_of(columns, collate_fn or default_collate, str(world), compares=compares)
+        self._source: ColumnSource | SampleSource | StreamSource
+        collate = collate_fn or default_collate
+        if self._is_stream:
+            self._source = StreamSource(dataset, collate, self._shards, seed, str(world), compares=compares)
+        else:
+            self._source = SampleSource(dataset, collate, seed, str(world)) if columns is None else columns
         stop_signals = current().preemption.signals
         in_process = num_workers == 0 or columns is not None
         prober = None
@@ -291,21 +294,16 @@ class DataLoader(StepSource, EpochPosition):
 
     def _fetched(self, epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
         """Read the rest of an epoch, here or in the workers."""
-        if isinstance(self._source, StreamSource):
-            if self._workers is not None:
-                return self._compared(self._workers.read_stream(epoch, start), epoch, start)
-            return self._compared(self._pinned(self._source.batches(epoch, start)), epoch, start)
+        source, workers = self._source, self._workers
+        if isinstance(source, StreamSource):
+            batches = source.batches(epoch, start)
+            stream = self._pinned(batches) if workers is None else workers.read_stream(epoch, start)
+            return self._compared(stream, epoch, start)
         requests = local_batches(self._shards, self._order(epoch), epoch, start)
-        if self._workers is not None:
-            return _without_description(self._workers.read(requests))
-        return _without_description(self._pinned(_read_here(self._source, requests)))
-
-    def _source_of(
-        self, columns: ColumnSource | None, collate: Callable[[list[Any]], Batch], where: str, *, compares: bool
-    ) -> ColumnSource | SampleSource | StreamSource:
-        if self._is_stream:
-            return StreamSource(self.dataset, collate, self._shards, self.seed, where, compares=compares)
-        return columns if columns is not None else SampleSource(self.dataset, collate, self.seed, where)
+        if workers is not None:
+            return ((stop, batch) for stop, batch, _ in workers.read(requests))
+        fetched = self._pinned(FetchedBatch(request.stop, source.fetch(request)) for request in requests)
+        return ((stop, batch) for stop, batch, _ in fetched)
 
     def _pinned(self, fetched: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
         if not self._pin:
@@ -324,12 +322,3 @@ class DataLoader(StepSource, EpochPosition):
                         fetched.throw(error)
                     raise
             yield stop, batch
-
-
-def _without_description(fetched: Iterator[FetchedBatch]) -> Iterator[tuple[int, Batch]]:
-    return ((stop, batch) for stop, batch, _ in fetched)
-
-
-def _read_here(source: ColumnSource | SampleSource, requests: Iterator[BatchRequest]) -> Iterator[FetchedBatch]:
-    for request in requests:
-        yield FetchedBatch(request.stop, source.fetch(request))

@@ -2,7 +2,7 @@
 """One object stored in one file, so that many processes can use it without a copy each.
 
 The bytes of tensors, arrays and long lists are in the file as they are used; the rest is one
-pickle. Knows no rank and no world: it is given an open file. Imported by ``shared``.
+pickle. Knows no rank and no world: it is given an open file.
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def pack(value: object, file: BinaryIO) -> tuple[int, int]:
-    """Write ``value`` to ``file`` and return the place of its pickle: ``(offset, size)`` in bytes.
-
-    Args:
-        value: picklable.
-        file: open for writing, empty.
+    """Write ``value`` to an empty file and return the place of its pickle: ``(offset, size)`` in bytes.
 
     Raises:
-        Exception: whatever pickling ``value`` raises.
+        Exception: any that pickling ``value`` raises.
     """
     writer = _Writer(file)
     stream = io.BytesIO()
@@ -52,17 +48,10 @@ def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:  # noqa: ANN401
     The mapping is copy-on-write: a process that writes into a tensor or array gets private copies of
     the pages it writes, which take memory and are invisible to other processes. (Torch has no
     read-only tensors: with a read-only mapping a write would end the process without a traceback.)
-
-    Args:
-        file_descriptor: of the file, readable; may be closed afterwards.
-        place: what :func:`pack` returned.
+    The descriptor may be closed afterwards.
     """
-    mapping = mmap.mmap(
-        file_descriptor,
-        0,
-        flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-    )
+    flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    mapping = mmap.mmap(file_descriptor, 0, flags=flags, prot=prot)
     return _Reader(mapping).load(place)
 
 
@@ -117,12 +106,9 @@ class _Writer:
         return offset, size
 
     def once(self, memory: tuple[Any, ...], owner: object, write: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Return the pointer from ``write()``, which is called once for the same memory.
+        """Return the pointer from ``write()``, which appends the content of ``owner``, once for the same memory.
 
-        Args:
-            memory: identifies the memory, by address.
-            owner: kept alive, so that the address is not reused.
-            write: appends what ``owner`` holds.
+        The owner is kept alive, so that the address of its memory is not reused.
         """
         if memory not in self._pointers:
             self._pointers[memory] = write()

@@ -2,7 +2,7 @@
 """Reading a few samples to compare them between ranks, where and as the loader reads them.
 
 Knows no other rank. Samples that cannot be read or compared are left out: the user sees the dataset's own error when
-the training loop reaches that sample. Imported by ``same_data``.
+the training loop reaches that sample.
 """
 
 from __future__ import annotations
@@ -38,14 +38,8 @@ class Probe(NamedTuple):
 class Prober:
     """Reads samples of a loader's source in the process in which the loader would.
 
-    If the loader has workers, a temporary worker process reads: a file that the dataset opens at its
-    first sample must not be open in the rank when the workers are forked from it.
-
-    Args:
-        source: what the loader reads from.
-        options: the loader's; ``None`` if it reads in this process.
-        where: the rank, for errors.
-        stop_signals: see :class:`Workers`.
+    If the loader has workers, a temporary worker process with their ``options`` reads: a file that the dataset opens at
+    its first sample must not be open in the rank when the workers are forked from it.
     """
 
     def __init__(
@@ -67,14 +61,9 @@ class Prober:
         return sorted(set(np.linspace(0, last, min(most, last + 1)).round().astype(int).tolist()))
 
     def read(self, indices: list[int], *, num_reads: int = 1, paths: frozenset[str] | None = None) -> list[Probe]:
-        """Return the comparable values of each sample, after reading it ``num_reads`` times.
+        """Return the comparable values of samples, after reading each up to ``num_reads`` times.
 
-        A value that differs from one reading to the next is left out. The process's generators are restored.
-
-        Args:
-            indices: of the samples in the dataset.
-            num_reads: maximum; a sample without remaining values is not read again.
-            paths: of the values to return; default: all.
+        Values that differ between reads or have none of ``paths`` are left out. The process's generators are restored.
         """
         reading = _Reading(self._source, num_reads, paths)
         request = BatchRequest(0, 0, np.array(indices, dtype=np.int64), -1)

@@ -5,7 +5,6 @@ When a loader is created, digests are compared in one collective; only if they d
 sample, and every rank reaches the same result. During iteration, ranks compare through the job's store and none
 waits for another: the first rank to reach a place posts its data, and the others compare theirs with it.
 A collective would not work: ranks may iterate at their own pace, or look at the first batch on one rank only.
-Imported by ``sampler_order``, ``sampler`` and ``loader``.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def _check_settings(reports: list[Mapping[str, object]]) -> None:
 
 
 def _check_listing(listing: Listing, prober: Prober | None) -> None:
-    """Raise for the first entry that differs, unless the sample it stands for is the same on all ranks."""
+    """Raise for the first entry that differs, unless its sample is the same on all ranks."""
     position = _first_difference(listing)
     if prober is not None and _is_same_sample(prober, position):
         return
@@ -204,10 +203,7 @@ def _paths(of_ranks: list[tuple[int, dict[str, Leaf]]]) -> list[str]:
 def _differs(path: str, of_ranks: list[tuple[int, dict[str, Leaf]]], *, is_missing: bool = False) -> bool:
     """Return whether the ranks' values at ``path`` are different data.
 
-    Args:
-        path: where in the sample.
-        of_ranks: node and leaves of each rank. A missing leaf was random, or ``is_missing``.
-        is_missing: whether the samples of some ranks have no such value at all.
+    A leaf that a rank lacks was random, or ``is_missing``: its sample has no such value at all.
     """
     found = [(node, leaves[path]) for node, leaves in of_ranks if path in leaves]
     if len(found) < len(of_ranks):
@@ -229,12 +225,7 @@ def _raise(what: str, evidence: dict[int, str], do: str) -> NoReturn:
 
 
 def check_same_order(place: str, indices: npt.NDArray[np.int64], *, do: str) -> None:
-    """Raise unless ``indices`` are those of the first rank that reached ``place``.
-
-    Args:
-        place: the same on every rank: which loader, which epoch.
-        indices: [samples of the epoch] from the sampler.
-        do: how to make them the same.
+    """Raise unless a sampler's ``indices`` of an epoch are those of the first rank that reached ``place``.
 
     Raises:
         DatasetError: they are not; the first position that differs is named.
@@ -267,12 +258,9 @@ def _cuts(length: int) -> list[int]:
 
 
 def check_same_block(place: str, described: str, node_rank: int) -> None:
-    """Raise unless a stream's samples are those of the first rank that reached ``place``.
+    """Raise unless a stream's samples, as ``describe_block`` returned them, are those of the first rank at ``place``.
 
-    Args:
-        place: the same on every rank: which loader, epoch and position.
-        described: by :func:`rankwise.data.fingerprints.describe_block`.
-        node_rank: of this rank; decoders may round differently on another node.
+    Decoders may round differently on another node.
 
     Raises:
         DatasetError: they are not; the first sample that differs is named.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds per sample: augmentation is the same on any rank, in any worker, after a resume.
 
-Sets the process-wide generators of Python, NumPy and torch, and restores them; holds no state of
-its own. Imported by ``sources``.
+Sets the process-wide generators of Python, NumPy and torch, and restores them; holds no state of its own.
 """
 
 from __future__ import annotations
@@ -36,15 +35,11 @@ def epoch_seed(seed: int, epoch: int) -> int:
 def sample_seeds(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
     """Return the seed of each sample of ``indices`` in ``epoch``.
 
-    A pure function of ``(seed, epoch, index)``: independent of rank, worker and batch.
+    A pure function of ``(seed, epoch, index)``: independent of rank, worker and batch. 32 bits are the widest seed that
+    NumPy's and MONAI's generators take.
 
-    Returns:
-        [same shape as ``indices``] of uint32, the widest seed that NumPy's and MONAI's generators
-        take.
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014),
-    SplitMix64:
-        its output at step ``index`` of the stream begun at ``epoch_seed``.
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), SplitMix64: its
+        output at step ``index`` of the stream begun at ``epoch_seed``.
     """
     state = (indices.astype(np.uint64) + np.uint64(1)) * _STEP + np.uint64(epoch_seed(seed, epoch))
     state = (state ^ (state >> np.uint64(30))) * _MULTIPLIER_1
@@ -53,12 +48,9 @@ def sample_seeds(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.N
 
 
 def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
-    """Set Python's, NumPy's legacy and torch's CPU generator, and those of ``owners``, to ``seed``.
+    """Set Python's, NumPy's legacy and torch's CPU generator to a seed of 32 bits, and those of ``owners``.
 
-    Args:
-        seed: in ``[0, 2**32)``.
-        owners: objects that have their own generators and take a seed through
-            ``set_random_state(seed=)``, as MONAI's random transforms do.
+    Owners have generators of their own and ``set_random_state(seed=)``, as MONAI's random transforms do.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the generator users' datasets draw from
@@ -93,8 +85,8 @@ def generators_kept() -> Generator[None]:
 def owners_of_generators(dataset: object) -> list[Any]:
     """Return the objects with ``set_random_state`` in ``dataset`` and its parts.
 
-    Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets``
-    (``ConcatDataset``). MONAI's ``Compose`` passes the seed on to its transforms.
+    Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets`` (``ConcatDataset``). MONAI's
+    ``Compose`` passes the seed on to its transforms.
     """
     owners: list[Any] = []
     seen: set[int] = set()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One copy of a dataset per node, used by all its ranks.
 
-Decides which rank reads, and how the others find the result; ``packed`` has the layout. Imported by
-the package's ``__init__``.
+Decides which rank reads, and how the others find the result; ``packed`` has the layout.
 """
 
 from __future__ import annotations

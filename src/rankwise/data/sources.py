@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the samples of a batch are read: whole columns at once, sample by sample, or from a stream.
 
-Knows about ranks only from its arguments, starts no process, does no communication. Imported by
-``workers`` and ``loader``.
+Knows about ranks only from its arguments, starts no process, does no communication.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ class ColumnSource:
 class SampleSource:
     """A map-style dataset, read sample by sample, each with generators seeded for it.
 
-    A dataset that has ``__getitems__`` reads the whole batch through it; the generators are then seeded
-    once, for the batch's first sample, so random augmentation there depends on the number
-    of ranks.
+    A dataset that has ``__getitems__`` reads the whole batch through it; the generators are then seeded once, for the
+    batch's first sample, so random augmentation there depends on the number of ranks.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, where: str) -> None:  # noqa: ANN401 - any dataset
@@ -155,9 +153,9 @@ class StreamSource:
     def batches(self, epoch: int, position: int, worker: int = 0, num_workers: int = 1) -> Iterator[FetchedBatch]:
         """Yield this rank's part of every ``num_workers``-th global batch from ``position`` on.
 
-        The stream draws from its own generators, seeded for the epoch, so that one that shuffles
-        yields the same order on every rank and the training loop's generators are unaffected.
-        The first global batch is also described, to be compared between ranks.
+        The stream draws from its own generators, seeded for the epoch, so that one that shuffles yields the same order
+        on every rank and the training loop's generators are unaffected. The first global batch is also described, to
+        be compared between ranks.
 
         Raises:
             DatasetError: the stream or the collate function raised; that error is the cause.
@@ -233,8 +231,7 @@ def innermost(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
 def columns_of(dataset: object) -> ColumnSource | None:
     """Return ``dataset`` as columns, or ``None`` if its samples must be read one by one.
 
-    Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets
-    of them.
+    Columns are: a tensor, a NumPy array, a tuple or dict of these, a ``TensorDataset``, and subsets of them.
 
     Raises:
         DatasetError: the columns have different lengths.

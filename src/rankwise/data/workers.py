@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading in worker processes: torch's DataLoader, given whole batches to read instead of samples.
 
-Decides no order and no shares. A worker's error is returned as a value and raised in the
-rank, with its cause. Imported by ``loader``.
+Decides no order and no shares. A worker's error is returned as a value and raised in the rank, with its cause.
 """
 
 from __future__ import annotations
@@ -197,12 +196,9 @@ class Workers:
 
 
 def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> DatasetError:
-    """Return the error for a missing answer: a worker has exited, or all took too long.
+    """Return the error for a missing answer: a worker has exited by itself, or all took too long.
 
-    Args:
-        error: torch's, which often only reports a broken pipe.
-        exit_codes: of the workers that exited by themselves.
-        where: the rank.
+    Torch's ``error`` often reports only a broken pipe.
     """
     if exit_codes:
         what = "A worker process of the loader exited before it had read its batch."
@@ -224,8 +220,8 @@ def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> Dat
 def _end_workers(answers: Iterator[Any]) -> dict[int, int]:
     """End the workers, and return the exit codes of those that exited by themselves.
 
-    Torch's child-signal handler raises wherever the process is when the signal arrives: ending the
-    workers waits for that, so that it happens here and not later, in the training loop.
+    Torch's handler of SIGCHLD raises wherever the process is: waiting for the workers makes it raise here, and not
+    later in the training loop.
     """
     with suppress(RuntimeError):
         end_workers(answers)
@@ -267,8 +263,7 @@ def _exit_on_sigterm_of_rank() -> None:
 def _default_start() -> str | None:
     """Return ``"fork"`` where it exists: workers start at once and share the dataset's memory.
 
-    Python's own default differs in ranks that were started by a fork server, and everywhere
-    from Python 3.14 on.
+    Python's own default differs in ranks that a fork server started, and everywhere from Python 3.14 on.
     """
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 

@@ -6,12 +6,10 @@ Pure. Imported by this room's other files.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from rankwise.world.device.kinds import EXAMPLE
-from rankwise.world.network import Interface, Route
+from rankwise.world.network import Interface, Route  # noqa: TC001 - looked up when facts are read from JSON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,30 +109,3 @@ class ExaminedJob:
         for facts in self.ranks:
             by_name.setdefault(facts.machine.hostname, []).append(facts)
         return list(by_name.values())
-
-
-def machine_to_json(machine: Machine) -> str:
-    """Return a machine as text."""
-    return json.dumps(asdict(machine))
-
-
-def machine_from_json(text: str | bytes) -> Machine:
-    """Return the machine that :func:`machine_to_json` serialized."""
-    read: dict[str, Any] = json.loads(text)
-    interfaces = tuple(Interface(**(one | {"addresses": tuple(one["addresses"])})) for one in read.pop("interfaces"))
-    lists: dict[str, Any] = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
-    return Machine(**(read | lists), interfaces=interfaces)
-
-
-def across_to_json(across: Across) -> str:
-    """Return what a rank determined as text."""
-    return json.dumps(asdict(across))
-
-
-def across_from_json(text: str | bytes) -> Across:
-    """Return what :func:`across_to_json` serialized."""
-    read: dict[str, Any] = json.loads(text)
-    read["routes"] = {hostname: Route(**route) for hostname, route in read["routes"].items()}
-    if read["store_route"] is not None:
-        read["store_route"] = Route(**read["store_route"])
-    return Across(**read)

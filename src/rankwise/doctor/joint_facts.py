@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,9 @@ import torch
 
 from rankwise.comm.collectives import all_reduce
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, Finding
-from rankwise.doctor.facts import (
-    Across,
-    ExaminedJob,
-    Facts,
-    Timing,
-    across_from_json,
-    across_to_json,
-    machine_from_json,
-    machine_to_json,
-)
+from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.errors import ConfigurationError, fold_ranks
+from rankwise.launch.messages import value_of
 from rankwise.world import network
 from rankwise.world.device import accelerator
 
@@ -75,11 +67,12 @@ def gather_job(
     if session.store is None:
         return ExaminedJob(ranks=(own,)), []
     store = session.store.prefixed("doctor")
-    store.set(f"machine/{world.rank}", machine_to_json(own.machine))
+    store.set(f"machine/{world.rank}", json.dumps(asdict(own.machine)))
     ranks: list[Facts] = [own]
     if world.rank == 0:
         texts = _collect(store, "machine", world.world_size, timeout_seconds)
-        ranks = [replace(own, rank=rank, machine=machine_from_json(text)) for rank, text in sorted(texts.items())]
+        machines = {rank: value_of(Machine, json.loads(text)) for rank, text in sorted(texts.items())}
+        ranks = [replace(own, rank=rank, machine=machine) for rank, machine in machines.items()]
         store.set("first_of_host", json.dumps(_first_of_host(ranks)))
         store.set("addresses", json.dumps(_addresses(ranks)))
     first_of_host: dict[str, int] = json.loads(store.get("first_of_host", timeout_seconds))
@@ -94,13 +87,14 @@ def gather_job(
         if is_first and path:
             found = replace(found, shared_folder_error=_sees(path))
         timings = _timings(world.device, timeout_seconds)
-        store.set(f"across/{world.rank}", across_to_json(found))
+        store.set(f"across/{world.rank}", json.dumps(asdict(found)))
         if world.rank != 0:
             # Rank 0 removes its file only after every host has looked.
             return ExaminedJob(ranks=(replace(own, across=found),), shared_folder=shared_folder), []
         texts = _collect(store, "across", world.world_size, timeout_seconds)
     ranks = [
-        replace(facts, across=across_from_json(texts[facts.rank])) if facts.rank in texts else facts for facts in ranks
+        replace(facts, across=value_of(Across, json.loads(texts[facts.rank]))) if facts.rank in texts else facts
+        for facts in ranks
     ]
     missing = [rank for rank in range(world.world_size) if rank not in texts]
     findings = []

@@ -8,14 +8,19 @@ accepted; an error names the sender. Opens no connection. Imported by both ends 
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rankwise.errors import ConfigurationError, LaunchError, RankwiseError
 from rankwise.launch.options import LaunchOptions  # noqa: TC001 - looked up when a message is decoded
 from rankwise.launch.report.failure import FailedAttempt, Failure  # noqa: TC001 - as above
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 PURPOSE = "agent"
 """The purpose of an agent's connection to the port that also serves the job's store."""
@@ -327,7 +332,7 @@ def decode(data: bytes, sender: str) -> Message:
         told = json.loads(data)
         if not isinstance(told, dict) or told.get("kind") not in _KINDS:
             raise ValueError("unknown message")  # noqa: TRY301 - shown below
-        return _object(_KINDS[told.pop("kind")], told)
+        return value_of(_KINDS[told.pop("kind")], told)
     except (ValueError, TypeError, RecursionError) as error:
         shown = data[:LONGEST_QUOTE].decode(errors="replace")
         raise MessageError(
@@ -342,9 +347,15 @@ def _kinds_of(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _object(kind: Any, told: dict[str, Any]) -> Any:  # noqa: ANN401 - any of the classes above
-    """Return a value of a dataclass; a machine with a later version may send more fields, which are rejected."""
-    known = {one.name: one for one in fields(kind)}
+def value_of(kind: type[T], told: dict[str, Any]) -> T:
+    """Return a value of a dataclass from what ``asdict`` and JSON made of one.
+
+    A machine with a later version may send more fields, which are rejected.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of another type.
+    """
+    known: dict[str, Field[Any]] = {one.name: one for one in fields(kind)}
     missing = [
         one.name
         for one in known.values()
@@ -371,8 +382,8 @@ def _value(kind: Any, told: Any, name: str) -> Any:  # noqa: ANN401 - any type o
         kinds = [inner[0]] * len(told) if inner[1:] == (Ellipsis,) else inner
         if len(kinds) == len(told):
             return tuple(_value(one, value, name) for one, value in zip(kinds, told, strict=True))
-    if is_dataclass(kind) and isinstance(told, dict):
-        return _object(kind, told)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(told, dict):
+        return value_of(kind, told)
     if kind is float and isinstance(told, int | float) and not isinstance(told, bool):
         return float(told)
     if kind in {bool, int, str} and type(told) is kind:

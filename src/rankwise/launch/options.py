@@ -82,11 +82,6 @@ class LaunchOptions:
             )
 
     @property
-    def is_elastic(self) -> bool:
-        """Whether the number of machines may change."""
-        return self.nodes[0] < self.nodes[1]
-
-    @property
     def can_restart(self) -> bool:
-        """Whether a restart is possible."""
-        return self.max_restarts > 0 or self.is_elastic
+        """Whether a restart is possible: after a failure, or because the number of machines changes."""
+        return self.max_restarts > 0 or self.nodes[0] < self.nodes[1]

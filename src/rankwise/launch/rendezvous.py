@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the machines of a job meet, and whether this one serves the others. Imported by the launcher's start."""
+"""Where the machines of a job meet, on which port, and whether this one serves the others.
+
+A port is bound at once and kept, never picked first and bound later. Imported by the launcher's start.
+"""
 
 from __future__ import annotations
 
+import errno
 import socket
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
-from rankwise.launch import auth, port
+from rankwise.launch import auth
 from rankwise.store import wire
 from rankwise.world import network
 from rankwise.world.environments.process import in_kubernetes
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
     from rankwise.launch.options import LaunchOptions
 
 LOOPBACK = "127.0.0.1"
+ANY_PORT = 0
+"""Makes the system choose a free port."""
 EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - only where a scheduler names this machine by an address it does not have
 
 
@@ -42,7 +48,7 @@ def find(options: LaunchOptions) -> JobAddress:
             this machine although this is node 0; the port is in use.
     """
     if options.rendezvous is None:
-        listener = wire.listen(LOOPBACK, port.ANY)
+        listener = wire.listen(LOOPBACK, ANY_PORT)
         interface = None if options.interface is None else known_interface(options.interface)
         return JobAddress(
             address=listener.getsockname()[:2], secret=auth.draw(), listener=listener, interface=interface
@@ -51,7 +57,7 @@ def find(options: LaunchOptions) -> JobAddress:
     seen = _seen_from_here(host, options)
     listener = None
     if seen.listens_on is not None and options.node_rank in {None, 0}:
-        listener = port.listen(seen.listens_on, number, options.node_rank)
+        listener = _listen(seen.listens_on, number, options.node_rank)
     interface = interface_to(seen.address) if options.interface is None else known_interface(options.interface)
     if listener is not None:
         number = listener.getsockname()[1]
@@ -75,7 +81,7 @@ def listen_towards(other: str, options: LaunchOptions) -> JobAddress:
         ConfigurationError: there is no such interface, no route, or this machine cannot listen there.
     """
     if options.interface is None:
-        return find(replace(options, rendezvous=(network.route_to(other).local_address, port.ANY)))
+        return find(replace(options, rendezvous=(network.route_to(other).local_address, ANY_PORT)))
     held = _addresses_on(options.interface)
     if not held:
         raise ConfigurationError(
@@ -84,7 +90,7 @@ def listen_towards(other: str, options: LaunchOptions) -> JobAddress:
             evidence="\n".join(network.interface_lines()),
             do="pass --interface with one of these, or omit it",
         )
-    return find(replace(options, rendezvous=(held[0], port.ANY)))
+    return find(replace(options, rendezvous=(held[0], ANY_PORT)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +142,25 @@ def _every_interface(host: str, options: LaunchOptions) -> _SeenFromHere:
 
 def _addresses_on(interface: str) -> list[str]:
     return [address for one in network.interfaces() if one.name == interface for address in one.addresses]
+
+
+def _listen(address: str, port: int, node_rank: int | None) -> socket.socket | None:
+    """Listen on a port of this machine; return ``None`` if another launcher here already does so for the job."""
+    try:
+        return wire.listen(address, port)
+    except ConfigurationError as error:
+        if port == ANY_PORT:
+            raise error.supplement(do="pass another network: --interface NAME") from error.__cause__
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+            raise
+        # A second launcher on the machine of the first: the one that listens serves the job.
+        if node_rank is None:
+            return None
+        raise ConfigurationError(
+            f"Port {port} of {address} is in use, but node 0 must serve the job there.",
+            do="pass another --rendezvous port on every machine or, if another launcher is node 0, another "
+            f"--node-rank. To see what listens there: ss -ltnp 'sport = :{port}'",
+        ) from error
 
 
 def known_interface(name: str) -> str:

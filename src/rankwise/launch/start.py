@@ -20,7 +20,7 @@ import tempfile
 import time
 import uuid
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,9 +35,9 @@ from rankwise.launch.fork_server.worker import run_rank
 from rankwise.launch.inspect.control_socket import ControlSocket
 from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
-from rankwise.launch.slurm.scheduler import unused_nodes, with_scheduler
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
+from rankwise.world.environments.process import nodes_of_job, read_launcher
 
 if TYPE_CHECKING:
     from rankwise.launch.agent.controller_link import ControllerLink
@@ -54,18 +54,6 @@ DEVICE_NAME = "RANKWISE_DEVICE"
 """Sets which device ranks use; read by ``environments``."""
 SAVES_ON_TERMINATE = "SLURM_JOB_ID"
 """If this is set, SIGTERM is Slurm's notice before a preemption or ``scancel``, with time left to save."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OpenedLaunch:
-    """The resources opened for one launch before its first rank starts."""
-
-    folder: str
-    """Temporary, for the files in which ranks record their end; removed by the server."""
-    server: ForkServer
-    notify_pipe: int
-    """Readable when a rank has recorded a failure."""
-    signals: PendingSignals
 
 
 def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_address: JobAddress | None = None) -> int:
@@ -87,7 +75,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         LaunchError: a rank could not be started, or the other machines cannot be reached.
     """
     if job_address is None:
-        options = with_scheduler(options)
+        options = _with_scheduler(options)
     end_quietly()
     _open_standard_streams()
     if options.log_dir is not None:
@@ -100,6 +88,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     importlib.import_module("torch")
 
     folder = tempfile.mkdtemp(prefix="rankwise-")
+    # Readable when a rank has recorded a failure.
     notify_read_end, notify_write_end = os.pipe()
     # A rank also returns through here: code around this call runs once in each of them.
     server = fork_server(
@@ -110,12 +99,47 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     )
     os.close(notify_write_end)
     try:
-        job = _OpenedLaunch(folder=folder, server=server, notify_pipe=notify_read_end, signals=PendingSignals())
-        return _take_part(job, target, options, reporter, job_address)
+        return _take_part(
+            target, options, reporter, job_address, folder=folder, server=server, notify_pipe=notify_read_end
+        )
     finally:
         server.close()
         # Done by the server, unless it was killed.
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unused_nodes() -> str:
+    """Return a warning if this launcher is in a Slurm job of several nodes and uses only one; else an empty text."""
+    number = nodes_of_job()
+    if number < 2:  # noqa: PLR2004 - a job of one node leaves none unused
+        return ""
+    return (
+        f"[rankwise] this Slurm job has {number} nodes, but this launcher uses only one; to use all: "
+        "srun --ntasks-per-node=1 rankwise run ...\n"
+    )
+
+
+def _with_scheduler(options: LaunchOptions) -> LaunchOptions:
+    """Return ``options`` with the machines of a scheduler that has started one launcher on each.
+
+    Slurm's step variables number them, or plain ``RANK`` and ``WORLD_SIZE`` as Kubernetes' PyTorchJob sets them.
+    """
+    if options.nodes[1] > 1 or options.rendezvous is not None:
+        return options
+    reading = read_launcher()
+    if reading is None or reading.world_size == 1:
+        return options
+    if (reading.local_world_size or 1) > 1:
+        raise ConfigurationError(
+            f"{reading.local_world_size} launchers were started on this machine, but one is enough.",
+            evidence=reading.reason,
+            do="srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py\n"
+            "or start the ranks themselves: srun python train.py",
+        )
+    size = reading.world_size
+    return replace(
+        options, nodes=(size, size), node_rank=reading.rank, rendezvous=reading.address, told_by_scheduler=True
+    )
 
 
 def _open_standard_streams() -> None:
@@ -147,16 +171,20 @@ def num_ranks_here(options: LaunchOptions, num_gpus: int, kind: DeviceKind | Non
 
 
 def _take_part(
-    opened: _OpenedLaunch,
     target: Target,
     options: LaunchOptions,
     reporter: Reporter,
     job_address: JobAddress | None,
+    *,
+    folder: str,
+    server: ForkServer,
+    notify_pipe: int,
 ) -> int:
+    signals = PendingSignals()
     # While the server is importing what the ranks need.
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.controller_link import open_link  # noqa: PLC0415
-    from rankwise.launch.agent.ranks import JobSettings, LocalRanks  # noqa: PLC0415
+    from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
     from rankwise.launch.inspect.stacks import StacksService  # noqa: PLC0415
     from rankwise.launch.rendezvous import find  # noqa: PLC0415
     from rankwise.world.device import accelerator  # noqa: PLC0415
@@ -168,28 +196,21 @@ def _take_part(
     hosts_job = job.listener is not None
     output = Output(options.log_dir)
     with ExitStack() as closing:
-        server: JobServer | None = None
+        job_server: JobServer | None = None
         if hosts_job:
-            server = _serve(job, options)
-            closing.callback(server.close)
+            job_server = _serve(job, options)
+            closing.callback(job_server.close)
         closing.callback(output.close)
         closing.callback(output.drain)
-        settings = JobSettings(
-            folder=opened.folder,
-            store=job.address,
-            secret=job.secret,
-            interface=job.interface,
-            check=options.check,
-            guard=options.guard,
-            max_restarts=options.max_restarts,
+        ranks = LocalRanks(
+            num_ranks, job, options, folder=folder, server=server, output=output, notify_pipe=notify_pipe
         )
-        ranks = LocalRanks(num_ranks, settings, server=opened.server, output=output, notify_pipe=opened.notify_pipe)
         hello = _hello(target, options, num_ranks, serves=hosts_job)
 
         def connect(timeout_seconds: float) -> ControllerLink | LocalLink:
             agent.raise_if_interrupted()
-            if server is not None:
-                return server.connect(hello)
+            if job_server is not None:
+                return job_server.connect(hello)
             return open_link(
                 job.address,
                 job.secret.encode(),
@@ -199,21 +220,20 @@ def _take_part(
                 show=reporter.show,
             )
 
-        control_socket = closing.enter_context(ControlSocket(opened.folder, ranks=list(range(num_ranks))))
+        control_socket = closing.enter_context(ControlSocket(folder, ranks=list(range(num_ranks))))
         agent = Agent(
             ranks,
             open_link=connect,
-            signals=opened.signals,
+            signals=signals,
             stacks=StacksService(control_socket, ranks),
             reporter=reporter,
             hosts_job=hosts_job,
-            can_return=options.can_restart and not hosts_job,
-            can_restart=options.max_restarts > 0,
+            options=options,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
         reporter.show(_decision(options, num_ranks) + job.notice + _local_rank_notice(target))
         if options.nodes[1] == 1:
-            reporter.show(unused_nodes())
+            reporter.show(_unused_nodes())
         exit_code = agent.run(options.rendezvous_timeout_seconds)
         reporter.end(ranks.failures)
         return exit_code
@@ -243,7 +263,7 @@ def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
 def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bool) -> Hello:
     import torch  # noqa: PLC0415
 
-    words = str(target)
+    words, arguments = str(target), getattr(target, "arguments", ())
     if isinstance(target, Script):
         digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()
         words = f"{Path(target.path).name} ({digest[:12]})"
@@ -253,10 +273,11 @@ def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bo
     same = {
         "script": words,
         "options": asked,
-        "arguments": _digest(target),
+        # Only a digest: they may be long or private.
+        "arguments": f"{len(arguments)} ({hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]})",
         "rankwise": VERSION,
         "torch": str(torch.__version__),
-        "python": _python(),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
     node = Node(
         node_id=uuid.uuid4().hex,
@@ -267,16 +288,6 @@ def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bo
         job=same,
     )
     return Hello(node=node)
-
-
-def _digest(target: Target) -> str:
-    """Return a digest of the arguments, which may be long or private."""
-    arguments = getattr(target, "arguments", ())
-    return f"{len(arguments)} ({hashlib.sha256(json.dumps(arguments).encode()).hexdigest()[:8]})"
-
-
-def _python() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _decision(options: LaunchOptions, num_ranks: int) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of what replicas share: the bits of tensors, and the hyperparameters of optimizers.
+"""Checksums of the shared state of replicas: the bits of tensors, and the hyperparameters of optimizers.
 
-For tensors: a few operations for many small ones, one pass over memory. Used by the guards of replicas, for all
-tensors of a model at once, and for each once they differ. Sends nothing.
+For tensors: a few operations for many small ones, one pass over memory; of all tensors of a model at once, and of each
+once they differ. Sends nothing.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ class ChecksumOfAll:
 
     @torch.no_grad()
     def __call__(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return the checksum. Waits for the device that the tensors are on.
-
-        Args:
-            tensors: plain, with values, in the same order each time.
-        """
+        """Return the checksum of plain tensors, in the same order each time. Waits for their device."""
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
         if places != self._places or not all(tensor.is_contiguous() for tensor in tensors):
             # The previous flat views refer to other memory now.
@@ -164,12 +160,7 @@ def _bytes_of(values: list[Any]) -> bytes:
 
 
 def _plain(value: object, *, waits: bool) -> Any:  # noqa: ANN401 - of any kind
-    """Return a hyperparameter in JSON-able form.
-
-    Args:
-        value: of a parameter group.
-        waits: read a tensor on an accelerator, which waits for the device.
-    """
+    """Return a hyperparameter in JSON-able form; read one on an accelerator only if it ``waits`` for the device."""
     if isinstance(value, torch.Tensor):
         is_read = value.numel() == 1 and not value.is_meta and (waits or value.device.type == "cpu")
         return value.item() if is_read else None

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain safetensors files, by the names of the tensors in them: one file, or a folder of several.
 
-Reads one tensor or one region at a time, and nothing else of a file; writes nothing. Imported by the code that
-reads weights from files written by other tools.
+Reads one tensor or one region at a time, and nothing else of a file; writes nothing.
 """
 
 from __future__ import annotations
@@ -74,10 +73,7 @@ class TensorInfo:
 class TensorFiles:
     """Open files and the tensors in them. A context manager.
 
-    Args:
-        path: the path that was passed, for errors.
-        opened: the open files.
-        file_of: which file each tensor is read from.
+    Reading raises CheckpointError if there is no tensor of a name, or if its file can no longer be read.
     """
 
     def __init__(self, path: Path, opened: Mapping[Path, Any], file_of: Mapping[str, Path]) -> None:
@@ -88,44 +84,20 @@ class TensorFiles:
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor on the CPU, in memory of its own.
-
-        Raises:
-            CheckpointError: there is none of that name, or its file can no longer be read.
-        """
+        """Return a tensor on the CPU, in memory of its own."""
         return self._mapped(name).clone()
 
     def read_slice(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """Return a region of a tensor on the CPU, in memory of its own.
-
-        Args:
-            name: of the tensor.
-            slices: one per dimension, all with step one; the last ones may be left out.
-
-        Raises:
-            CheckpointError: there is none of that name, or its file can no longer be read.
-        """
+        """Return a region of a tensor on the CPU, in memory of its own; the slices have step one."""
         return self._mapped(name)[slices].clone()
 
     def read_into(self, name: str, destination: torch.Tensor) -> None:
-        """Copy a tensor into ``destination``, converted to its dtype. Takes no memory in between.
-
-        Args:
-            name: of the tensor.
-            destination: of the same shape, on any device.
-
-        Raises:
-            CheckpointError: there is none of that name, or its file can no longer be read.
-        """
+        """Copy a tensor into ``destination`` on any device, converted to its dtype."""
         with torch.no_grad():
             destination.copy_(self._mapped(name))
 
     def are_equal(self, names: Sequence[str]) -> bool:
-        """Return whether tensors are the same to the last bit, dtypes and shapes too.
-
-        Raises:
-            CheckpointError: there is none of such a name, or its file can no longer be read.
-        """
+        """Return whether tensors are the same to the last bit, dtypes and shapes too."""
         first, *others = (self._mapped(name) for name in names)
         return all(
             other.dtype == first.dtype

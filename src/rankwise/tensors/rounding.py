@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far values may differ and still be the same up to rounding: different kinds of processors round differently.
-
-Used by the guards of replicas, which compare values where checksums of bits differ.
-"""
+"""Whether values are the same up to rounding, which differs between kinds of processors; compared once bits differ."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved state that is complete under its name or absent, also after a power loss: write, sync, rename, sync.
 
-POSIX promises only what ``fsync`` was called for: of a file its bytes, of a folder its names. Whatever saves state
-(checkpoints, weights, snapshots of servers; elastic commits, without the sync) does it through here. Knows nothing of
-what is saved.
+POSIX guarantees only what ``fsync`` was called for: of a file its bytes, of a folder its names. All saved state
+(checkpoints, weights, snapshots of servers; elastic commits, without the sync) is written through here.
 """
 
 from __future__ import annotations

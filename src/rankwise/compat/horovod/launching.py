@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rankwise.compat.horovod.errors import NotOffered
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function.launch import launch
-from rankwise.launch.hosts import slots as slots_of
+from rankwise.launch.hosts import host_list
 from rankwise.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rankwise.launch.hosts.slots import Slots
+    from rankwise.launch.hosts.host_list import Slots
 
 T = TypeVar("T")
 N = TypeVar("N", int, int | None)
@@ -154,8 +154,8 @@ def _offered(hosts: str | None, hostfile: str | None) -> Slots:
     """Return the hosts, which are all this machine, and their slots; none if none were named."""
     if hosts is None and hostfile is None:
         return []
-    offered = slots_of.from_file(hostfile) if hostfile is not None else slots_of.from_text(hosts or "", "hosts=")
-    if not slots_of.are_here(offered):
+    offered = host_list.read_slots(hostfile) if hostfile is not None else host_list.parse_slots(hosts or "", "hosts=")
+    if not host_list.are_here(offered):
         raise NotOffered(
             "hvd.run() starts ranks on this machine only: values received over the network are never unpickled.",
             evidence=", ".join(f"{host}: {number}" for host, number in offered),

@@ -45,13 +45,15 @@ class ProcessSet:
     @property
     def group(self) -> Group | None:
         """Its group, for ``group=`` of rankwise's own calls; ``None`` for the world."""
-        return current_queue().members[members_of(self)].group
+        return self._members.group
+
+    @property
+    def _members(self) -> SetMembers:
+        return current_queue().members[members_of(self)]
 
     def size(self) -> int | None:
         """Return the number of its ranks, or ``None`` if it is not in use."""
-        if self.process_set_id is None:
-            return None
-        return len(current_queue().members[members_of(self)].ranks)
+        return None if self.process_set_id is None else len(self._members.ranks)
 
     def rank(self) -> int | None:
         """Return this rank's place in it, or ``None`` if it is not in use.
@@ -61,9 +63,7 @@ class ProcessSet:
         """
         if self.process_set_id is None:
             return None
-        queue = current_queue()
-        ranks = queue.members[members_of(self)].ranks
-        own = queue.session.world.rank
+        ranks, own = self._members.ranks, current_queue().session.world.rank
         if own not in ranks:
             raise ConfigurationError(
                 f"Rank {own} is not in {self}.", do="check process_set.included() before process_set.rank()"
@@ -72,9 +72,7 @@ class ProcessSet:
 
     def included(self) -> bool | None:
         """Return whether this rank is in it."""
-        if self.ranks is None:
-            return None
-        return current_queue().session.world.rank in self.ranks
+        return None if self.ranks is None else current_queue().session.world.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"

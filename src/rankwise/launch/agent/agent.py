@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rankwise.launch.agent.signals import PendingSignals
     from rankwise.launch.controller.server import LocalLink
     from rankwise.launch.inspect.stacks import StacksService
+    from rankwise.launch.options import LaunchOptions
     from rankwise.launch.report.failure_report import Reporter
 
 LOOK_SECONDS = 0.5
@@ -90,8 +91,7 @@ class Agent:
         stacks: StacksService,
         reporter: Reporter,
         hosts_job: bool,
-        can_return: bool,
-        can_restart: bool,
+        options: LaunchOptions,
         saves_on_terminate: bool,
     ) -> None:
         self._ranks = ranks
@@ -101,8 +101,8 @@ class Agent:
         self._stragglers = Stragglers(stacks.look, ranks.is_script_over)
         self._reporter = reporter
         self._hosts_job = hosts_job
-        self._can_return = can_return
-        self._can_restart = can_restart
+        self._can_return = options.can_restart and not hosts_job
+        self._can_restart = options.max_restarts > 0
         self._saves_on_terminate = saves_on_terminate
         self._link: ControllerLink | LocalLink | None = None
         self._is_attempt_on = False

@@ -138,15 +138,9 @@ def open_link(
     between: Callable[[], None],
     show: Callable[[str], None],
 ) -> ControllerLink:
-    """Return a connection to the coordinator, retrying until there is one.
+    """Return a connection to the coordinator; retry until there is one.
 
-    Args:
-        address: where it listens.
-        secret: of the job.
-        hello: how this machine introduces itself.
-        timeout_seconds: how long to retry.
-        between: called between two attempts; may raise.
-        show: shows text to the user.
+    Calls ``between``, which may raise, before each attempt, and shows a line if the wait is long.
 
     Raises:
         LaunchError: nothing answered in time.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from rankwise.launch.agent.output_prefix import LINE_ENDS, LinePrefix, prefix_of
+from rankwise.errors import rank_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,38 @@ TAIL_LINES = 20
 IDLE_SECONDS = 0.2
 """After how long an unfinished line (a prompt, a progress bar) is shown."""
 LONGEST_LINE_BYTES = 1 << 16
+LINE_ENDS = (b"\n", b"\r")
+_CLEARS_LINE = b"\r\x1b[K"
 _SHOWN_HERE = "; from now on the output of that rank is shown here"
 _LOST = "; from now on the output of that rank is lost"
+
+
+class LinePrefix:
+    """Prefixes each line of one stream with a text."""
+
+    def __init__(self, text: bytes = b"") -> None:
+        """Take the text; an empty one leaves the stream unchanged."""
+        self._text = text
+        self._is_at_line_start = True
+
+    def applied_to(self, data: bytes) -> bytes:
+        """Return ``data`` with the prefix at every line's start, and after every carriage return."""
+        if not self._text:
+            return data
+        pieces: list[bytes] = []
+        for piece in data.splitlines(keepends=True):
+            is_blank_return = piece == b"\r"
+            if self._is_at_line_start and not is_blank_return:
+                pieces.append(self._text)
+            pieces.append(piece)
+            self._is_at_line_start = piece.endswith(LINE_ENDS)
+        return b"".join(pieces)
+
+
+def prefix_of(rank: int, world_size: int, *, is_tty: bool) -> LinePrefix:
+    """Return the prefix of a rank's stderr. On a terminal, rank 0's progress bar may be in the line: it is cleared."""
+    text = rank_prefix(rank, world_size).encode() + b" "
+    return LinePrefix(_CLEARS_LINE + text if is_tty else text)
 
 
 class Terminal:

@@ -11,10 +11,10 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rankwise.health import call_site, flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from rankwise.launch.agent.output import Output
     from rankwise.launch.fork_server.fork_server import ForkServer
+    from rankwise.launch.options import LaunchOptions
+    from rankwise.launch.rendezvous import JobAddress
     from rankwise.launch.report.failure import Failure
 
 LONGEST_LINE = 2000
@@ -47,26 +49,21 @@ STOPPED_SECONDS = 6.0
 """After how long a stopped rank (SIGSTOP) is reported and, if possible, replaced."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings:
-    """Settings that are the same for every rank of every attempt."""
-
-    folder: str
-    """Temporary, for the files in which ranks record their own end."""
-    store: tuple[str, int]
-    secret: str = field(repr=False)
-    interface: str | None
-    check: bool
-    guard: bool = False
-    max_restarts: int = 0
-
-
 class LocalRanks:
     """Starts, monitors and terminates the ranks of this machine."""
 
     def __init__(
-        self, num_ranks: int, settings: JobSettings, *, server: ForkServer, output: Output, notify_pipe: int
+        self,
+        num_ranks: int,
+        job: JobAddress,
+        options: LaunchOptions,
+        *,
+        folder: str,
+        server: ForkServer,
+        output: Output,
+        notify_pipe: int,
     ) -> None:
+        """Start nothing; ``folder`` is temporary, for the files in which ranks record their own end."""
         self.num_ranks = num_ranks
         self.running: set[int] = set()
         self.failures: dict[int, Failure] = {}
@@ -75,7 +72,9 @@ class LocalRanks:
         self.has_stopped = False
         """Whether a rank saved and exited because it was asked to."""
         self.attempt: StartAttempt | None = None
-        self.settings = settings
+        self.job = job
+        self._options = options
+        self._folder = folder
         self._server = server
         self._output = output
         self._notify_pipe = notify_pipe
@@ -86,12 +85,7 @@ class LocalRanks:
         self._located_at: dict[int, str] = {}
 
     def start(self, attempt: StartAttempt, between: Callable[[], None] = lambda: None) -> None:
-        """Start the ranks of an attempt; those of the previous one have exited.
-
-        Args:
-            attempt: which ranks they are.
-            between: called while this waits for the server.
-        """
+        """Start the ranks of an attempt, after those of the previous one; ``between`` is called while this waits."""
         self.attempt = attempt
         self.failures, self.processes, self._ends, self._stopped_since = {}, {}, {}, {}
         self._located_at = {}
@@ -108,11 +102,7 @@ class LocalRanks:
     def _wait_until_started(self, rank: int, between: Callable[[], None]) -> None:
         """Wait until a rank is started: sending more and more without receiving would block both ends."""
         while rank not in self.processes:
-            said = self._server.receive(between)
-            if isinstance(said, Started):
-                self.processes[said.rank] = said.pid
-            elif isinstance(said, Ended):
-                self._unreported += self._note_end(said)
+            self._unreported += self._note(self._server.receive(between))
 
     def sources(self) -> list[int]:
         """Return the descriptors that are readable when there is news of ranks."""
@@ -126,19 +116,13 @@ class LocalRanks:
             for rank in sorted(self.running):
                 news += self._read_failure(rank)
         if self._server.fileno() in readable:
-            said = self._server.receive()
-            if isinstance(said, Ended):
-                news += self._note_end(said)
-            elif isinstance(said, Started):
-                self.processes[said.rank] = said.pid
+            news += self._note(self._server.receive())
         return news
 
     def look_for_stopped(self, now: float, *, may_end: bool) -> list[tuple[Failure, int]]:
         """Return the ranks newly found to have been stopped for a while, with their process ids.
 
-        Args:
-            now: seconds of the monotonic clock.
-            may_end: count them as failed; otherwise they are only reported, once.
+        With ``may_end`` they count as failed; otherwise they are only reported, once.
         """
         found: list[tuple[Failure, int]] = []
         for rank, pid in self.processes.items():
@@ -163,20 +147,12 @@ class LocalRanks:
                 self._server.signal(rank, number)
 
     def clear(self, how: str = KILLED) -> None:
-        """Kill the ranks and everything they have started; returns when they have exited.
-
-        Args:
-            how: how to report the ranks that were still running.
-        """
+        """Kill the ranks and everything they started, and wait; ``how`` describes ranks that were still running."""
         for rank in self.running:
             self._ends.setdefault(rank, how + self._at(rank))
         self._server.clear()
-        while True:
-            said = self._server.receive(self._server.wake)
-            if said == "cleared":
-                break
-            if isinstance(said, Ended):
-                self._note_end(said)
+        while (said := self._server.receive(self._server.wake)) != "cleared":
+            self._note(said)
         self.running.clear()
 
     def locate(self) -> None:
@@ -215,7 +191,7 @@ class LocalRanks:
 
     def stack_files(self) -> dict[int, str]:
         """Return where each rank of the attempt writes its stack on request."""
-        return {rank: rank_files.stack_file(self.settings.folder, self._number, rank) for rank in self.processes}
+        return {rank: rank_files.stack_file(self._folder, self._number, rank) for rank in self.processes}
 
     def report(self) -> RankEnds:
         """Return how the ranks of the attempt exited."""
@@ -257,6 +233,12 @@ class LocalRanks:
         self.failures[rank] = written
         return [written]
 
+    def _note(self, said: Started | Ended | Literal["cleared"]) -> list[Failure | int]:
+        """Record a message of the server; return what there is to report."""
+        if isinstance(said, Started):
+            self.processes[said.rank] = said.pid
+        return self._note_end(said) if isinstance(said, Ended) else []
+
     def _note_end(self, ended: Ended) -> list[Failure | int]:
         rank = ended.rank
         if self.attempt is None or ended.attempt != self.attempt.attempt or rank not in self.running:
@@ -275,7 +257,7 @@ class LocalRanks:
         elif ended.exit_code:
             killed = ended.exit_code == -signal.SIGKILL
             out_of_memory = self._oom_count.has_risen() if killed else None
-            file = rank_files.stack_file(self.settings.folder, self._number, rank)
+            file = rank_files.stack_file(self._folder, self._number, rank)
             at = flight_recorder.read_last_collective(flight_recorder.last_collective_path(file), ended.time)
             is_echo = Path(echo_note(self._error_file(rank))).exists()
             self.failures[rank] = failure.from_exit(
@@ -294,7 +276,7 @@ class LocalRanks:
         return self.attempt.attempt if self.attempt is not None else 0
 
     def _error_file(self, rank: int) -> str:
-        return rank_files.error_file(self.settings.folder, self._number, rank)
+        return rank_files.error_file(self._folder, self._number, rank)
 
     def _variables(self, attempt: StartAttempt, local_rank: int) -> dict[str, str]:
         rank = attempt.first_rank + local_rank
@@ -306,19 +288,19 @@ class LocalRanks:
             node_rank=attempt.node_rank,
             num_nodes=attempt.num_nodes,
             ranks_per_node=attempt.ranks_per_node,
-            store=self.settings.store,
+            store=self.job.address,
             master=None if attempt.torch_store is None else attempt.torch_store.address,
             master_is_served=attempt.torch_store is not None and attempt.torch_store.is_served,
             run_id=attempt.run_id,
             attempt=str(attempt.attempt),
             error_file=self._error_file(rank),
-            stack_file=rank_files.stack_file(self.settings.folder, attempt.attempt, rank),
-            torch_error_file=rank_files.torch_error_file(self.settings.folder, attempt.attempt, rank),
-            max_restarts=self.settings.max_restarts,
-            secret=self.settings.secret,
-            interface=self.settings.interface,
-            check=self.settings.check,
-            guard=self.settings.guard,
+            stack_file=rank_files.stack_file(self._folder, attempt.attempt, rank),
+            torch_error_file=rank_files.torch_error_file(self._folder, attempt.attempt, rank),
+            max_restarts=self._options.max_restarts,
+            secret=self.job.secret,
+            interface=self.job.interface,
+            check=self._options.check,
+            guard=self._options.guard,
         )
         return own | slurm_variables_for(
             rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node

@@ -7,21 +7,24 @@ the difference is whether they compute, read or write. Terminates nothing. Impor
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import LaunchError, RankwiseError, fold_ranks
 from rankwise.health import diagnosis
 from rankwise.health.call_site import innermost_of_user
 from rankwise.health.collective_timeout import NOTICE_SECONDS
-from rankwise.launch.agent.activity import activity_of
+from rankwise.world.processes import all_stats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.health.diagnosis import Answers
-    from rankwise.launch.agent.activity import Activity
 
 _WAITS = (
     "if it waits for a rank that has exited, have all ranks join and call the same collectives before they exit. "
@@ -32,6 +35,51 @@ _CANNOT_END = (
     "model is freed, stop threads, and call no collectives in exit handlers. Press Ctrl-C to end the job"
 )
 _IS_OVER = "its script has run to the end, but its process does not exit: an exit handler, a thread or a destructor"
+IDLE_SHARE = 0.05
+"""A rank that has used less of one core makes no progress: polling while waiting takes a few percent."""
+IDLE_BYTES = 1 << 20
+"""... if it has also read and written less than this: a save to a slow disk takes no CPU time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The resources that the processes of one rank have used since they were started."""
+
+    cpu_seconds: float
+    num_bytes: int
+    """Bytes read and written, files and pipes."""
+    is_runnable: bool = False
+    """Whether one of them is running or waiting for a core now; waiting takes no CPU time on a busy machine."""
+
+    def since(self, earlier: Activity) -> Activity:
+        """Return what was used since ``earlier``; processes that have exited in between may hide some."""
+        cpu_seconds = max(0.0, self.cpu_seconds - earlier.cpu_seconds)
+        return Activity(cpu_seconds, max(0, self.num_bytes - earlier.num_bytes), self.is_runnable)
+
+    def is_idle(self, seconds: float) -> bool:
+        """Return whether this is too little, over ``seconds``, for a working rank."""
+        return not self.is_runnable and self.cpu_seconds < IDLE_SHARE * seconds and self.num_bytes < IDLE_BYTES
+
+
+def activity_of(pids: list[int]) -> dict[int, Activity]:
+    """Return the activity of each rank, by process id, including its process group: loader workers, and others."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    cpu, moved, runnable = dict.fromkeys(pids, 0), dict.fromkeys(pids, 0), set[int]()
+    for stat in all_stats():
+        if stat.group in cpu:
+            cpu[stat.group] += stat.cpu_ticks
+            moved[stat.group] += _bytes_of(stat.pid)
+            if stat.state == "R":
+                runnable.add(stat.group)
+    return {pid: Activity(cpu[pid] / ticks, moved[pid], pid in runnable) for pid in pids}
+
+
+def _bytes_of(pid: int) -> int:
+    """Return how many bytes a process has read and written. Source: proc_pid_io(5)."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
+    return 0
 
 
 class Stragglers:
@@ -66,12 +114,7 @@ class Stragglers:
             self._since, self._before = now, None
 
     def notices(self, running: Mapping[int, int], now: float) -> str:
-        """Return the text to show now; usually empty.
-
-        Args:
-            running: process id of each running rank of this machine.
-            now: seconds of the monotonic clock.
-        """
+        """Return the text to show now, usually empty; ``running`` has the process id of each running rank here."""
         if not self._ended or not running:
             return ""
         if not self._seen.empty():

@@ -17,68 +17,6 @@ from rankwise.store.bootstrap import ENDED, rank_address_key
 if TYPE_CHECKING:
     from rankwise.store.keys import Keys
 
-
-class _Worlds:
-    """The keys of each world that the ranks of one attempt have joined.
-
-    Args:
-        of_job: the keys of the job.
-        attempt: its number.
-    """
-
-    def __init__(self, of_job: Keys, attempt: int) -> None:
-        self.attempt = attempt
-        self._keys = of_job
-        self._prefix = f"attempt/{attempt}/"
-
-    def _num_rejoined(self) -> int:
-        return int(self._keys.peek(self._prefix + WORLDS_KEY) or 0)
-
-    def _prefix_of(self, number: int) -> str:
-        return f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
-
-
-class EventLogs(_Worlds):
-    """The logs of one attempt, one for each world that its ranks have joined."""
-
-    def __init__(self, of_job: Keys, attempt: int) -> None:
-        super().__init__(of_job, attempt)
-        self._posted: list[dict[str, Any]] = []
-        self._parts = [_Part(of_job, self._prefix)]
-
-    def post(self, event: dict[str, Any]) -> None:
-        """Notify the ranks of the attempt of an event, whichever world they are in."""
-        self.follow()
-        self._posted.append(event)
-        for part in self._parts:
-            post(part, event)
-
-    def follow(self) -> None:
-        """Post the earlier events to ranks that have joined another world, where they apply as well."""
-        for number in range(len(self._parts), self._num_rejoined() + 1):
-            part = _Part(self._keys, self._prefix_of(number))
-            for event in self._posted:
-                post(part, event)
-            self._parts.append(part)
-
-    def optional_ranks(self) -> list[int]:
-        """Return the ranks without which their newest world continues, as its ranks have declared."""
-        declared = self._keys.peek(self._prefix_of(self._num_rejoined()) + EXPENDABLE_KEY)
-        return [] if declared is None else json.loads(declared)
-
-
-class _Part:
-    """The keys of one world, as ``events.post`` writes them."""
-
-    def __init__(self, of_job: Keys, prefix: str) -> None:
-        self._keys = of_job
-        self._prefix = prefix
-
-    def set_if_absent(self, key: str, value: str) -> bool:
-        data = value.encode()
-        return self._keys.compare_set(self._prefix + key, b"", data) == data
-
-
 TORCH_PREFIX = "torch/"
 """Prefix of the keys of the group that ranks open through torch's own ``env://``, among those of an attempt."""
 
@@ -88,29 +26,67 @@ def torch_rank_key(rank: int) -> str:
     return f"rankwise/torch_ranks/{rank}"
 
 
-class Absences(_Worlds):
-    """The ranks of one attempt that have exited without an error, in each world that the others join."""
+class AttemptKeys:
+    """The keys of one attempt among those of the job, in each world that its ranks have joined."""
 
     def __init__(self, of_job: Keys, attempt: int) -> None:
-        super().__init__(of_job, attempt)
+        self.attempt = attempt
+        self._keys = of_job
+        self._prefix = f"attempt/{attempt}/"
+        self._num_worlds = 1
+        self._posted: list[dict[str, Any]] = []
         self._ended: list[int] = []
-        self._num_followed = 0
+
+    def post(self, event: dict[str, Any]) -> None:
+        """Notify the ranks of the attempt of an event, whichever world they are in."""
+        self.follow()
+        self._posted.append(event)
+        for number in range(self._num_worlds):
+            post(_WorldKeys(self._keys, self._prefix_of(number)), event)
 
     def note_ended(self, rank: int) -> None:
         """Record that a rank has exited without an error."""
+        self.follow()
         self._ended.append(rank)
-        self._num_followed = 0
         if not self._keys.check([self._prefix + torch_rank_key(rank)]):
             why = f"rank {rank} exited without an error before it called init_process_group()"
             self._keys.give_up(self._prefix + TORCH_PREFIX, rank, why)
-        self.follow()
+        for number in range(self._num_worlds):
+            self._mark(number, rank)
 
     def follow(self) -> None:
-        """Mark the ranks that have exited in the worlds that others have started to join since, too."""
+        """Repeat earlier events and marks for ranks that have joined another world, where they apply as well."""
         num_worlds = self._num_rejoined() + 1
-        for number in range(self._num_followed, num_worlds):
-            world = self._prefix_of(number)
+        for number in range(self._num_worlds, num_worlds):
+            for event in self._posted:
+                post(_WorldKeys(self._keys, self._prefix_of(number)), event)
             for rank in self._ended:
-                # A rank that has joined has an address there already, and keeps it.
-                self._keys.compare_set(world + rank_address_key(rank), b"", ENDED.encode())
-        self._num_followed = num_worlds
+                self._mark(number, rank)
+        self._num_worlds = num_worlds
+
+    def optional_ranks(self) -> list[int]:
+        """Return the ranks without which their newest world continues, as its ranks have declared."""
+        declared = self._keys.peek(self._prefix_of(self._num_rejoined()) + EXPENDABLE_KEY)
+        return [] if declared is None else json.loads(declared)
+
+    def _mark(self, number: int, rank: int) -> None:
+        # A rank that has joined has an address there already, and keeps it.
+        self._keys.compare_set(self._prefix_of(number) + rank_address_key(rank), b"", ENDED.encode())
+
+    def _num_rejoined(self) -> int:
+        return int(self._keys.peek(self._prefix + WORLDS_KEY) or 0)
+
+    def _prefix_of(self, number: int) -> str:
+        return f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+
+
+class _WorldKeys:
+    """The keys of one world, as ``event_log.post`` writes them."""
+
+    def __init__(self, of_job: Keys, prefix: str) -> None:
+        self._keys = of_job
+        self._prefix = prefix
+
+    def set_if_absent(self, key: str, value: str) -> bool:
+        data = value.encode()
+        return self._keys.compare_set(self._prefix + key, b"", data) == data

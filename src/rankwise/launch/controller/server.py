@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.launch.agent.controller_link import ControllerLost
-from rankwise.launch.controller.attempt_keys import Absences, EventLogs
+from rankwise.launch.controller.attempt_keys import AttemptKeys
 from rankwise.launch.controller.coordinator import Coordinator, Disconnect
 from rankwise.launch.messages import (
     LARGEST_MESSAGE_BYTES,
@@ -65,8 +65,7 @@ class JobServer:
         self._coordinator = coordinator
         self._torch_stores = torch_stores
         self._keys = keys.Keys()
-        self._logs: EventLogs | None = None
-        self._absences: Absences | None = None
+        self._of_attempt: AttemptKeys | None = None
         self._agents: dict[str, StreamWriter | LocalLink] = {}
         self._left: asyncio.Event | None = None
         self._server = AuthenticatedServer(
@@ -173,20 +172,14 @@ class JobServer:
         """Read what ranks have declared in the store, before the coordinator handles other events."""
         attempt = self._coordinator.attempt
         if attempt is not None:
-            logs = self._logs_of(attempt)
-            logs.follow()
-            self._absences_of(attempt).follow()
-            self._coordinator.set_optional_ranks(attempt, logs.optional_ranks())
+            of_attempt = self._keys_of(attempt)
+            of_attempt.follow()
+            self._coordinator.set_optional_ranks(attempt, of_attempt.optional_ranks())
 
-    def _logs_of(self, attempt: int) -> EventLogs:
-        if self._logs is None or self._logs.attempt != attempt:
-            self._logs = EventLogs(self._keys, attempt)
-        return self._logs
-
-    def _absences_of(self, attempt: int) -> Absences:
-        if self._absences is None or self._absences.attempt != attempt:
-            self._absences = Absences(self._keys, attempt)
-        return self._absences
+    def _keys_of(self, attempt: int) -> AttemptKeys:
+        if self._of_attempt is None or self._of_attempt.attempt != attempt:
+            self._of_attempt = AttemptKeys(self._keys, attempt)
+        return self._of_attempt
 
     def _handle(self, node_id: str, message: Message) -> None:
         self._read_declarations()
@@ -198,7 +191,7 @@ class JobServer:
             case RankDeparted():
                 coordinator.rank_departed(message.attempt, message.rank)
                 if coordinator.attempt == message.attempt:
-                    self._absences_of(message.attempt).note_ended(message.rank)
+                    self._keys_of(message.attempt).note_ended(message.rank)
             case RanksEnded():
                 coordinator.ranks_ended(node_id, message.attempt, message.report, now)
             case RequestStop():
@@ -217,7 +210,7 @@ class JobServer:
     def _flush(self) -> None:
         messages, events = self._coordinator.take_output()
         for number, event in events:
-            self._logs_of(number).post(event)
+            self._keys_of(number).post(event)
         for node_id, message in messages:
             if isinstance(message, Disconnect):
                 agent = self._agents.get(node_id)

@@ -24,11 +24,7 @@ class TorchStores:
     def __init__(self, listens_on: str, host: str, choice: TorchStoreChoice, *, on_one_machine: bool) -> None:
         """Open nothing yet.
 
-        Args:
-            listens_on: the address to open.
-            host: the address given to ranks, which differs on some networks.
-            choice: ``"auto"`` serves a job on one machine.
-            on_one_machine: whether the job can never have ranks elsewhere.
+        ``listens_on`` is the address to open, ``host`` the one that ranks are given; they differ on some networks.
         """
         self._listens_on, self._host = listens_on, host
         self._is_on = choice == "on" or (choice == "auto" and on_one_machine)

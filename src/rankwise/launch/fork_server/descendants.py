@@ -38,12 +38,7 @@ def children() -> list[int]:
 
 
 def kill_since(start_time: int, limit_seconds: float) -> None:
-    """Kill the descendants of this process that are not older than ``start_time``, and wait until they have exited.
-
-    Args:
-        start_time: in the kernel's ticks.
-        limit_seconds: how long to wait if the kernel does not release one.
-    """
+    """Kill the descendants that started at ``start_time`` (ticks) or later; wait for them, up to ``limit_seconds``."""
     own = os.getpid()
     deadline = time.monotonic() + limit_seconds
     while time.monotonic() < deadline:

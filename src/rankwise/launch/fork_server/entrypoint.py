@@ -7,6 +7,7 @@ Imported by the command line and by the worker.
 
 from __future__ import annotations
 
+import ast
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -19,11 +20,13 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import ConfigurationError, LaunchError
-from rankwise.launch.fork_server import local_rank_option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from importlib.machinery import ModuleSpec
+
+SPELLINGS = ("--local_rank", "--local-rank")
+"""Torch's launcher passed the first until 2.0, and passes the second since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +176,7 @@ def _run_module(target: Module) -> None:
 
 
 def _local_rank_option(source: bytes, arguments: Sequence[str]) -> str | None:
-    return None if local_rank_option.is_among(arguments) else local_rank_option.option_in(source)
+    return None if passes_local_rank(arguments) else local_rank_option_in(source)
 
 
 def _arguments(target: Script | Module) -> tuple[str, ...]:
@@ -210,18 +213,12 @@ def _find_unimported(name: str) -> ModuleSpec | None:
 
 
 def _first_spec(name: str, path: list[str] | None) -> ModuleSpec | None:
-    where = path
-    if where is None:
+    if path is None:
         own = sys.path if sys.flags.safe_path else [str(Path.cwd()), *sys.path[1:]]
-        where = own
-        spec = importlib.machinery.PathFinder.find_spec(name, where)
+        spec = importlib.machinery.PathFinder.find_spec(name, own)
         if spec is not None:
             return spec
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
-        if spec is not None:
-            return spec
-    return None
+    return next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
 
 
 def _compile(source: bytes, path: str) -> CodeType:
@@ -230,3 +227,48 @@ def _compile(source: bytes, path: str) -> CodeType:
     except (SyntaxError, ValueError) as error:
         text = "".join(traceback.format_exception_only(error)).rstrip()
         raise LaunchError(f"{path} is not valid Python; no rank was started.", evidence=text) from error
+
+
+# -- scripts that accept --local_rank, as those written for torch.distributed.launch do ----------------------
+
+
+def local_rank_option_in(source: bytes) -> str | None:
+    """Return the spelling that the parser of a script accepts, or ``None`` if it accepts none.
+
+    Only what the source itself declares counts, by ``add_argument`` of a parser without subcommands: an option that
+    a parser does not know would end a script.
+
+    Args:
+        source: of the script, valid Python.
+    """
+    if not any(spelling.encode() in source for spelling in SPELLINGS):
+        return None
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    if any(_method(call) == "add_subparsers" for call in calls):
+        return None
+    declared = (
+        word for call in calls if _method(call) == "add_argument" and _takes_value(call) for word in _words(call)
+    )
+    return next((word for word in declared if word in SPELLINGS), None)
+
+
+def passes_local_rank(arguments: Sequence[str]) -> bool:
+    """Return whether the option has already been passed."""
+    return any(argument.partition("=")[0] in SPELLINGS for argument in arguments)
+
+
+def _method(call: ast.Call) -> str | None:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else None
+
+
+def _words(call: ast.Call) -> Iterator[str]:
+    for argument in call.args:
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield argument.value
+
+
+def _takes_value(call: ast.Call) -> bool:
+    """Return whether an option takes one value: argparse's default, and its ``store``."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    action = given.get("action")
+    return "nargs" not in given and (action is None or (isinstance(action, ast.Constant) and action.value == "store"))

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from rankwise.errors import LaunchError
@@ -83,12 +83,7 @@ class ForkServer:
 
     def start(self, start: RankStart, streams: Sequence[int]) -> None:
         """Fork a rank with the three standard ``streams`` (descriptors), which remain open here."""
-        message = {
-            "kind": "start",
-            "rank": start.rank,
-            "attempt": start.attempt,
-            "variables": start.variables,
-        }
+        message = {"kind": "start", **asdict(start)}
         socket.send_fds(self._connection, [json.dumps(message).encode()], list(streams))
 
     def signal(self, rank: int, number: int) -> None:
@@ -119,21 +114,15 @@ class ForkServer:
                 do="check `dmesg` for the out-of-memory killer",
             )
         message: dict[str, Any] = json.loads(text)
-        if message["kind"] == "not_started":
+        kind = message.pop("kind")
+        if kind == "not_started":
             raise LaunchError(
                 f"Rank {message['rank']} could not be started: {message['why']}.",
                 do="start fewer ranks, or raise the limit of processes (ulimit -u)",
             )
-        if message["kind"] == "cleared":
+        if kind == "cleared":
             return "cleared"
-        if message["kind"] == "started":
-            return Started(rank=message["rank"], pid=message["pid"])
-        return Ended(
-            rank=message["rank"],
-            attempt=message["attempt"],
-            exit_code=message["exit_code"],
-            time=message["time"],
-        )
+        return Started(**message) if kind == "started" else Ended(**message)
 
     def clear(self) -> None:
         """Request that all ranks be killed, with everything they started; ``cleared`` is received then."""
@@ -243,11 +232,12 @@ class _ForkServerProcess:
         if not text:
             self._end()
         asked: dict[str, Any] = json.loads(text)
-        if asked["kind"] == "start":
-            start = RankStart(rank=asked["rank"], attempt=asked["attempt"], variables=asked["variables"])
+        kind = asked.pop("kind")
+        if kind == "start":
+            start = RankStart(**asked)
             is_rank = self._fork(start, streams)
             return start if is_rank else None
-        if asked["kind"] == "signal":
+        if kind == "signal":
             for pid, start in self._ranks.items():
                 if start.rank == asked["rank"]:
                     os.kill(pid, asked["number"])
@@ -311,15 +301,9 @@ class _ForkServerProcess:
     def _note(self, pid: int, status: int) -> None:
         start = self._ranks.pop(pid, None)
         if start is not None:
-            self._report(
-                {
-                    "kind": "ended",
-                    "rank": start.rank,
-                    "attempt": start.attempt,
-                    "exit_code": os.waitstatus_to_exitcode(status),
-                    "time": time.time(),
-                }
-            )
+            code = os.waitstatus_to_exitcode(status)
+            ended = Ended(rank=start.rank, attempt=start.attempt, exit_code=code, time=time.time())
+            self._report({"kind": "ended", **asdict(ended)})
 
     def _report(self, what: Mapping[str, object]) -> None:
         with contextlib.suppress(OSError):

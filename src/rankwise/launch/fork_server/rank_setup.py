@@ -45,11 +45,9 @@ def set_up(variables: dict[str, str]) -> None:
 
 
 def threads_per_rank(local_world_size: int, chosen: str | None) -> int:
-    """Return the number of compute threads of a rank: its share of the cores, or the user's choice.
+    """Return the number of compute threads of a rank: its share of the cores, or the user's ``OMP_NUM_THREADS``.
 
-    Args:
-        local_world_size: ranks on this machine.
-        chosen: the user's ``OMP_NUM_THREADS``, which may list a number per level of nesting.
+    The latter may list a number per level of nesting.
     """
     first = (chosen or "").split(",")[0].strip()
     if first.isdecimal() and int(first) > 0:

@@ -60,11 +60,7 @@ class _Handlers:
 
 
 def follow(variables: Mapping[str, str]) -> None:
-    """Replace torch's handlers of ``env://`` and ``tcp://`` in this process.
-
-    Args:
-        variables: those that the launcher set for this rank.
-    """
+    """Replace torch's handlers of ``env://`` and ``tcp://`` in this rank, whose variables are given."""
     handlers: list[_Handlers] = []
 
     def env(url: str, **more: Any) -> Met:  # noqa: ANN401 - torch's

@@ -126,12 +126,7 @@ class Function:
     """The target of a launched call: runs in a rank, and sends the caller the outcome."""
 
     def __init__(self, file: int, caller: socket.socket) -> None:
-        """Read the launcher's part.
-
-        Args:
-            file: descriptor of the file that :func:`write` wrote; every rank reads it itself.
-            caller: connected to the caller.
-        """
+        """Read the launcher's part of the file that :func:`write` wrote; every rank reads the file itself."""
         self._file = file
         self._caller = caller
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as view:

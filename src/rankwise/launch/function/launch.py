@@ -189,11 +189,6 @@ def _options(
             f"num_nodes={num_nodes} needs a rendezvous.",
             do='pass rendezvous="host:port", an address of one of the machines, the same on all',
         )
-    if node_rank is not None and node_rank >= num_nodes:
-        raise ConfigurationError(
-            f"node_rank must be from 0 to {num_nodes - 1} with num_nodes={num_nodes}, got {node_rank}.",
-            do=f"number the machines from 0 to {num_nodes - 1}",
-        )
     return LaunchOptions(
         num_ranks=ranks,
         device=device,

@@ -15,30 +15,19 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rankwise.launch.report.failure import text_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from _typeshed import SupportsNoArgReadline, SupportsRead, SupportsWrite
+
+    class Readable(SupportsRead[bytes], SupportsNoArgReadline[bytes], Protocol):
+        """A file that a pickle is read from."""
+
+
 _TRACKER = "_DYNAMIC_CLASS_TRACKER_BY_CLASS"
 """Where cloudpickle keeps the classes it has pickled or created, so that each has one identity in all processes."""
-
-
-class Writable(Protocol):
-    """A file that a pickle is written to."""
-
-    def write(self, data: Any, /) -> object:  # noqa: ANN401 - bytes or a buffer, as the pickler chooses
-        """Write the next bytes."""
-
-
-class Readable(Protocol):
-    """A file that a pickle is read from."""
-
-    def read(self, num_bytes: int, /) -> bytes:
-        """Return the next bytes."""
-        ...
-
-    def readline(self) -> bytes:
-        """Return the next line."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +42,7 @@ class Raised:
     """From the user's first frame on, with the source lines."""
 
 
-def dump(thing: object, file: Writable) -> None:
+def dump(thing: object, file: SupportsWrite[bytes]) -> None:
     """Write ``thing`` to ``file``; functions and classes of ``__main__`` by value, those of modules by name."""
     importlib.import_module("cloudpickle").dump(thing, file)
 
@@ -65,7 +54,7 @@ def load(file: Readable) -> Any:  # noqa: ANN401 - whatever was dumped
 
 def raised(error: BaseException, traceback: str) -> Raised:
     """Return ``error`` in the form that is sent."""
-    return Raised(_pickled(error), type(error).__name__, _text(error), traceback)
+    return Raised(_pickled(error), type(error).__name__, text_of(error), traceback)
 
 
 def unpicklable_part(fn: object, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[str, str]:
@@ -126,7 +115,7 @@ def _pickled(error: BaseException) -> bytes | None:
             file = io.BytesIO()
             dump(form, file)
             same = exception(file.getvalue())
-            if same is not None and type(same) is type(error) and _text(same) == _text(error):
+            if same is not None and type(same) is type(error) and text_of(same) == text_of(error):
                 return file.getvalue()
         except Exception:  # noqa: BLE001, S112 - whatever it is, the text will do
             continue
@@ -154,13 +143,6 @@ def exception(pickled: bytes) -> BaseException | None:
     error.args = form.args
     error.__dict__.update(form.fields)
     return error
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as problem:  # noqa: BLE001 - __str__ is the user's code
-        return f"<its __str__ raised {type(problem).__name__}>"
 
 
 class _Unpickler(pickle.Unpickler):

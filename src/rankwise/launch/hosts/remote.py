@@ -21,7 +21,7 @@ from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.launch.agent.signals import HANDLED, end_quietly
 from rankwise.launch.fork_server import descendants
 from rankwise.launch.fork_server.entrypoint import find_target
-from rankwise.launch.hosts.message_stream import line, mark
+from rankwise.launch.hosts.ssh_sessions import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
 from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
 from rankwise.launch.report.exit_code import shell_code
@@ -107,12 +107,7 @@ def _address() -> str:
 
 
 def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
-    """Run all checks, and bind the port if this host serves the job.
-
-    Raises:
-        ConfigurationError: the folder, the script or the interface does not exist.
-        LaunchError: the script is not valid Python.
-    """
+    """Run all checks, and bind the port if this host serves the job."""
     try:
         os.chdir(spec.folder)
     except OSError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a job's hosts over ssh: all of them or none.
+"""Starts a job's hosts over ssh, all of them or none, and monitors them to the end.
 
 Runs no rank itself and does not import torch: it may run on a laptop. Imported by the command line.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rankwise.errors import ConfigurationError, LaunchError
-from rankwise.launch import auth, port
+from rankwise.launch import auth
 from rankwise.launch.agent.signals import Interrupted, PendingSignals, end_quietly
-from rankwise.launch.hosts.host_monitor import HostMonitor
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
-from rankwise.launch.messages import HostHere, HostSpec, MessageError, Ready, Refuse, error_of
+from rankwise.launch.messages import EndJob, HostHere, HostSpec, MessageError, Ready, Refuse, SignalHost, error_of
+from rankwise.launch.rendezvous import ANY_PORT
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
@@ -49,6 +50,10 @@ NOT_FOUND = {126, 127}
 ANSWER_SECONDS = 60.0
 """How long a host may take for each answer before its ranks start."""
 EVIDENCE_LINES = 5
+CONCLUDE_SECONDS = 20.0
+"""How long the hosts may take to exit by themselves if the job cannot continue."""
+LEAVE_SECONDS = 10.0
+"""How long they may take once told to."""
 PASSED_ON = (*kinds.PASSED_ON, "OMP_NUM_THREADS", "RANKWISE_CHECK", "RANKWISE_DEVICE")
 _PREFIXES = ("NCCL_", "TORCH_")
 
@@ -100,7 +105,7 @@ def launch_on_hosts(
             _start(sessions, ssh, command, options, (least, most))
         except Interrupted as interrupted:
             return 128 + interrupted.number
-        return HostMonitor(sessions, least, show).follow()
+        return _HostMonitor(sessions, least, show).follow()
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -126,15 +131,7 @@ def split_command(text: str) -> list[str]:
 
 
 def ssh_argv(ssh: Sequence[str], host: Host, python: Sequence[str], token: str, python_path: str | None) -> list[str]:
-    """Return the arguments that start a host's end.
-
-    Args:
-        ssh: the ssh command.
-        host: where to.
-        python: the interpreter there, with its own options.
-        token: marks the host's messages. No secret.
-        python_path: ``PYTHONPATH``, which only counts when Python starts.
-    """
+    """Return the arguments that start a host's end; ``token`` marks the host's messages and is no secret."""
     path = [] if python_path is None else [f"PYTHONPATH={python_path}"]
     remote = shlex.join(["exec", "env", *path, *python, "-c", _PROGRAM, token])
     chosen = [word for option in SSH_OPTIONS for word in ("-o", option)]
@@ -186,7 +183,7 @@ def _start(
                 f"{session.host.name} has rankwise {here.rankwise}, but this machine has {VERSION}.",
                 do=_install(session.host, ssh),
             )
-    options = replace(options, nodes=nodes, rendezvous=(heres[1].address, port.ANY) if heres[1:] else None)
+    options = replace(options, nodes=nodes, rendezvous=(heres[1].address, ANY_PORT) if heres[1:] else None)
     secret = auth.draw()
     for node_rank, session in enumerate(sessions.all):
         num_ranks = session.host.num_ranks or options.num_ranks
@@ -200,12 +197,7 @@ def _start(
 
 
 def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> list[Answer]:
-    """Return the next message of each host, all of one kind.
-
-    Raises:
-        ConfigurationError, LaunchError: one of them cannot take part.
-        Interrupted: a signal was received.
-    """
+    """Return the next message of each host, all of one kind; raise the refusal of any, or a signal as Interrupted."""
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
         for session in sessions.all:
@@ -272,3 +264,84 @@ def _never_began(session: SshSession, ssh: Sequence[str]) -> ConfigurationError 
 
 def _install(host: Host, ssh: Sequence[str]) -> str:
     return f"{shlex.join([*ssh, host.destination])} {sys.executable} -m pip install rankwise=={VERSION}"
+
+
+# -- until the end -----------------------------------------------------------------------------------------
+
+
+class _HostMonitor:
+    """The state of the hosts, from the start of their ranks to the end of the last."""
+
+    def __init__(self, sessions: SshSessions, min_nodes: int, show: Callable[[str], None]) -> None:
+        self._sessions = sessions
+        self._min_nodes = min_nodes
+        self._show = show
+        self._not_ended = list(sessions.all)
+        self._refusal: Refuse | None = None
+        self._deadline: float | None = None
+        self._were_signalled = False
+        self._signal: signal.Signals | None = None
+
+    def follow(self) -> int:
+        """Return the exit code of the job.
+
+        Raises:
+            ConfigurationError, LaunchError: a host's ranks could not be started; the others have been terminated.
+        """
+        while self._sessions.running:
+            left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            number = self._sessions.turn(left)
+            if number is None and self._sessions.is_unread and self._signal is None:
+                number = signal.SIGHUP
+            if number is not None:
+                self._pass_on(number)
+            for session in [one for one in self._not_ended if one.exit_code is not None]:
+                self._not_ended.remove(session)
+                self._note_end(session)
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                if self._were_signalled:
+                    break
+                self._were_signalled = True
+                self._sessions.send_all(SignalHost(signal=signal.SIGTERM.name))
+                self._deadline = time.monotonic() + LEAVE_SECONDS
+        return self._exit_code()
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        if number == signal.SIGUSR2:
+            # The first host asks all ranks to save and stop.
+            self._sessions.all[0].send(SignalHost(signal=number.name))
+            return
+        self._sessions.send_all(SignalHost(signal=number.name))
+        self._end_within(CONCLUDE_SECONDS if self._signal is None else LEAVE_SECONDS)
+        self._signal = number
+
+    def _note_end(self, session: SshSession) -> None:
+        name, last = session.host.name, session.message
+        # Continues without any host but the first, as long as enough remain.
+        continues = session is not self._sessions.all[0] and len(self._sessions.running) >= self._min_nodes
+        if last is None and self._signal is None and not self._were_signalled:
+            rest = "; the job continues without it" if continues else ""
+            self._show(f"[rankwise] {name} was lost: its ssh exited with code {session.exit_code}{rest}\n")
+        if isinstance(last, Refuse) and continues:
+            self._show(f"[rankwise] {name} does not take part. {error_of(last)}\n")
+        elif isinstance(last, Refuse):
+            # The others would wait for it until their timeout.
+            self._refusal = self._refusal or last
+            self._end_within(0.0)
+        elif not continues:
+            self._end_within(CONCLUDE_SECONDS)
+
+    def _end_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(deadline, self._deadline)
+
+    def _exit_code(self) -> int:
+        if self._refusal is not None:
+            raise error_of(self._refusal)
+        ends = [one.message for one in self._sessions.all if isinstance(one.message, EndJob)]
+        if ends and ends[0] is self._sessions.all[0].message:
+            self._show(ends[0].what)
+            return ends[0].exit_code
+        if self._signal is not None:
+            return 128 + self._signal
+        return next((end.exit_code for end in ends if end.exit_code), 1)

@@ -50,13 +50,7 @@ class ControlSocket:
     """The launcher's end: listens until closed. Close it with the job."""
 
     def __init__(self, folder: str, *, ranks: list[int] | None = None, command: list[str] | None = None) -> None:
-        """Listen.
-
-        Args:
-            folder: the job's temporary folder, readable by this user only.
-            ranks: of this machine.
-            command: as typed; by default this process's arguments.
-        """
+        """Listen in the job's temporary folder, which only this user can read; ``command`` is as typed."""
         about = {"pid": os.getpid(), "ranks": ranks or [], "command": sys.argv if command is None else command}
         (Path(folder) / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -76,11 +70,7 @@ class ControlSocket:
         return self._listener.fileno()
 
     def serve_one(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Answer one request; an invalid request ends that connection only.
-
-        Args:
-            answer: turns the request into the answer. Its ``RankwiseError`` or ``OSError`` is sent to the requester.
-        """
+        """Answer one request; an invalid request, or an error of ``answer``, is sent to the requester."""
         try:
             connection, _ = self._listener.accept()
         except OSError:  # already closed, or no descriptors are left

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from rankwise.launch.inspect.control_socket import ControlSocket
     from rankwise.store.values import Store
 
-
+NOT_JOINED = "running, but it has not joined the world yet or has left it"
+MOST_AT_ONCE = 16
 STORE_SECONDS = 3.0
 OTHERS_SECONDS = 8.0
 """How long the other machines may take to probe their ranks."""
@@ -87,15 +88,15 @@ class StacksService:
         return as_json(merge(parts), attempt.world_size)
 
     def look(self) -> Answers:
-        """Return what the ranks are doing: all that answer, and those of this machine that do not. Takes seconds.
+        """Return what ranks do: all that answer, and those of this machine that do not. Takes up to 4 seconds.
 
         Raises:
             OSError: the job's store cannot be reached.
         """
-        attempt, settings = self._ranks.attempt, self._ranks.settings
+        attempt, job = self._ranks.attempt, self._ranks.job
         if attempt is None:
             return {}
-        opened = opening.connect(*settings.store, STORE_SECONDS, secret=settings.secret.encode())
+        opened = opening.connect(*job.address, STORE_SECONDS, secret=job.secret.encode())
         try:
             return look(
                 opened.prefixed(f"attempt/{attempt.attempt}"),
@@ -109,10 +110,6 @@ class StacksService:
             opened.close()
 
 
-NOT_JOINED = "running, but it has not joined the world yet or has left it"
-MOST_AT_ONCE = 16
-
-
 def look(
     store: Store,
     world_size: int,
@@ -122,21 +119,11 @@ def look(
     hostname: str,
     send_signal: Callable[[int, int], None],
 ) -> Answers:
-    """Return what ranks are doing: all that answer, and those of this machine that do not. Takes up to 4 seconds.
-
-    Args:
-        store: of the attempt, a connection of this thread's.
-        world_size: number of ranks.
-        processes: process id of each running rank of this machine.
-        stack_files: the file each of these writes its stack into.
-        hostname: of this machine.
-        send_signal: sends a rank of this machine a signal: rank, number.
-    """
+    """Ask ranks over the attempt's store, and probe those of this machine that do not answer, by process id."""
     answers = status_poll.call(store, rank=-1, world_size=world_size, asked={"stacks": "all"}, awaited=processes.keys())
     unanswered = {rank: pid for rank, pid in processes.items() if rank not in answers}
     if not unanswered:
         return answers
-
     joined = {rank for rank in unanswered if status_poll.is_introduced(store, rank)}
 
     def see(rank: int) -> dict[str, Any]:

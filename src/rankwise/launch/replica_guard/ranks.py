@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.comm.session import current_or_none
-from rankwise.launch.replica_guard.difference import Report, difference_between
-from rankwise.launch.replica_guard.schedule import Stepped, stepped_by
+from rankwise.launch.replica_guard.difference import Report, Stepped, difference_between, stepped_by
 from rankwise.launch.report.unjoined import OTHER_LIBRARIES, has_gradients
 from rankwise.log import warn
 from rankwise.store import opening
@@ -39,12 +38,9 @@ ANSWER_SECONDS = 10.0
 
 
 def watch(world_size: int) -> None:
-    """Compare what optimizers of this process step with those of the other ranks.
+    """Compare what optimizers of this process step with those of the other ranks of a job of ``world_size``.
 
     Called by: each of several ranks, before its script runs.
-
-    Args:
-        world_size: ranks of the job.
     """
     register_optimizer_step_post_hook(_Guard(world_size).after_step)
 

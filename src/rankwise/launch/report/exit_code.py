@@ -26,11 +26,7 @@ def signal_name(number: int) -> str:
 
 
 def in_words(exit_code: int) -> str:
-    """Return how a process exited.
-
-    Args:
-        exit_code: as ``wait`` reports it: negative for a signal.
-    """
+    """Return how a process exited; ``wait`` reports a signal as a negative exit code."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     hint = ""
@@ -40,12 +36,7 @@ def in_words(exit_code: int) -> str:
 
 
 def killed_in_words(exit_code: int, *, out_of_memory: bool | None) -> str:
-    """Return what killed a process; empty if it was not killed, or if unknown.
-
-    Args:
-        exit_code: as ``wait`` reports it.
-        out_of_memory: whether the OOM killer has run meanwhile; ``None`` if unknown.
-    """
+    """Return what killed a process; empty if it was not killed, or if ``out_of_memory`` is unknown."""
     if exit_code != -signal.SIGKILL or out_of_memory is None:
         return ""
     by = OUT_OF_MEMORY if out_of_memory else KILLED

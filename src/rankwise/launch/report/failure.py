@@ -48,12 +48,12 @@ class Failure:
     rank: int
     type: str
     """Name of the exception class, or of the signal; ``"exit"`` if the process just exited."""
-    message: str
-    traceback: str
+    message: str = ""
+    traceback: str = ""
     """From the user's first frame on; empty if Python left none."""
     time: float
     """When, in seconds since the epoch."""
-    secondary: bool
+    secondary: bool = False
     """Whether it is only the echo of another rank's failure."""
     exit_code: int
     """The exit code as ``wait`` reports it: negative for a signal."""
@@ -119,7 +119,7 @@ def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     return Failure(
         rank=rank,
         type=type(error).__name__,
-        message=_cut(_text(error)),
+        message=_cut(text_of(error)),
         traceback="" if is_exit else _cut("".join(traceback.format_exception(error))),
         time=time.time(),
         secondary=_is_echo(error),
@@ -127,10 +127,11 @@ def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     )
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an exception's message; formatting an exception of the user's may raise another."""
     try:
         return str(error)
-    except Exception as problem:  # noqa: BLE001 - an exception of the user's may do anything
+    except Exception as problem:  # noqa: BLE001 - as above
         return f"<its message cannot be read: {type(problem).__name__}>"
 
 
@@ -147,57 +148,24 @@ def from_exit(
 ) -> Failure:
     """Describe a process that failed without recording it: by a signal, or ``os._exit``.
 
-    Args:
-        rank: which one.
-        exit_code: of the process as ``wait`` reports it.
-        when: it exited, in seconds since the epoch.
-        out_of_memory: whether the OOM killer has run meanwhile; ``None`` if unknown.
-        at: where it was last seen, as text, if known.
-        is_echo: whether it has recorded that only another rank's failure ended it.
+    ``out_of_memory``: whether the OOM killer has run meanwhile; ``at``: where it was last seen; ``is_echo``: whether it
+    has recorded that only another rank's failure ended it.
     """
     name = signal_name(-exit_code) if exit_code < 0 else "exit"
     how = killed_in_words(exit_code, out_of_memory=out_of_memory)
-    return Failure(
-        rank=rank,
-        type=name,
-        message="",
-        traceback="",
-        time=when,
-        secondary=is_echo,
-        exit_code=exit_code,
-        how=how,
-        at=at,
-    )
+    return Failure(rank=rank, type=name, time=when, secondary=is_echo, exit_code=exit_code, how=how, at=at)
 
 
 def from_stop(rank: int, seconds: float, when: float) -> Failure:
-    """Describe a rank that has been stopped: its process exists, but does not run.
-
-    Args:
-        rank: which one.
-        seconds: for how long.
-        when: that was seen, in seconds since the epoch.
-    """
+    """Describe a rank that has been stopped for ``seconds``: its process exists, but does not run."""
     how = f"stopped for {seconds:.0f} s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks were running"
-    return _seen_from_outside(rank, "stopped", how, when, exit_code=-signal.SIGSTOP)
+    return Failure(rank=rank, type="stopped", time=when, exit_code=-signal.SIGSTOP, how=how)
 
 
 def from_lost_node(rank: int, hostname: str, when: float) -> Failure:
-    """Describe a rank of a machine that was declared lost.
-
-    Args:
-        rank: any of its ranks.
-        hostname: of the machine.
-        when: it was declared lost, in seconds since the epoch.
-    """
+    """Describe a rank of a machine that was declared lost."""
     how = f"{hostname} was lost: the machine or its network went down, or its launcher was killed"
-    return _seen_from_outside(rank, "lost", how, when, exit_code=1)
-
-
-def _seen_from_outside(rank: int, kind: str, how: str, when: float, *, exit_code: int) -> Failure:
-    return Failure(
-        rank=rank, type=kind, message="", traceback="", time=when, secondary=False, exit_code=exit_code, how=how
-    )
+    return Failure(rank=rank, type="lost", time=when, exit_code=1, how=how)
 
 
 def write(failure: Failure, path: str) -> None:
@@ -227,7 +195,7 @@ def _is_echo(error: BaseException | None) -> bool:
         if isinstance(error, PeerFailed | PeerMissing):
             return True
         if isinstance(error, RuntimeError | OSError) and any(
-            words in _text(error).lower() for words in _LOST_PEER_WORDS
+            words in text_of(error).lower() for words in _LOST_PEER_WORDS
         ):
             return True
         error = error.__cause__ or error.__context__

@@ -132,11 +132,7 @@ def _first_line(failed: FailedAttempt) -> str:
 
 
 def advice_for(error: str) -> str | None:
-    """Return what to write instead, or ``None`` if the error is unknown or contains the fix.
-
-    Args:
-        error: the exception that ended a rank, as ``ValueError: its message``.
-    """
+    """Return the fix for an error, ``ValueError: its message``; ``None`` if unknown or if the error contains it."""
     if "\n  do  " in error:  # the last part of rankwise's own errors
         return None
     return next((advice for words, advice in WHAT_TO_DO if words in error), None)

@@ -24,13 +24,9 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"numpy", "torch"}
 
 
 def watch(rank: int, error_file: str) -> None:
-    """Track which files this process and its forks open for writing.
+    """Track which files this process and its forks open for writing, beside the file for the rank's failure.
 
     Called by: each of several ranks, once, before its script runs.
-
-    Args:
-        rank: of this process.
-        error_file: the file the rank writes its failure to; the records of opened files are beside it.
     """
     from rankwise.torch_private.saving import on_save  # noqa: PLC0415 - imports torch
 

@@ -29,11 +29,8 @@ _WHAT_TO_DO = (
 def watch(world_size: int, note: str) -> None:
     """Report the first optimizer step of this process if it has not joined its peers by then.
 
+    Writes the file ``note`` then, so that the launcher repeats the report at the end.
     Called by: one of several ranks, before its script runs.
-
-    Args:
-        world_size: ranks of the job.
-        note: path of a file that is then written, so that the launcher repeats the report at the end.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - in memory already
 

@@ -160,12 +160,9 @@ def seconds_of(time: str) -> int | None:
 
 
 def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str:
-    """Return the text for sbatch.
+    """Return the text for sbatch; ``target`` follows ``rankwise run`` and its options: ``["train.py", "--lr", "0.1"]``.
 
-    Args:
-        options: of the job.
-        python: the interpreter, which must have the same path on the nodes.
-        target: words of the command after ``rankwise run`` and its options: ``["train.py", "--lr", "0.1"]``.
+    The interpreter ``python`` must have the same path on the nodes.
     """
     run = [python, "-m", "rankwise", "run", "-n", str(options.num_ranks), *target]
     lines = [

@@ -89,12 +89,7 @@ def follow(job_id: str, show: Callable[[str], None]) -> int:
 
 
 def exit_code(state: str, told: str) -> int:
-    """Return the exit code for the shell of a job that ended.
-
-    Args:
-        state: ``JobState`` of scontrol.
-        told: ``ExitCode`` of scontrol: ``code:signal``.
-    """
+    """Return the exit code for the shell of a job that ended, from ``JobState`` and ``ExitCode`` of scontrol."""
     code, _, signal = told.partition(":")
     if int(code):
         return int(code)

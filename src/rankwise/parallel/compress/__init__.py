@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that travel as fewer bytes than they have. Used by replicate."""
+"""Gradients that are sent as fewer bytes than they have. Used by replicate."""

@@ -53,7 +53,7 @@ class SharedAllGather:
         self._is_over = False
         self.weight = weight
 
-    def travel(self) -> None:
+    def gather(self) -> None:
         """Gather all channels and divide their sums, once per step."""
         if self._is_over:
             return
@@ -109,7 +109,7 @@ class AllGatherChannel:
     @torch.no_grad()
     def finish(self) -> None:
         """Gather all channels."""
-        self._all_gather.travel()
+        self._all_gather.gather()
 
     def arrive(self, total: torch.Tensor, weight: float, flags: torch.Tensor) -> None:
         """Keep the compression error in the body, and replace it by the mean."""

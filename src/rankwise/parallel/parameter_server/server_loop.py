@@ -136,7 +136,7 @@ class ServerLoop:
         elif message.head["kind"] == "end_loops":
             for loader, count in message.head["loops"]:
                 self._staleness.end_loop(worker, loader, has_stepped=False, count=count)
-            self._connections.confirm(worker)
+            self._connections.answer(worker, {}, self._connections.bodies[worker], [], [])
         else:
             self._staleness.step(worker)
             self._waiting[worker] = message

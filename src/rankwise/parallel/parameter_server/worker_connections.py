@@ -83,10 +83,6 @@ class WorkerConnections:
             message = packed(head, body, positions, rows, is_shared=worker in self._sharing)
             asyncio.run_coroutine_threadsafe(_send(sock, message), self._server.loop)
 
-    def confirm(self, worker: int) -> None:
-        """Send an empty answer."""
-        self.answer(worker, {}, self.bodies[worker], [], [])
-
     def drop(self, worker: int) -> None:
         """End the connection of a worker that is known to have exited."""
         sock = self._sockets.get(worker)

@@ -118,17 +118,12 @@ def _box(span: Span, scale: float) -> str:
     if width >= LEAST_WIDTH:
         label = (
             f'<text x="{x + width / 2:.2f}" y="{y + ROW / 2 + 2:g}" text-anchor="middle" fill="white">'
-            f"{_label(span, width)}</text>"
+            f"{LETTERS[span.kind] if width >= 2 * LEAST_WIDTH else ''}{span.micro_batch}</text>"
         )
     return (
         f'<g><title>{escape(title)}</title><rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 4}" '
         f'fill="{COLOURS[span.kind]}" stroke="white" stroke-width="0.5"/>{label}</g>'
     )
-
-
-def _label(span: Span, width: float) -> str:
-    long = f"{LETTERS[span.kind]}{span.micro_batch}"
-    return long if width >= 2 * LEAST_WIDTH else str(span.micro_batch)
 
 
 def _write_png(picture: Picture, path: Path) -> None:

@@ -172,7 +172,12 @@ def cut(program: Program, stage_of: Mapping[str, int], num_stages: int) -> list[
         stage.sends = crossing[stage.number] if stage.number < last else ()
         stage.changed = _changed(program, stage)
         stage.drops = _drops(program, stage, program.output_reads() if stage.number == last else stage.sends)
-    _check_sent(program, stages)
+        if not all(program.kinds[number].is_plain for number in stage.sends):
+            raise ConfigurationError(
+                f"A sparse tensor or a tensor that is split over ranks would be sent from stage {stage.number} to the "
+                "next.",
+                do="gather it at the end of the block: tensor_parallel leaves whole tensors between blocks",
+            )
     _check_aliases(program, stages, homes)
     return stages
 
@@ -246,17 +251,6 @@ def _drops(program: Program, stage: Stage, kept: Iterable[int]) -> list[tuple[in
         drops.append(tuple(touched - alive))
         alive |= touched
     return drops[::-1]
-
-
-def _check_sent(program: Program, stages: Sequence[Stage]) -> None:
-    for stage in stages:
-        for number in stage.sends:
-            if not program.kinds[number].is_plain:
-                raise ConfigurationError(
-                    f"A sparse tensor or a tensor that is split over ranks would be sent from stage "
-                    f"{stage.number} to the next.",
-                    do="gather it at the end of the block: tensor_parallel leaves whole tensors between blocks",
-                )
 
 
 def _check_aliases(program: Program, stages: Sequence[Stage], homes: Mapping[int, int]) -> None:

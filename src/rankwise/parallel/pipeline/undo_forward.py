@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -24,7 +24,7 @@ def left_as_it_was(model: nn.Module) -> Generator[None]:
     A cache that forward builds when it first runs would otherwise hold tensors without data, or be on one rank only.
     """
     before = [(module, dict(module.__dict__)) for module in model.modules()]
-    inside = [
+    inside: list[tuple[Any, Any]] = [
         (value, value.copy())
         for _, attributes in before
         for value in attributes.values()
@@ -37,15 +37,11 @@ def left_as_it_was(model: nn.Module) -> Generator[None]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
         for value, content in inside:
-            _refill(value, content)
-
-
-def _refill(value: Any, content: Any) -> None:  # noqa: ANN401 - a dict, list or set, and a copy of it
-    if isinstance(value, list):
-        cast("list[Any]", value)[:] = content
-    else:
-        value.clear()
-        value.update(content)
+            value.clear()
+            if isinstance(value, list):
+                value.extend(content)
+            else:
+                value.update(content)
 
 
 class PythonRandomness:

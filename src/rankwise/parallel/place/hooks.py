@@ -14,8 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.place.across_devices import CrossDeviceMode, moved
-from rankwise.parallel.place.fetch import Fetching
-from rankwise.parallel.place.offloaded import OffloadedPart
+from rankwise.parallel.place.fetch import Fetching, OffloadedPart
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import unwrapped_call, wrap_call
 

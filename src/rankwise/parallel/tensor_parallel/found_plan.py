@@ -95,7 +95,7 @@ def _add_mlp(plan: TensorPlan, proofs: Proofs, model: nn.Module, name: str, tp: 
             return
         why = _why_no_pair(proofs, model, name, firsts, last, tp=tp)
         if why is None:
-            plan.styles |= {join(name, one): "column" for one in firsts} | {join(name, last): "row"}
+            plan.styles.update({join(name, one): "column" for one in firsts} | {join(name, last): "row"})
         else:
             plan.whole.setdefault(name, why)
         return
@@ -150,7 +150,7 @@ def _add_sequential(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Sequ
             else:
                 why = f"{width} outputs over {tp} ranks"
             if why is None:
-                plan.styles |= {join(name, column): "column", join(name, child): "row"}
+                plan.styles.update({join(name, column): "column", join(name, child): "row"})
                 first = None
                 continue
             plan.whole[join(name, column)] = why
@@ -211,7 +211,7 @@ def _add_attention(plan: TensorPlan, proofs: Proofs, name: str, module: nn.Modul
             return
         if not is_even:
             _refuse_uneven_heads(name, module, heads, tp)
-        plan.styles |= {join(name, one): "column" for one in projections} | {join(name, out): "row"}
+        plan.styles.update({join(name, one): "column" for one in projections} | {join(name, out): "row"})
         if counts:
             plan.heads[name] = counts
         return

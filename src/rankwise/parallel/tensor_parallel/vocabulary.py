@@ -35,7 +35,7 @@ def add_vocabulary(plan: TensorPlan, model: nn.Module, tp: int) -> None:
             plan.whole[partners[0]] = why
             continue
         plan.styles[name] = "head"
-        plan.styles |= dict.fromkeys(partners, "vocab")
+        plan.styles.update(dict.fromkeys(partners, "vocab"))
 
 
 def _output_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

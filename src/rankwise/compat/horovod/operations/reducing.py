@@ -199,7 +199,9 @@ def begin_reduction(
     kind = "reducescatter" if is_scattered else "adasum" if op == Adasum else "allreduce"
     check(tensors, kind, prefix)
     if is_scattered and known_op(op) not in (Average, Sum):
-        raise HorovodInternalError(f"{prefix} knows no {known_op(op).name.title()}.", do="use hvd.Average or hvd.Sum")
+        raise HorovodInternalError(
+            f"{prefix} does not support {known_op(op).name.title()}.", do="use hvd.Average or hvd.Sum"
+        )
     if kind == "adasum":
         _check_adasum(tensors, process_set)
     fields: dict[str, Any] = {"op": int(op), "prescale": float(prescale), "postscale": float(postscale)}

@@ -265,7 +265,7 @@ class AveragingOptimizer(WrappedOptimizer):
 
 
 class AdasumOptimizer(WrappedOptimizer):
-    """The class for Adasum: every rank steps by itself, then the changes of the parameters are combined.
+    """The class for Adasum: every rank steps on its own, then the changes of the parameters are combined.
 
     Source: Maleki et al. (arXiv:2006.02924), extended from gradients to the steps of any optimizer.
     """

@@ -25,11 +25,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
     backward_passes_per_step: int
     _parameter_names: dict[nn.Parameter, str]
     """Named as in Horovod's optimizers, since subclasses and scripts read it."""
-    _passes: PassCounter | None
+    _passes: PassCounter | None = None
     """``None`` if there are no other ranks to combine with."""
     _frozen: list[nn.Parameter]
-    _synchronized: bool
-    _should_synchronize: bool
+    _synchronized = False
+    _should_synchronize = True
 
     @property
     def is_pending(self) -> bool:
@@ -113,18 +113,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
 def wrapped(kind: type[W], optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], passes: int) -> W:
     """Return an optimizer with the class and the state of ``optimizer``, which is a ``kind`` too."""
     own = type(optimizer)
-    result: Any = object.__new__(
-        type(own.__name__, (kind, own), {"__doc__": own.__doc__, "__module__": own.__module__})
-    )
-    vars(result).update(vars(optimizer))
+    both = type(own.__name__, (kind, own), {"__doc__": own.__doc__, "__module__": own.__module__})
+    result = object.__new__(both)
+    vars(result).update(vars(optimizer), backward_passes_per_step=passes, _parameter_names=names, _frozen=[])
     # A scheduler may have stored the optimizer's own step here.
     vars(result).pop("step", None)
-    result.backward_passes_per_step = passes
-    result._parameter_names = names  # noqa: SLF001 - of this module
-    result._passes = None  # noqa: SLF001 - of this module
-    result._frozen = []  # noqa: SLF001 - of this module
-    result._synchronized = False  # noqa: SLF001 - of this module
-    result._should_synchronize = True  # noqa: SLF001 - of this module
     return cast("W", result)
 
 

@@ -45,12 +45,11 @@ class _Attached:
 class _Reduction:
     """Reduces the gradients of some tensors over ranks, in every backward."""
 
-    tensors: list[torch.Tensor]
     exchange: Exchange
     buckets: GradientBuckets
     weights: Weights
     numbers: dict[int, int]
-    """The numbers of the tensors, by their ids."""
+    """The numbers of the tensors, by their ids; the buckets keep the tensors alive."""
 
 
 _in_backward: list[GradManager] = []
@@ -245,7 +244,7 @@ class GradManager:
                 # exchanges in any order.
                 order, what = reversed(range(len(tensors))), "gradients of a GradManager"
                 buckets = GradientBuckets(tensors, order, exchange.dup(), what)
-                reduction = _Reduction(tensors, exchange, buckets, callback.weights(exchange.world_size), numbers)
+                reduction = _Reduction(exchange, buckets, callback.weights(exchange.world_size), numbers)
                 self._reductions[callback] = reduction
             reductions.append(reduction)
         return reductions
