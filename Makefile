@@ -30,7 +30,7 @@ $(READY): requirements/dev.lock pyproject.toml
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements/dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
-	# Where Python may not write its bytecode (PYTHONDONTWRITEBYTECODE), every process that starts would compile anew.
+	# Where Python may not write its bytecode (PYTHONDONTWRITEBYTECODE), every process that starts would compile again.
 	@$(BIN)/python -m compileall -q src tests
 	@touch $@
 
@@ -42,7 +42,7 @@ test: check  ## checks, then every tier of tests; installs the programs they nee
 	@tiers=$$(PYTHON=$(PYTHON) .ci/programs tiers) && if [ "$$tiers" ]; then $(LANES) $$tiers; fi
 	@PYTHON=$(PYTHON) .ci/programs left-out
 
-check: lint type  ## everything that looks without running
+check: lint type  ## every check that runs no code
 
 lint: setup  ## style, format, spelling
 	$(BIN)/ruff check $(CODE)
@@ -81,10 +81,10 @@ version-%:
 gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
 	$(BIN)/python -m pytest tests/gpu
 
-mutants: setup  ## small mistakes in a copy of the code, one at a time: which of them do the tests notice?
+mutants: setup  ## put small mistakes into a copy of the code, one at a time, and count those that tests notice
 	$(BIN)/python tests/mutants/run.py $(ONLY)
 
-bench: setup  ## ratios against other tools; leave the machine alone meanwhile
+bench: setup  ## ratios against other tools; run nothing else at the same time
 	$(BIN)/python benchmarks/run.py
 
 bench-peers: $(PEERS_READY)  ## a training step beside other libraries, from .venv-peers
