@@ -22,6 +22,8 @@ def test_every_collective_takes_and_returns_tensorflows_tensors(launcher: Launch
     assert "every collective took TensorFlow's tensors" in done.stdout
 
 
+# Four processes import TensorFlow, which on a busy machine takes longer than all that other tests do.
+@pytest.mark.timeout(180)
 def test_keras_digits_learn_the_same_on_one_rank_and_on_three(launcher: Launcher) -> None:
     losses, accuracies = [], []
     for ranks in ("1", "3"):
