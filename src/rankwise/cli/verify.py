@@ -96,7 +96,9 @@ def _show(line: str) -> None:
 def _numbers(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isdecimal() and int(word) > 1 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of ranks, such as 2 or 2,3; each at least 2")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers of ranks, such as 2 or 2,3; each at least 2"
+        )
     return tuple(dict.fromkeys(int(word) for word in words))
 
 

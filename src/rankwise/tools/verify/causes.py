@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the first difference to its cause, in words, with the fix: one function per signature.
 
-Values only; imports no torch. Each function looks at the evidence and returns a cause or ``None``; the first one counts.
+Values only; imports no torch. Each function looks at the evidence and returns a cause or ``None``; the first counts.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def _decided_locally(evidence: Evidence) -> Cause | None:
         return None
     return Cause(
         "local decision",
-        f"{evidence.gap.name} is not the same on all ranks: a scheduler or a condition decides from a rank's own value",
+        f"{evidence.gap.name} is not the same on all ranks: a scheduler or a condition uses a rank's own value",
         "decide from a value that is equal on all ranks: scheduler.step(rankwise.mean(loss, num_samples)), or "
         "all_reduce it first",
         evidence=tuple(f"rank {rank}: {value}" for rank, value in enumerate(held)),
@@ -480,7 +480,7 @@ def _unsharded(one: RankRun, many: Sequence[RankRun]) -> Finding | None:
         1,
         Cause(
             "same samples",
-            f"every rank goes through the whole dataset: its loader has {theirs.length} batches, as many as on one rank",
+            f"every rank goes through the whole dataset: its loader has {theirs.length} batches, as on one rank",
             _SHARD,
             line=theirs.line,
         ),
@@ -507,7 +507,7 @@ def _repeated(one: RankRun, many: Sequence[RankRun]) -> Finding | None:
                     "repeated samples",
                     f"{twice} sample{'s' * (twice > 1)} of an epoch counted twice: the sampler repeats samples "
                     "to give every rank as many",
-                    'rankwise.DataLoader, which splits the last batch evenly; or drop_last=True',
+                    "rankwise.DataLoader, which splits the last batch evenly; or drop_last=True",
                     line=_line_of_loader(many[0], held[0]),
                 ),
             )
@@ -617,9 +617,10 @@ def _pairs(evidence: Evidence) -> Iterator[tuple[Sketch | None, list[Sketch | No
     whole = max((one.gradient.norm for one in evidence.one.parameters if one.gradient is not None), default=0.0)
     for parameter in evidence.one.parameters:
         if parameter.gradient is not None and parameter.gradient.norm > CLOSE * whole:
-            yield parameter.gradient, [
-                one.gradient for step in evidence.theirs for one in step.parameters if one.name == parameter.name
-            ]
+            yield (
+                parameter.gradient,
+                [one.gradient for step in evidence.theirs for one in step.parameters if one.name == parameter.name],
+            )
 
 
 def _locals(evidence: Evidence) -> Iterator[list[Parameter]]:

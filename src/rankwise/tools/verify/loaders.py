@@ -165,5 +165,11 @@ def _described(loader: Any, number: int, line: str) -> Loader:  # noqa: ANN401 -
     sampler = getattr(loader, "sampler", None)
     shuffles = callable(getattr(sampler, "set_epoch", None)) and bool(getattr(sampler, "shuffle", False))
     return Loader(
-        number, type(loader).__name__, length, getattr(loader, "batch_size", None), type(sampler).__name__, shuffles, line
+        number,
+        type(loader).__name__,
+        length,
+        getattr(loader, "batch_size", None),
+        type(sampler).__name__,
+        shuffles,
+        line,
     )

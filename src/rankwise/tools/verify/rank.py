@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of the script: a process that launches its ranks, each of which records what the script does.
 
-``python -m rankwise.tools.verify.rank '<the run as JSON>'``, started by ``runs``.
+Imported by ``runs``, which forks that process.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import sys
 import traceback
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NoReturn
 
+import torch
+
+from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
@@ -34,16 +37,6 @@ class RunOrder:
     num_ranks: int
     device: Literal["auto", "cpu"]
     plan: Plan
-
-    def text(self) -> str:
-        """Return the run as JSON."""
-        return json.dumps(asdict(self))
-
-
-def order_from(text: str) -> RunOrder:
-    """Return the run that :meth:`RunOrder.text` wrote."""
-    content = json.loads(text)
-    return RunOrder(**{**content, "arguments": tuple(content["arguments"]), "plan": Plan(**content["plan"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +80,17 @@ class Recorded:
             recorder.finish(how)
 
 
-def main(text: str) -> None:
-    """Run the ranks, and end this process with their exit code."""
-    order = order_from(text)
+def launch_ranks(order: RunOrder) -> NoReturn:
+    """Run the ranks, and end this process with their exit code; a rank leaves with SystemExit."""
+    # As in a new process: forks of one process would otherwise all draw the same unseeded numbers.
+    torch.default_generator.seed()
+    random.seed()
     target = find_target(order.target, order.arguments, is_module=order.is_module)
     options = LaunchOptions(num_ranks=order.num_ranks, device=order.device)
-    exit_code = launch(Recorded(target, order.plan), options, TerminalReporter())
+    try:
+        exit_code = launch(Recorded(target, order.plan), options, TerminalReporter())
+    except RankwiseError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        exit_code = 2
+    sys.stderr.flush()
     os._exit(exit_code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -39,7 +39,7 @@ from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.saving import on_save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from rankwise.tools.verify.records import RankRun
 
@@ -80,9 +80,7 @@ class Plan:
     def loaders(self, rank: int) -> LoaderPlan:
         """Return what is done with the batches of a rank."""
         join = () if self.join is None else tuple(_batches(self.join, one) for one in range(self.num_joined))
-        return LoaderPlan(
-            self.float64, self.permute, _batches(self.record, rank) if self.keep else None, join
-        )
+        return LoaderPlan(self.float64, self.permute, _batches(self.record, rank) if self.keep else None, join)
 
 
 def _batches(record: str, rank: int) -> str:
@@ -148,6 +146,7 @@ class Recorder:
         nn.Module.__call__ = self._around_module(nn.Module.__call__)
         torch.Tensor.backward = self._around_backward(torch.Tensor.backward)
         nn.utils.clip_grad_norm_ = self._around_clipping(nn.utils.clip_grad_norm_)
+        Optimizer.add_param_group = self._around_groups(Optimizer.add_param_group)
         for kind in (LRScheduler, ReduceLROnPlateau):
             kind.step = self._around_scheduler(kind.step)
         register_optimizer_step_pre_hook(self._before_step)
@@ -161,7 +160,9 @@ class Recorder:
         self._file.close()
 
     def _end(self, how: str) -> None:
-        self._write("end", {"how": how, "batches_kept": self._loaders.batches_kept, "uses_rankwise": self._rankwise_noted})
+        self._write(
+            "end", {"how": how, "batches_kept": self._loaders.batches_kept, "uses_rankwise": self._rankwise_noted}
+        )
 
     def stop(self) -> NoReturn:
         """End the script: it has taken all steps, or there are no more batches."""
@@ -254,7 +255,7 @@ class Recorder:
         root = self._names.add_root(module)
         if self._plan.float64:
             args, kwargs = self._names.cast(root, args, kwargs)
-        self._follow_gradients(root)
+        self._follow_gradients(root.parameters())
         given = sketches.with_rows(sketches.tensors_in((args, kwargs)))
         rows = given[0].shape[0] if given else 0
         floats = [one for one in given if one.is_floating_point()]
@@ -309,8 +310,17 @@ class Recorder:
 
     # -- loss and gradients --------------------------------------------------------------------------------
 
-    def _follow_gradients(self, root: nn.Module) -> None:
-        for parameter in root.parameters():
+    def _around_groups(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def add(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+            original(optimizer, param_group)
+            # Also those that are in no module.
+            self._follow_gradients(optimizer.param_groups[-1]["params"])
+
+        return add
+
+    def _follow_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
             key = id(parameter)
             if parameter.requires_grad and key not in self._hooked:
                 self._hooked[key] = parameter

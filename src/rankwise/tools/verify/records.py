@@ -216,20 +216,23 @@ def read(path: Path) -> RankRun | None:
 
 
 def _step(content: dict[str, Any]) -> Step:
-    return Step(
-        **{
-            **content,
-            "inputs": tuple(content["inputs"]),
-            "batches": tuple(Batch(**{**one, "digests": tuple(one["digests"])}) for one in content["batches"]),
-            "calls": tuple(Call(**one) for one in content["calls"]),
-            "modules": tuple(_module(one) for one in content["modules"]),
-            "losses": tuple(content["losses"]),
-            "parameters": tuple(_parameter(one) for one in content["parameters"]),
-            "buffers": {name: _sketch(one) for name, one in content["buffers"].items()},
-            "hyperparameters": tuple(content["hyperparameters"]),
-            "clipped": tuple(content["clipped"]),
-        }
-    )
+    read_back: dict[str, Any] = {
+        "inputs": tuple(content["inputs"]),
+        "batches": tuple(map(_batch, content["batches"])),
+        "calls": tuple(Call(**one) for one in content["calls"]),
+        "modules": tuple(_module(one) for one in content["modules"]),
+        "losses": tuple(content["losses"]),
+        "parameters": tuple(_parameter(one) for one in content["parameters"]),
+        "buffers": {name: _sketch(one) for name, one in content["buffers"].items()},
+        "hyperparameters": tuple(content["hyperparameters"]),
+        "clipped": tuple(content["clipped"]),
+    }
+    return Step(**(content | read_back))
+
+
+def _batch(content: dict[str, Any]) -> Batch:
+    read_back: dict[str, Any] = {"digests": tuple(content["digests"])}
+    return Batch(**(content | read_back))
 
 
 def _sketch(content: dict[str, Any]) -> Sketch:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rankwise.tools.verify.rank import RunOrder
+from rankwise.tools.verify.conclude import TIMED_OUT
+from rankwise.tools.verify.rank import RunOrder, launch_ranks
 from rankwise.tools.verify.recorder import Plan
 from rankwise.tools.verify.records import Run, read
 from rankwise.tools.verify.working_copy import copy_folder
@@ -82,9 +82,7 @@ class Workspace:
             join=None if join is None else join[0],
             num_joined=0 if join is None else join[1],
         )
-        order = RunOrder(
-            target, self._script.is_module, self._script.arguments, num_ranks, self._script.device, plan
-        )
+        order = RunOrder(target, self._script.is_module, self._script.arguments, num_ranks, self._script.device, plan)
         began = time.monotonic()
         exit_code = _run(order, working, here / "output", limit_seconds or self._script.timeout_seconds)
         seconds = time.monotonic() - began
@@ -107,32 +105,48 @@ def _copies(script: Script, folder: Path) -> tuple[Path, str]:
 
 
 def _run(order: RunOrder, working: Path, output: Path, limit_seconds: float) -> int:
-    with output.open("wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - the same Python
-            [sys.executable, "-m", "rankwise.tools.verify.rank", order.text()],
-            cwd=working,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(limit_seconds)
-        except subprocess.TimeoutExpired:
-            return 124
-        finally:
-            _end(process)
+    """Run the launcher in a fork of this process, which has torch in memory and no threads; return its exit code.
+
+    Returns in this process only: a rank leaves through here with SystemExit, as it leaves ``launch``.
+    """
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.chdir(working)
+        _redirect(output)
+        launch_ranks(order)
+    descriptor = os.pidfd_open(pid)
+    try:
+        if not select.select([descriptor], [], [], limit_seconds)[0]:
+            _end(pid, descriptor)
+            os.waitpid(pid, 0)
+            return TIMED_OUT
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        _end(pid, descriptor)
+        raise
+    finally:
+        os.close(descriptor)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _redirect(output: Path) -> None:
+    for path, flags, streams in (
+        (os.devnull, os.O_RDONLY, (0,)),
+        (str(output), os.O_WRONLY | os.O_CREAT | os.O_APPEND, (1, 2)),
+    ):
+        descriptor = os.open(path, flags)
+        for stream in streams:
+            os.dup2(descriptor, stream)
+        os.close(descriptor)
+
+
+def _end(pid: int, descriptor: int) -> None:
     """End the launcher, which ends its ranks."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
+            os.kill(pid, number)
+        if select.select([descriptor], [], [], _STOP_SECONDS)[0]:
+            return
 
 
 def _last_lines(output: Path) -> str:

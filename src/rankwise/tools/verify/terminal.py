@@ -69,7 +69,9 @@ def difference_in_words(first: First, verdict: Verdict) -> str:
 
 def agreeing_before(first: First) -> str:
     """Return what agrees up to the first difference."""
-    phases = [phase for phase in PHASES if first.phase in PHASES and PHASES.index(phase) < list(PHASES).index(first.phase)]
+    phases = [
+        phase for phase in PHASES if first.phase in PHASES and PHASES.index(phase) < list(PHASES).index(first.phase)
+    ]
     if first.step > 1:
         return f"steps 1 to {first.step - 1}" + (f", and in step {first.step} {', '.join(phases)}" if phases else "")
     return ", ".join(phases)
