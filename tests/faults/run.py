@@ -83,7 +83,9 @@ def main() -> int:
         line = f"{mark:4}{report['exit_code']} {case.script:16}{case.name:44}{cause:20}{where:28}{seconds:5.1f} s"
         print(f"{line}  x{of_runs:.2f}", flush=True)
     faults = sum(case.cause is not None for case in chosen)
-    print(f"{found} of {faults} mistakes found, {named} with their cause; {false} of {len(chosen) - faults} false alarms")
+    print(
+        f"{found} of {faults} mistakes found, {named} with their cause; {false} of {len(chosen) - faults} false alarms"
+    )
     return int(found < faults or named < faults or false > 0)
 
 

@@ -36,7 +36,7 @@ sampler = DistributedSampler(dataset, shuffle=True)
 loader = DataLoader(dataset, batch_size=8, sampler=sampler)
 loss_fn = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 for epoch in range(3):
     sampler.set_epoch(epoch)
     total = torch.zeros(1)

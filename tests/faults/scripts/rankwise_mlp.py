@@ -3,7 +3,7 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import rankwise as rw
 
@@ -19,7 +19,7 @@ with rw.join() as world:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
     best = float("inf")
-    for epoch in range(3):
+    for _ in range(3):
         losses, sizes = [], []
         for features, target in loader:
             optimizer.zero_grad()

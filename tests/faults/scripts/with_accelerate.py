@@ -15,7 +15,7 @@ model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for epoch in range(3):
+for _ in range(3):
     for features, target in loader:
         loss = nn.functional.mse_loss(model(features), target)
         accelerator.backward(loss)

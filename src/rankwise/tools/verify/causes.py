@@ -208,9 +208,9 @@ def _scaled(evidence: Evidence) -> Cause | None:
     known = [ratio for ratio in ratios if ratio is not None]
     if not known or len(known) < len(ratios):
         return None
-    ratio = known[0]
-    if not all(_is_close(one, ratio) for one in known) or not _ranks_agree(evidence):
+    if not all(_is_close(one, known[0]) for one in known) or not _ranks_agree(evidence):
         return None
+    ratio = _ratio_before_clipping(evidence) or known[0]
     if _is_close(ratio, size):
         return Cause(
             "summed",
@@ -235,6 +235,12 @@ def _scaled(evidence: Evidence) -> Cause | None:
         "accumulation counted per rank",
         line=evidence.one.loss_line,
     )
+
+
+def _ratio_before_clipping(evidence: Evidence) -> float | None:
+    """Return how many times larger the norm was before it was clipped; ``None`` if nothing was."""
+    mine, theirs = evidence.one.clipped, evidence.theirs[0].clipped
+    return theirs[0] / mine[0] if mine and theirs and mine[0] > 0.0 else None
 
 
 def _mean_of_means(evidence: Evidence) -> Cause | None:
@@ -367,8 +373,8 @@ def _scaled_setting(evidence: Evidence) -> Cause | None:
     by = f"{ratio:g} times" if ratio >= 1 else f"1/{1 / ratio:g} of"
     return Cause(
         "scaled setting",
-        f"{evidence.gap.name} is {theirs:g} on {evidence.num_ranks} ranks, {by} the {mine:g} of one rank, with the same "
-        "global batch",
+        f"{evidence.gap.name} is {theirs:g} on {evidence.num_ranks} ranks, {by} the {mine:g} of one rank, with the "
+        "same global batch",
         f"leave {evidence.gap.name} as it is: the global batch does not grow with the number of ranks",
         line=evidence.one.step_line,
     )
@@ -556,9 +562,9 @@ def _equal_draws(one: RankRun, many: Sequence[RankRun]) -> Finding | None:  # no
     """All ranks draw the same numbers for different samples while they read."""
     for held in zip(*(rank.steps for rank in many), strict=False):
         for batches in zip(*(step.batches for step in held), strict=False):
-            states = {batch.random_before for batch in batches}
+            states = {batch.drawn for batch in batches}
             samples = {batch.digests for batch in batches}
-            if len(states) == 1 and len(samples) > 1 and all(batch.drew for batch in batches):
+            if len(states) == 1 and len(samples) == len(batches) and batches[0].drawn:
                 return Finding(
                     held[0].number,
                     Cause(

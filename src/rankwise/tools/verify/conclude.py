@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rankwise.errors import fold_ranks
 from rankwise.tools.verify import causes, compare
 from rankwise.tools.verify.causes import Cause, Evidence
 from rankwise.tools.verify.verdict import First, Verdict, modules_at, table
@@ -156,11 +157,13 @@ def end_differs(reference: RankRun, many: Run) -> Cause | None:
     counts = [len(rank.steps) for rank in many.ranks]
     mine, line = len(reference.steps), reference.steps[-1].step_line
     evidence = tuple(f"rank {rank}: {count} steps" for rank, count in enumerate(counts))
-    if len(set(counts)) > 1:
+    stopped = [rank for rank, run in enumerate(many.ranks) if run.end in _ENDED]
+    if len(set(counts)) > 1 or (stopped and len(stopped) < len(counts)):
+        ended = f", where {fold_ranks(stopped)} ended" if stopped and len(stopped) < len(counts) else ""
         return Cause(
             "local stop",
-            f"ranks take different numbers of steps ({', '.join(map(str, counts))}): a rank decides to stop, or to "
-            "skip a step, from its own value",
+            f"ranks take different numbers of steps{ended}: a rank decides to stop, or to skip a step, from its own "
+            "value",
             "decide from a value that is equal on all ranks: rankwise.mean(loss, num_samples), or all_reduce it first",
             evidence,
             line,

@@ -30,15 +30,20 @@ _OF_A_TENSOR = (
 _OF_A_SIZE = ("randn", "rand")
 
 
-def state_digest() -> str:
-    """Return a digest of the state of the generators of torch, Python and NumPy."""
-    digest = zlib.crc32(memory_of(torch.get_rng_state()))
-    digest = zlib.crc32(repr(hash(random.getstate())).encode(), digest)
+def state_digests() -> dict[str, int]:
+    """Return a digest of the state of each generator: torch's, Python's, NumPy's."""
+    digests = {"torch": torch_digest(), "random": hash(random.getstate())}
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         _, keys, position, *_ = numpy_random.get_state()
-        digest = zlib.crc32(keys.tobytes() + bytes([position % 256, position // 256]), digest)
-    return f"{digest:08x}"
+        digests["numpy"] = zlib.crc32(keys.tobytes(), position)
+    return digests
+
+
+def drawn_from(before: dict[str, int], after: dict[str, int]) -> str:
+    """Return the generators that were drawn from, with their states before; empty if none was."""
+    names = [name for name, state in before.items() if after[name] != state]
+    return " ".join(f"{name}:{before[name]:x}" for name in names)
 
 
 def torch_digest() -> int:

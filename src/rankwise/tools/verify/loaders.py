@@ -17,7 +17,7 @@ from torch.utils import data
 
 from rankwise.data import loader as own_loader
 from rankwise.tools.verify import sketches
-from rankwise.tools.verify.draws import state_digest
+from rankwise.tools.verify.draws import drawn_from, state_digests
 from rankwise.tools.verify.records import Batch, Loader
 
 if TYPE_CHECKING:
@@ -101,19 +101,19 @@ class Loaders:
         position = 0
         try:
             while True:
-                before = state_digest()
+                before = state_digests()
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
                 # The first one also draws the order and the seed of the workers.
-                drew = position > 0 and state_digest() != before
+                drawn = drawn_from(before, state_digests()) if position else ""
                 if self._plan.float64:
                     batch = sketches.in_float64(batch)
                 if self._plan.permute:
                     batch = sketches.permuted(batch)
                 self._keep(batch, f"{number}-{epoch}-{position}")
-                self._listener.on_batch(_recorded(batch, number, epoch, position, drew=drew, before=before))
+                self._listener.on_batch(_recorded(batch, number, epoch, position, drawn))
                 yield batch
                 position += 1
         finally:
@@ -146,15 +146,15 @@ class Loaders:
                 self._listener.stop()
             parts = [torch.load(path, weights_only=False) for path in found]
             batch = sketches.joined(parts)
-            self._listener.on_batch(_recorded(batch, number, epoch, position, drew=False, before=""))
+            self._listener.on_batch(_recorded(batch, number, epoch, position, ""))
             yield batch
             position += 1
 
 
-def _recorded(batch: Any, loader: int, epoch: int, number: int, *, drew: bool, before: str) -> Batch:  # noqa: ANN401 - any batch
+def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:  # noqa: ANN401 - any batch
     rows = sketches.with_rows(sketches.tensors_in(batch))
     digests = sketches.digests_of_rows(rows) if rows else ()
-    return Batch(loader, epoch, number, digests, drew, before)
+    return Batch(loader, epoch, number, digests, drawn)
 
 
 def _described(loader: Any, number: int, line: str) -> Loader:  # noqa: ANN401 - any loader

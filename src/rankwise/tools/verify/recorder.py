@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from rankwise.comm.session import current_or_none
 from rankwise.tools.verify import sketches
-from rankwise.tools.verify.draws import RowDraws, state_digest
+from rankwise.tools.verify.draws import RowDraws
 from rankwise.tools.verify.loaders import LoaderPlan, Loaders
 from rankwise.tools.verify.records import (
     Batch,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from rankwise.tools.verify.records import RankRun
 
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel")
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Modules that hold the script's own module, which is recorded instead."""
 MOST_FILES = 1000
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
@@ -61,7 +61,7 @@ class Plan:
     record: str
     """A folder; each rank writes a file into it."""
     working_folder: str
-    """The copy of the user's folder that the script runs in."""
+    """The folder whose files are the script's, to which names of files are relative."""
     steps: int
     float64: bool
     permute: bool = False
@@ -259,7 +259,7 @@ class Recorder:
         given = sketches.with_rows(sketches.tensors_in((args, kwargs)))
         rows = given[0].shape[0] if given else 0
         floats = [one for one in given if one.is_floating_point()]
-        before, states = state_digest(), torch.get_rng_state()
+        states = torch.get_rng_state()
         parts, joined_states = self._draws_of_ranks()
         self._draws.begin(rows, parts, joined_states)
         self._depth += 1
@@ -273,7 +273,7 @@ class Recorder:
         self._rows += rows
         if given:
             self._inputs += sketches.digests_of_rows(given)
-        self._calls.append(Call(rows, before, drew, by_rows, self.line()))
+        self._calls.append(Call(rows, drew, by_rows, self.line()))
         self._note_output(root, result, sketches.of_rows(floats[0]) if floats else None)
         return result
 
@@ -486,7 +486,7 @@ class _Names:
     def add_root(self, module: nn.Module) -> nn.Module:
         """Name a module that the script calls, and all in it; return the script's own within a wrapper."""
         while type(module).__name__ in WRAPPERS:
-            module = getattr(module, "module", None) or getattr(module, "_orig_mod", None) or _only_child(module)
+            module = next(iter(module.children()))
         if id(module) not in self._roots:
             self._roots[id(module)] = module
             self._name(module)
@@ -534,7 +534,3 @@ class _Names:
                 if buffer.is_floating_point():
                     found[f"{base}.{name}"] = sketches.of_tensor(buffer)
         return found
-
-
-def _only_child(module: nn.Module) -> nn.Module:
-    return next(iter(module.children()))

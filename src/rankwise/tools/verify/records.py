@@ -81,10 +81,8 @@ class Batch:
     number: int
     digests: tuple[int, ...]
     """One per sample, of the bits of its tensors."""
-    drew: bool = False
-    """Whether reading it drew random numbers in this process."""
-    random_before: str = ""
-    """Digest of the state of the random generators before."""
+    drawn: str = ""
+    """The generators of this process that reading it drew from, with their states before; empty if from none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,6 @@ class Call:
     """A call of a model by the script, with gradients."""
 
     rows: int
-    random_before: str
     drew: bool
     drew_by_rows: bool
     """Whether all these draws were ones that can be repeated for the rows of several ranks."""

@@ -71,10 +71,10 @@ class Workspace:
         self._num_runs += 1
         here = self._folder / f"run-{self._num_runs}"
         record = here / "record"
-        working, target = _copies(self._script, here / "work")
+        working, root, target = _copies(self._script, here / "work")
         plan = Plan(
             record=str(record),
-            working_folder=str(here / "work"),
+            working_folder=str(root),
             steps=self._script.steps,
             float64=float64,
             permute=permute,
@@ -91,17 +91,21 @@ class Workspace:
         return Run(ranks, exit_code, _last_lines(here / "output"), seconds), str(record)
 
 
-def _copies(script: Script, folder: Path) -> tuple[Path, str]:
-    """Copy the working folder, and the script's own if it is elsewhere; return the copy and the script's path."""
+def _copies(script: Script, folder: Path) -> tuple[Path, Path, str]:
+    """Copy the working folder, and the script's own if it is elsewhere.
+
+    Returns:
+        The working folder's copy, the folder that holds all copies, and the script's path.
+    """
     here = Path.cwd()
     copy_folder(here, folder / here.name)
     if script.is_module or not Path(script.target).absolute().is_file():
-        return folder / here.name, script.target
+        return folder / here.name, folder / here.name, script.target
     path = Path(script.target).absolute()
     if path.is_relative_to(here):
-        return folder / here.name, str(path.relative_to(here))
+        return folder / here.name, folder / here.name, str(path.relative_to(here))
     copy_folder(path.parent, folder / "script" / path.parent.name)
-    return folder / here.name, str(folder / "script" / path.parent.name / path.name)
+    return folder / here.name, folder, str(folder / "script" / path.parent.name / path.name)
 
 
 def _run(order: RunOrder, working: Path, output: Path, limit_seconds: float) -> int:
