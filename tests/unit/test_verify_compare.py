@@ -148,6 +148,7 @@ def test_sketches_of_parts_add_up(shape: tuple[int, ...]) -> None:
     assert (parts.rows, parts.shape) == (6, shape[1:])
     assert parts.squares == pytest.approx(whole.squares)
     assert parts.projections == pytest.approx(whole.projections)
+    assert parts.bends == pytest.approx(whole.bends)
 
 
 def test_projections_tell_the_size_of_a_difference() -> None:
@@ -157,6 +158,20 @@ def test_projections_tell_the_size_of_a_difference() -> None:
     other[77] += 1e-6
     apart = sketches.of_tensor(tensor).minus(sketches.of_tensor(other))
     assert 1e-7 < math.sqrt(sum(one * one for one in apart) / 8) < 1e-5
+
+
+def test_rows_that_are_normalized_differently_are_told_apart() -> None:
+    # Both have a mean of zero and a variance of one in every column, as BatchNorm's outputs do.
+    torch.manual_seed(0)
+    rows = torch.randn(8, 3, dtype=torch.float64)
+    whole = sketches.of_rows((rows - rows.mean(0)) / rows.std(0, correction=0))
+    halves = [sketches.of_rows((half - half.mean(0)) / half.std(0, correction=0)) for half in rows.chunk(2)]
+    parts = halves[0] + halves[1]
+    assert parts.projections == pytest.approx(whole.projections, abs=1e-9)
+    assert parts.squares == pytest.approx(whole.squares)
+    one = one_rank(modules=(ModuleOutput("Net.norm", "BatchNorm1d", whole),))
+    many = [{"modules": (ModuleOutput("Net.norm", "BatchNorm1d", half),)} for half in halves]
+    assert differences(one, two_ranks(*many).ranks, FLOOR)[0].gap.name == "Net.norm"
 
 
 def test_digests_tell_rows_apart() -> None:

@@ -285,12 +285,13 @@ def _apart(one: Sketch | None, other: Sketch | None, scale: float) -> float:
 
 
 def _rows_apart(one: Sketch, other: Sketch) -> float:
-    return _ratio(_size(one.minus(other)), (one.rows * one.squares) ** 0.5)
+    bends = tuple(mine - theirs for mine, theirs in zip(one.bends, other.bends, strict=True))
+    return max(_ratio(_size(one.minus(other)), (one.rows * one.squares) ** 0.5), _ratio(_size(bends), one.squares))
 
 
 def _size(projections: Sequence[float]) -> float:
     """Estimate the norm of a tensor from its projections."""
-    return (sum(value * value for value in projections) / len(projections)) ** 0.5
+    return (sum(value * value for value in projections) / max(1, len(projections))) ** 0.5
 
 
 def _ratio(size: float, scale: float) -> float:

@@ -27,6 +27,8 @@ class Sketch:
     """The sum of the squares of all elements."""
     projections: tuple[float, ...]
     """On random directions, which depend on the number of elements alone."""
+    bends: tuple[float, ...] = ()
+    """Of summed rows: the projections of each row, squared with their signs. Normalized rows have equal sums."""
 
     @property
     def norm(self) -> float:
@@ -39,12 +41,17 @@ class Sketch:
             self.shape,
             self.rows + other.rows,
             self.squares + other.squares,
-            tuple(one + two for one, two in zip(self.projections, other.projections, strict=True)),
+            _sums(self.projections, other.projections),
+            _sums(self.bends, other.bends),
         )
 
     def minus(self, other: Sketch) -> tuple[float, ...]:
         """Return the projections of the difference."""
         return tuple(one - two for one, two in zip(self.projections, other.projections, strict=True))
+
+
+def _sums(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+    return tuple(mine + theirs for mine, theirs in zip(one, other, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +240,8 @@ def _batch(content: dict[str, Any]) -> Batch:
 
 
 def _sketch(content: dict[str, Any]) -> Sketch:
-    return Sketch(tuple(content["shape"]), content["rows"], content["squares"], tuple(content["projections"]))
+    read_back: dict[str, Any] = {key: tuple(content[key]) for key in ("shape", "projections", "bends")}
+    return Sketch(**(content | read_back))
 
 
 def _optional(content: dict[str, Any] | None) -> Sketch | None:

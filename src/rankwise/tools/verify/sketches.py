@@ -6,6 +6,7 @@ Projections are linear: those of N ranks' rows add up to those of one rank's. Im
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,13 +32,16 @@ def _numbers(*key: int) -> np.random.Generator:
 def of_tensor(tensor: torch.Tensor) -> Sketch:
     """Return the sketch of a tensor of any shape."""
     plain = _plain(tensor)
-    return Sketch(tuple(tensor.shape), 1, _squares(plain), _projected(plain.flatten()))
+    return Sketch(tuple(tensor.shape), 1, _squares(plain), tuple(_projected(plain.reshape(1, -1))[0].tolist()))
 
 
 def of_rows(tensor: torch.Tensor) -> Sketch:
     """Return the sketch of the sum of the rows of ``tensor``: [rows, ...]."""
     plain = _plain(tensor)
-    return Sketch(tuple(tensor.shape[1:]), tensor.shape[0], _squares(plain), _projected(plain.sum(0).flatten()))
+    projected = _projected(plain.reshape(plain.shape[0], math.prod(plain.shape[1:])))
+    bends = (projected * projected.abs()).sum(0)
+    projections = tuple(projected.sum(0).tolist())
+    return Sketch(tuple(tensor.shape[1:]), tensor.shape[0], _squares(plain), projections, tuple(bends.tolist()))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,14 +54,13 @@ def _squares(plain: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(plain)) ** 2 if plain.numel() else 0.0
 
 
-def _projected(flat: torch.Tensor) -> tuple[float, ...]:
-    if not flat.numel():
-        return (0.0,) * NUM_DIRECTIONS
-    if flat.numel() > WIDTH:
-        rest = -flat.numel() % WIDTH
-        blocks = torch.nn.functional.pad(flat, (0, rest)).view(-1, WIDTH)
-        flat = _signs(len(blocks)) @ blocks
-    return tuple((flat @ _directions(flat.numel())).tolist())
+def _projected(rows: torch.Tensor) -> torch.Tensor:
+    """Return the projections of each row: [rows, elements] to [rows, directions]."""
+    num_elements = rows.shape[1]
+    if num_elements > WIDTH:
+        blocks = torch.nn.functional.pad(rows, (0, -num_elements % WIDTH)).view(rows.shape[0], -1, WIDTH)
+        rows = (_signs(blocks.shape[1]) @ blocks).view(rows.shape[0], WIDTH)
+    return rows @ _directions(rows.shape[1])
 
 
 @cache
