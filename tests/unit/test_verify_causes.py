@@ -86,9 +86,9 @@ def test_a_mean_of_means_of_unequal_shares() -> None:
     )
     verdict = concluded(one, Run(ranks, 0))
     assert verdict.cause is not None
-    assert verdict.cause.key == "scaled"
+    assert verdict.cause.key == "mean of means"
     # With layers that are not all scaled alike.
-    mixed = {"parameters": (parameter("Net.first.weight", 2.0, 2.0), parameter("Net.last.weight", 4.0, 4.0))}
+    mixed = {"parameters": (parameter("Net.first.weight", 2.0, 2.0), parameter("Net.last.weight", 4.25, 4.25))}
     ranks = tuple(
         replace(rank, steps=(replace(rank.steps[0], parameters=(rank.steps[0].parameters[0], other)),))
         for rank, other in zip(

@@ -244,14 +244,16 @@ def _ratio_before_clipping(evidence: Evidence) -> float | None:
 
 
 def _mean_of_means(evidence: Evidence) -> Cause | None:
-    """The gradient is the plain mean of those of ranks that hold unequal shares."""
+    """Ranks hold unequal shares and their gradients count equally; weighted by the shares they are one rank's."""
     rows = [step.rows for step in evidence.theirs]
-    if len(set(rows)) == 1:
+    total = sum(rows)
+    if len(set(rows)) == 1 or not any(_is_plain(evidence, factor) for factor in (1.0, 1 / len(rows))):
         return None
-    for parameters in _locals(evidence):
-        values = [one.local for one in parameters]
-        mean = _combined(values, [1 / len(rows)] * len(rows))
-        if mean is None or not _is_near(mean, parameters[0].gradient):
+    factor = 1.0 if _is_plain(evidence, 1.0) else 1 / len(rows)
+    weights = [factor * len(rows) * count / total for count in rows]
+    wanted = {one.name: one.gradient for one in evidence.one.parameters}
+    for held in _locals(evidence):
+        if not _is_near(_combined([one.local for one in held], weights), wanted[held[0].name]):
             return None
     return Cause(
         "mean of means",
@@ -262,19 +264,22 @@ def _mean_of_means(evidence: Evidence) -> Cause | None:
     )
 
 
+def _is_plain(evidence: Evidence, factor: float) -> bool:
+    """Return whether the gradient is the sum of the ranks' own ones, times a factor."""
+    every = list(_locals(evidence))
+    return bool(every) and all(
+        _is_near(_combined([one.local for one in held], [factor] * len(held)), held[0].gradient) for held in every
+    )
+
+
 def _unequal_counts(evidence: Evidence) -> Cause | None:
-    """Ranks hold equal shares, but their gradients are no plain mean of one rank's: another count differs."""
-    if not _ranks_agree(evidence):
+    """The exchange is a plain mean or sum, and still not one rank's: the losses count something else."""
+    if not _ranks_agree(evidence) or not any(_is_plain(evidence, one) for one in (1.0, 1 / evidence.num_ranks)):
         return None
-    for parameters in _locals(evidence):
-        values = [one.local for one in parameters]
-        mean = _combined(values, [1 / len(values)] * len(values))
-        if mean is None or not _is_near(mean, parameters[0].gradient):
-            return None
     return Cause(
         "mean of means",
-        "the gradients of ranks are averaged with equal weights, but their losses are means over unequal counts "
-        "(tokens, masked elements, class weights) or couple samples",
+        "the gradients of ranks count equally, but their losses are means over unequal counts (tokens, masked "
+        "elements, class weights) or couple samples",
         "use rankwise.replicate, which reads the count from the loss, or divide each rank's sum by the count of all "
         "ranks: rankwise.all_reduce(count)",
         line=evidence.one.loss_line,
@@ -412,8 +417,8 @@ _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
     "forward": (_batch_norm, _random_in_forward, _coupled),
     "gradient": (
         _clipped_locally,
-        _scaled,
         _mean_of_means,
+        _scaled,
         _not_exchanged,
         _unused,
         _unequal_counts,
