@@ -104,12 +104,8 @@ def measured_floor(one: RankRun, permuted: RankRun) -> Floor:
 
 def is_unseeded(one: RankRun, again: RankRun) -> Gap | None:
     """Return the gap between two runs on one rank, if data or initial parameters differ."""
-    for gap in gaps(one, [again]):
-        if gap.step == 1 and gap.phase == "initial parameters" and gap.error > 0.0:
-            return gap
-        if gap.step == 1 and gap.phase == "data" and gap.error > PLAUSIBLE[one.facts.dtype]:
-            return gap
-    return None
+    first = (gap for gap in gaps(one, [again]) if gap.step == 1 and gap.phase in {"data", "initial parameters"})
+    return next((gap for gap in first if gap.error > PLAUSIBLE[one.facts.dtype]), None)
 
 
 # -- differences ---------------------------------------------------------------------------------------------

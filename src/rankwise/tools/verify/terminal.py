@@ -61,10 +61,10 @@ def difference_in_words(first: First, verdict: Verdict) -> str:
     if first.error == 0.0:
         return f"{where}: {first.name}"
     ranks = "" if len(first.ranks) == verdict.num_ranks else f" on {fold_ranks(first.ranks)}"
-    size = f"{first.error:.1e} apart, relative"
-    if first.multiple and first.phase not in {"data", "hyperparameters"}:
-        size += f", {first.multiple:.0e} times what rounding explains"
-    return f"{where}: {first.name}{ranks}, {size}"
+    if first.phase in {"data", "hyperparameters"} or not first.multiple:
+        return f"{where}: {first.name}{ranks}"
+    rounding = first.error / first.multiple
+    return f"{where}: {first.name}{ranks}, relative difference {first.error:.1e} (rounding explains {rounding:.0e})"
 
 
 def agreeing_before(first: First) -> str:
