@@ -146,6 +146,9 @@ def not_compared(num_ranks: int, why: str, run: Run) -> Verdict:
 
 def without_steps(num_ranks: int, many: Run) -> Verdict:
     """Return the verdict where some rank took no step."""
+    if not many.ranks:
+        said = [line for line in many.output.splitlines() if line and not line.startswith("[rankwise]")]
+        return not_compared(num_ranks, f"the ranks could not be started: {said[0] if said else error_of(many)}", many)
     if has_ended_well(many):
         return not_compared(num_ranks, "some rank takes no step of a torch optimizer", many)
     cause = _failed(many, num_ranks)

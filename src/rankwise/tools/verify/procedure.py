@@ -132,7 +132,8 @@ class _Verification:
         found = list(causes.findings(one, many.ranks))
         notes = () if floor.measured is not None else (f"rounding is assumed, not measured: {floor.why_assumed}",)
         is_unsharded = any(finding.cause.key == "same samples" for finding in found)
-        if is_unsharded or not one.loaders or conclude.has_same_batches(one, many.ranks):
+        has_loaders = bool(one.loaders) or many.ranks[0].facts.uses_rankwise
+        if is_unsharded or conclude.has_same_batches(one, many.ranks) or (not one.loaders and has_loaders):
             verdict = conclude.conclusion(one, many, floor, found, is_joined=False)
             return replace(verdict, notes=notes)
         if not all(rank.batches_kept for rank in many.ranks):

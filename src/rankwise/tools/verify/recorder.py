@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Modules that hold the script's own module, which is recorded instead."""
 MOST_FILES = 1000
-_NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
@@ -198,7 +197,7 @@ class Recorder:
             self._note_file(args[0])
 
     def _note_file(self, name: object) -> None:
-        if self._is_recording or not isinstance(name, str | bytes | os.PathLike) or len(self._paths) > MOST_FILES:
+        if self._is_recording or not isinstance(name, str | bytes | os.PathLike):
             return
         self._is_recording = True
         try:
@@ -206,7 +205,7 @@ class Recorder:
             _own_copy(given, self._root)
             path = str(given.resolve())
             line = self.line()
-            if path.startswith(self._root) and path not in self._paths and line:
+            if path.startswith(self._root) and path not in self._paths and line and len(self._paths) < MOST_FILES:
                 self._paths.add(path)
                 shown = path.removeprefix(self._root)
                 if not any(part.startswith((".", "__")) for part in Path(shown).parts):
