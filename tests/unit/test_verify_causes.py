@@ -141,6 +141,11 @@ def test_a_sampler_without_set_epoch() -> None:
     other = tuple(range(8, 16))
     many = (epochs(order, order), replace(epochs(other, other), facts=replace(epochs().facts, rank=1)))
     assert "same order" in [finding.cause.key for finding in causes.findings(epochs(order, order), many)]
+    # Nor is an evaluation an epoch.
+    first, second = epochs(order, order).steps
+    evaluated = replace(second, batches=tuple(replace(batch, is_trained=False) for batch in second.batches))
+    many = (rank_run(first, evaluated), rank_run(first, evaluated, rank=1))
+    assert "same order" not in [finding.cause.key for finding in causes.findings(many[0], many)]
     changed = (epochs(order, order[::-1]), epochs(other, other[::-1]))
     assert "same order" not in [finding.cause.key for finding in causes.findings(epochs(order, order), changed)]
 

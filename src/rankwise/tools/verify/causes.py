@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rankwise.tools.verify.compare import Gap
-    from rankwise.tools.verify.records import Loader, Parameter, RankRun, Sketch, Step
+    from rankwise.tools.verify.records import Batch, Loader, Parameter, RankRun, Sketch, Step
 
 CLOSE = 1e-4
 """Relative difference up to which a signature fits; the differences that are explained are much larger."""
@@ -506,7 +506,7 @@ def _repeated(one: RankRun, many: Sequence[RankRun]) -> Finding | None:
     steps = list(zip(*(rank.steps for rank in many), strict=False))
     for number, held in enumerate(steps, start=1):
         for step in held:
-            for batch in step.batches:
+            for batch in _trained(step):
                 counts = seen.setdefault((batch.loader, batch.epoch), Counter())
                 counts.update(batch.digests)
         twice = sum(count - 1 for counts in seen.values() for count in counts.values())
@@ -525,6 +525,10 @@ def _repeated(one: RankRun, many: Sequence[RankRun]) -> Finding | None:
     return None
 
 
+def _trained(step: Step) -> list[Batch]:
+    return [batch for batch in step.batches if batch.is_trained]
+
+
 def _digests(step: Step) -> Counter[int]:
     return Counter(digest for batch in step.batches for digest in batch.digests)
 
@@ -532,7 +536,7 @@ def _digests(step: Step) -> Counter[int]:
 def _epochs(rank: RankRun) -> dict[tuple[int, int], Counter[int]]:
     found: dict[tuple[int, int], Counter[int]] = {}
     for step in rank.steps:
-        for batch in step.batches:
+        for batch in _trained(step):
             found.setdefault((batch.loader, batch.epoch), Counter()).update(batch.digests)
     return found
 
@@ -544,15 +548,17 @@ def _same_order(one: RankRun, many: Sequence[RankRun]) -> Finding | None:  # noq
         orders: dict[int, list[int]] = {}
         first_steps: dict[int, int] = {}
         for step in rank.steps:
-            for batch in step.batches:
+            for batch in _trained(step):
                 if batch.loader == loader.number:
                     orders.setdefault(batch.epoch, []).extend(batch.digests)
                     first_steps.setdefault(batch.epoch, step.number)
-        first, second = orders.get(0, []), orders.get(1, [])
+        if len(orders) == 1 or not orders:
+            continue
+        first, second = list(orders.values())[:2]
         shared = min(len(first), len(second))
         if loader.shuffles and shared >= LEAST_SAMPLES and first[:shared] == second[:shared]:
             return Finding(
-                first_steps[1],
+                list(first_steps.values())[1],
                 Cause(
                     "same order",
                     f"{loader.sampler} shuffles, but gives the second epoch in the order of the first",

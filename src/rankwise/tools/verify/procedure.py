@@ -132,10 +132,13 @@ class _Verification:
         found = list(causes.findings(one, many.ranks))
         notes = () if floor.measured is not None else (f"rounding is assumed, not measured: {floor.why_assumed}",)
         is_unsharded = any(finding.cause.key == "same samples" for finding in found)
-        has_loaders = bool(one.loaders) or many.ranks[0].facts.uses_rankwise
-        if is_unsharded or conclude.has_same_batches(one, many.ranks) or (not one.loaders and has_loaders):
+        is_promised = many.ranks[0].facts.uses_rankwise and not one.loaders
+        if is_unsharded or is_promised or conclude.has_same_batches(one, many.ranks):
             verdict = conclude.conclusion(one, many, floor, found, is_joined=False)
             return replace(verdict, notes=notes)
+        if not one.loaders:
+            why = "each rank takes batches of its own, and not from a DataLoader: they cannot be joined for one rank"
+            return conclude.not_compared(number, why, many)
         if not all(rank.batches_kept for rank in many.ranks):
             why = "the batches of the ranks cannot be joined: they are too large, or cannot be saved"
             return conclude.not_compared(number, why, many)

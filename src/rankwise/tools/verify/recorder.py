@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -109,6 +109,7 @@ class Recorder:
         self._paths: set[str] = set()
         self._optimizers: dict[int, tuple[Optimizer, str]] = {}
         self._own: list[dict[str, Any]] = []
+        self._unused: list[Batch] = []
         self._hooked: dict[int, torch.Tensor] = {}
         self._rankwise_noted = False
         self._clear()
@@ -190,7 +191,12 @@ class Recorder:
 
     def on_batch(self, batch: Batch) -> None:
         """Note a batch that is about to be given to the script."""
-        self._batches.append(batch)
+        self._unused.append(batch)
+
+    def _note_use(self, *, is_trained: bool) -> None:
+        """Note that a model is called, with the batches that were taken since the last call."""
+        self._batches += [replace(batch, is_trained=is_trained) for batch in self._unused]
+        self._unused = []
 
     def _audit(self, event: str, args: tuple[object, ...]) -> None:
         if event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+"):
@@ -240,6 +246,8 @@ class Recorder:
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401 - any module
         if not self._depth:
+            if not in_backward():
+                self._note_use(is_trained=False)
             if self._plan.float64:
                 args, kwargs = self._names.cast(module, args, kwargs)
             return original(module, *args, **kwargs)
@@ -252,6 +260,7 @@ class Recorder:
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401 - any module
         root = self._names.add_root(module)
+        self._note_use(is_trained=True)
         if self._plan.float64:
             args, kwargs = self._names.cast(root, args, kwargs)
         self._follow_gradients(root.parameters())
@@ -389,6 +398,8 @@ class Recorder:
                     _set(group, key, value)
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        # Those of a model that is called in parts, or is no module.
+        self._note_use(is_trained=True)
         name = self._optimizers[id(optimizer)][1]
         hyperparameters = tuple(_numbers(group) for group in optimizer.param_groups)
         for group, own in zip(optimizer.param_groups, self._own, strict=False):

@@ -90,6 +90,8 @@ class Batch:
     """One per sample, of the bits of its tensors."""
     drawn: str = ""
     """The generators of this process that reading it drew from, with their states before; empty if from none."""
+    is_trained: bool = True
+    """Whether a model was then called with gradients, not for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
