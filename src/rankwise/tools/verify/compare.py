@@ -35,6 +35,8 @@ FACTOR = 30.0
 """How many times the measured rounding still counts as rounding."""
 _SMALL_SHARE = 1e-4
 """A gradient this much smaller than the whole one is compared relative to the whole one."""
+_SMALL_UPDATE = {"float64": 1e-5, "as-is": 2e-3}
+"""An update this much smaller than its parameter is compared relative to the parameter, which is rounded."""
 WHOLLY = 1.0
 """The relative difference of values that have no measure."""
 
@@ -135,7 +137,7 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         yield from _forward(one, theirs)
         yield from _gradients(one, theirs)
         yield from _hyperparameters(one, theirs)
-        yield from _updates(one, theirs)
+        yield from _updates(one, theirs, _SMALL_UPDATE[reference.facts.dtype])
         yield from _buffers(one, theirs)
 
 
@@ -240,12 +242,12 @@ def _relative(value: float, other: float | None) -> float:
     return abs(value - other) / max(abs(value), abs(other))
 
 
-def _updates(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+def _updates(one: Step, theirs: Sequence[Step], small: float) -> Iterator[Gap]:
     # As for gradients: what is small beside the whole update is compared relative to that.
     whole = sum(_size(p.after.minus(p.before)) ** 2 for p in one.parameters) ** 0.5
     for parameter, values in _parameters(one, theirs):
         update = parameter.after.minus(parameter.before)
-        scale = _size(update) + _SMALL_SHARE * whole
+        scale = max(_size(update) + _SMALL_SHARE * whole, small * parameter.before.norm)
         changes = [value.after.minus(value.before) for value in values]
         errors = [_ratio(_size(tuple(a - b for a, b in zip(update, other, strict=True))), scale) for other in changes]
         yield _worst(one.number, "update", parameter.name, errors)
