@@ -171,8 +171,7 @@ def _random_in_forward(evidence: Evidence) -> Cause | None:
         "dropout masks",
         "the model draws random numbers (dropout, noise), and each rank draws its own, not those of one rank for its "
         "samples",
-        "rankwise.replicate(model) draws by the position of each sample, unless it is told otherwise; for draws that it "
-        'does not recognize, pass randomness="torch"'
+        "leave out randomness= of rankwise.replicate(model), which draws by the position of each sample by default"
         if evidence.uses_rankwise
         else "rankwise.replicate(model), which draws by the position of each sample",
         line=_line_of_call(evidence),

@@ -46,9 +46,41 @@ def drawn_from(before: dict[str, int], after: dict[str, int]) -> str:
     return " ".join(f"{name}:{before[name]:x}" for name in names)
 
 
+State = tuple[torch.Tensor, ...]
+"""Of torch's generators: the processor's, and the accelerator's if the process uses one."""
+
+
+def torch_state() -> State:
+    """Return the state of torch's generators."""
+    module = _accelerator()
+    own = torch.get_rng_state()
+    return (own,) if module is None else (own, module.get_rng_state())
+
+
+def set_torch_state(state: State) -> None:
+    """Put torch's generators into a state that :func:`torch_state` returned."""
+    torch.set_rng_state(state[0])
+    module = _accelerator()
+    if module is not None and len(state) > 1:
+        module.set_rng_state(state[1])
+
+
 def torch_digest() -> int:
-    """Return a digest of the state of torch's generator alone."""
-    return zlib.crc32(memory_of(torch.get_rng_state()))
+    """Return a digest of the state of torch's generators alone."""
+    digest = 0
+    for one in torch_state():
+        digest = zlib.crc32(memory_of(one.cpu()), digest)
+    return digest
+
+
+def _accelerator() -> ModuleType | None:
+    """Return torch's module for the accelerator that this process has used, such as ``torch.cuda``."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return None
+    module = torch.get_device_module(kind)
+    is_initialized = getattr(module, "is_initialized", None)
+    return module if is_initialized is not None and is_initialized() else None
 
 
 class RowDraws:
@@ -58,7 +90,7 @@ class RowDraws:
         self._permutes = permutes
         self._rows: int | None = None
         self._parts: Sequence[int] = ()
-        self._states: list[torch.Tensor] = []
+        self._states: list[State] = []
         self._digest = 0
         self._before = 0
         self._is_by_rows = True
@@ -72,13 +104,13 @@ class RowDraws:
         for name in _OF_A_SIZE:
             self._replace(torch, name, _rows_of_size)
 
-    def begin(self, rows: int, parts: Sequence[int] = (), states: Sequence[torch.Tensor] = ()) -> None:
+    def begin(self, rows: int, parts: Sequence[int] = (), states: Sequence[State] = ()) -> None:
         """Begin a call of a model.
 
         Args:
             rows: samples of the batch.
             parts: of each rank whose batch was joined into this one.
-            states: the state of torch's generator on each of these ranks; empty if they drew nothing.
+            states: the state of torch's generators on each of these ranks; empty if they drew nothing.
         """
         self._rows = rows
         self._parts = parts
@@ -128,15 +160,15 @@ class RowDraws:
         return result
 
     def _draw_for_ranks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as torch's function
-        own = torch.get_rng_state()
+        own = torch_state()
         results: list[Any] = []
         start = 0
         for rank, size in enumerate(self._parts):
-            torch.set_rng_state(self._states[rank])
+            set_torch_state(self._states[rank])
             results.append(original(*_part(args, start, size), **kwargs))
-            self._states[rank] = torch.get_rng_state()
+            self._states[rank] = torch_state()
             start += size
-        torch.set_rng_state(own)
+        set_torch_state(own)
         return torch.cat(results)
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from rankwise.comm.session import current_or_none
 from rankwise.tools.verify import sketches
-from rankwise.tools.verify.draws import RowDraws
+from rankwise.tools.verify.draws import RowDraws, State, torch_state
 from rankwise.tools.verify.loaders import LoaderPlan, Loaders
 from rankwise.tools.verify.records import (
     Batch,
@@ -267,7 +267,7 @@ class Recorder:
         given = sketches.with_rows(sketches.tensors_in((args, kwargs)))
         rows = given[0].shape[0] if given else 0
         floats = [one for one in given if one.is_floating_point()]
-        states = torch.get_rng_state()
+        states = torch_state()
         parts, joined_states = self._draws_of_ranks()
         self._draws.begin(rows, parts, joined_states)
         self._depth += 1
@@ -302,11 +302,11 @@ class Recorder:
                 both = earlier.inputs + inputs
             self._modules[name] = ModuleOutput(name, earlier.kind, earlier.output + output, both)
 
-    def _keep_state(self, state: torch.Tensor, *, drew: bool) -> None:
+    def _keep_state(self, state: State, *, drew: bool) -> None:
         if self._plan.keep and drew and not current_or_none():
             torch.save(state, Path(_batches(self._plan.record, self._rank), f"call-{self._num_calls}.state"))
 
-    def _draws_of_ranks(self) -> tuple[list[int], list[torch.Tensor]]:
+    def _draws_of_ranks(self) -> tuple[list[int], list[State]]:
         if self._plan.join is None:
             return [], []
         folders = [_batches(self._plan.join, rank) for rank in range(self._plan.num_joined)]
