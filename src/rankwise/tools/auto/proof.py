@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.modules import own_buffers, own_parameters
+from rankwise.torch_private.modules import BatchNorm, own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,17 +40,21 @@ class BatchDims:
 
 
 def batch_dims(leaves: Sequence[Any], num_ranks: int) -> list[BatchDims]:
-    """Return where the rows may lie, the likeliest first: the first dim of the first tensor, or its second one.
+    """Return where the rows may lie, the likeliest first: in the first dim of the first tensor, or in its second one.
 
     Only batches with a row for every rank count.
     """
-    first = next((one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None)
-    if first is None:
+    place = next((number for number, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.dim()), None)
+    if place is None:
         return []
     found: dict[tuple[int | None, ...], BatchDims] = {}
-    for dim, num_global in enumerate(first.shape[:2]):
-        if num_global >= num_ranks:
-            dims = tuple(_dim_of(one, num_global, dim) for one in leaves)
+    for dim, num_global in enumerate(leaves[place].shape[:2]):
+        if num_global < num_ranks:
+            continue
+        as_long = tuple(_dim_of(one, num_global, dim) for one in leaves)
+        # A mask may be as long as the batch by chance.
+        alone = tuple(dim if number == place else None for number in range(len(leaves)))
+        for dims in (as_long, alone):
             found.setdefault(dims, BatchDims(num_global, dims))
     return list(found.values())
 
@@ -66,17 +70,17 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
     """Return why a call must not even be tried, in words that follow the module's name."""
     odd = next((one for one in leaves if not isinstance(one, (torch.Tensor, *PLAIN))), None)
     if odd is not None:
-        return f"takes a {type(odd).__name__}, whose rows are unknown"
+        return f"it takes a {type(odd).__name__}, whose rows are unknown"
     if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in leaves):
-        return "takes a sparse tensor"
+        return "it takes a sparse tensor"
     for name, part in module.named_modules():
-        words = f"its part {name}" if name else "it"
+        part_of_it = f"its part {name}" if name else "it"
         if isinstance(part, torch.jit.ScriptModule):
-            return f"cannot be looked into: {words} is compiled by torch.jit"
+            return f"{part_of_it} is compiled by torch.jit"
         if getattr(part, "sparse", False) is True:
-            return f"has sparse gradients: {words} is {type(part).__name__}(sparse=True)"
+            return f"{part_of_it} has sparse gradients"
         if any(_is_of_user(hook) for hook in hooks_of(part)):
-            return f"has hooks, which would see a part of the batch: {words} is {type(part).__name__}"
+            return f"{part_of_it} has hooks, which would see a part of the batch"
     return None
 
 
@@ -136,13 +140,49 @@ def attributes_of(module: nn.Module) -> Attributes:
     return Attributes(tensors, plain)
 
 
-def kept_tensors(before: Attributes, after: Attributes) -> str | None:
+def obstacle_after(
+    module: nn.Module, before: Attributes, checkpoints: Sequence[bool], changes_arguments: bool, changes_parameters: bool
+) -> str | None:
+    """Return why a call that has run whole must not be split.
+
+    Args:
+        module: that was called.
+        before: its attributes before the call.
+        checkpoints: its uses of torch.utils.checkpoint, whether they are reentrant.
+        changes_arguments: whether the call has changed its arguments.
+        changes_parameters: whether the call has changed the module's parameters.
+    """
+    if changes_arguments:
+        return "it changes its arguments"
+    if changes_parameters:
+        return "it changes its parameters in forward"
+    kept = _kept_tensors(before.tensors, attributes_of(module).tensors)
+    if kept is not None:
+        return f"it keeps tensors of its batch, in .{kept}"
+    if any(checkpoints):
+        return "it uses torch.utils.checkpoint with use_reentrant=True"
+    if checkpoints and any(isinstance(one, BatchNorm) and one.training for one in module.modules()):
+        return "it uses torch.utils.checkpoint around BatchNorm"
+    return None
+
+
+def _kept_tensors(before: dict[str, list[torch.Tensor]], after: dict[str, list[torch.Tensor]]) -> str | None:
     """Return the name of an attribute into which a call has put tensors."""
-    for name, held in after.tensors.items():
-        known = before.tensors.get(name, [])
+    for name, held in after.items():
+        known = before.get(name, [])
         if len(known) != len(held) or any(old is not new for old, new in zip(known, held, strict=True)):
             return name
     return None
+
+
+def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
+    """Return why a copy that ran on rows has not become what the module is after the whole call."""
+    buffers = zip(buffers_of(module), buffers_of(copy), strict=True)
+    if not all(one.shape == other.shape and agree(one, other) for one, other in buffers):
+        return "its buffers depend on the rows"
+    plain, of_rows = attributes_of(module).plain, attributes_of(copy).plain
+    changed = next((name for name in plain if plain[name] != of_rows.get(name)), None)
+    return None if changed is None else f"its attribute .{changed} depends on the rows"
 
 
 def difference(whole: Sequence[Any], own: Sequence[Any], share: Share) -> tuple[str | None, tuple[int | None, ...]]:
@@ -152,7 +192,7 @@ def difference(whole: Sequence[Any], own: Sequence[Any], share: Share) -> tuple[
         words = f"output {number}" if len(whole) > 1 else "the output"
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             if not isinstance(one, PLAIN):
-                return f"returns a {type(one).__name__}, whose rows are unknown", ()
+                return f"it returns a {type(one).__name__}, whose rows are unknown", ()
             if one != other:
                 return f"{words} depends on the number of rows", ()
             dims.append(None)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ class AutoScript:
 
         from rankwise.comm.join import join  # noqa: PLC0415
         from rankwise.comm.session import current  # noqa: PLC0415
-        from rankwise.parallel.randomness.model_draws import agree_on_generators  # noqa: PLC0415
         from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
+        from rankwise.tools.auto.generators import start_alike  # noqa: PLC0415
         from rankwise.tools.auto.rank_zero import RankZeroFiles, output_of_rank_zero  # noqa: PLC0415
 
         with join() as world:
@@ -46,22 +45,11 @@ class AutoScript:
             if exchange is None:
                 run_as_main(self.target)
                 return
-            agree_on_generators(exchange, torch.device(world.device))
-            _agree_on_libraries_generators()
+            start_alike(exchange, torch.device(world.device))
             calls, files = SplitCalls(session, exchange), RankZeroFiles(exchange)
             with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), _refusing(exchange):
                 run_as_main(self.target)
-
-
-def _agree_on_libraries_generators() -> None:
-    """Give Python's and NumPy's generators the states of rank zero. Called by: every rank."""
-    import numpy as np  # noqa: PLC0415 - in the rank only
-
-    from rankwise.comm.collectives.objects import broadcast_object  # noqa: PLC0415
-
-    pythons, numpys = broadcast_object((random.getstate(), np.random.get_state()))
-    random.setstate(pythons)
-    np.random.set_state(numpys)
+                calls.check_parameters()
 
 
 @contextmanager
@@ -69,7 +57,6 @@ def _refusing(exchange: Exchange) -> Generator[None]:
     """Raise if the script starts processes, or joins ranks itself."""
     import torch.distributed as dist  # noqa: PLC0415 - in the rank only
 
-    from rankwise import comm  # noqa: PLC0415
     from rankwise.errors import ConfigurationError  # noqa: PLC0415
     from rankwise.health.call_site import responsible_module, user_call_site, words  # noqa: PLC0415
 
