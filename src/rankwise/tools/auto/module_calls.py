@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -57,7 +57,9 @@ class ModuleCalls:
 
         def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
             self._checkpoints.append(kwargs.get("use_reentrant") is not False)
-            return plain_checkpoint(*args, **kwargs)
+            # What is computed again in backward runs whole there.
+            with nullcontext() if self._is_inside else self._inside(is_split=False):
+                return plain_checkpoint(*args, **kwargs)
 
         return replaced((nn.Module, ["__call__"], lambda _: call), (checkpoint, ["checkpoint"], lambda _: noted))
 
