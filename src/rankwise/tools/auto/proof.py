@@ -210,7 +210,7 @@ def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
     buffers = zip(buffers_of(module), buffers_of(copy), strict=True)
     if not all(one.shape == other.shape and agree(one, other) for one, other in buffers):
         return "its buffers depend on the rows"
-    plain, of_rows = attributes_of(module).plain, attributes_of(copy).plain
+    plain, of_rows = attributes_of(uncompiled(module)).plain, attributes_of(copy).plain
     changed = next((name for name in plain if plain[name] != of_rows.get(name)), None)
     return None if changed is None else f"its attribute .{changed} depends on the rows"
 
