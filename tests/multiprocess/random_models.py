@@ -153,6 +153,7 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
     "VAE": lambda: Drawing(_vae, nn.Linear(WIDTH, WIDTH)),
     "Normal.rsample": lambda: Drawing(_rsample, nn.Linear(WIDTH, WIDTH)),
     "randn of sizes": lambda: Drawing(_sized_noise),
+    "dropout of a mask on a device": _within(lambda h: h * functional.dropout((h > 0).to(h.device, h.dtype), 0.4)),
     "drop path": lambda: Drawing(_drop_path),
     "noise on weights": lambda: Drawing(_noisy_weights),
     "noise of sizes on weights": lambda: Drawing(_noise_of_the_share_s_size),
@@ -165,5 +166,6 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
     "decoder": _through(lambda: _Decoder(WIDTH, 2, 16, dropout=0.3, batch_first=True)),
     "attention with weights": _through(lambda: _Attention(WIDTH, 2, dropout=0.3, batch_first=True)),
     "LSTM": _through(lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True)),
+    "LSTM of as many layers as samples": _through(lambda: nn.LSTM(WIDTH, WIDTH, 4, dropout=0.4, batch_first=True)),
     "GRU, sequence first": _sequence_first(lambda: nn.GRU(WIDTH, WIDTH, 2, dropout=0.4)),
 }

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that run a user's script and look at what it does. ``verify`` compares N ranks with one."""
+"""Tools on top of the library, for scripts as they are: ``auto`` runs one for one device on several ranks, ``verify``
+compares N ranks of one with one rank.
+"""

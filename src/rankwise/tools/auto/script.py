@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script for one device that every rank runs whole, with its calls of modules split: ``rankwise run --auto``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.launch.fork_server.entrypoint import run_as_main
+
+if TYPE_CHECKING:
+    from rankwise.launch.fork_server.entrypoint import Module, Script
+
+
+@dataclass(frozen=True, slots=True)
+class AutoScript:
+    """A script or a module that knows no ranks."""
+
+    target: Script | Module
+
+    def __str__(self) -> str:
+        """Return the command line."""
+        return str(self.target)
+
+    def run(self) -> None:
+        """Run it as one of the ranks. Called by: every rank."""
+        # In the rank only: the command line imports no torch.
+        import torch  # noqa: PLC0415
+
+        from rankwise.comm.join import join  # noqa: PLC0415
+        from rankwise.comm.session import current  # noqa: PLC0415
+        from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
+        from rankwise.tools.auto.generators import start_alike  # noqa: PLC0415
+        from rankwise.tools.auto.rank_zero import RankZeroFiles, output_of_rank_zero  # noqa: PLC0415
+        from rankwise.tools.auto.refusing import refusing  # noqa: PLC0415
+
+        with join() as world:
+            session = current()
+            exchange = session.exchange
+            if exchange is None:
+                run_as_main(self.target)
+                return
+            start_alike(torch.device(world.device))
+            calls, files = SplitCalls(session, exchange), RankZeroFiles(exchange)
+            with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), refusing(exchange.world_size):
+                run_as_main(self.target)
+                calls.check_parameters()
