@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
 from rankwise.tools.verify import causes, compare
-from rankwise.tools.verify.causes import Cause, Evidence
+from rankwise.tools.verify.evidence import Cause, Evidence
 from rankwise.tools.verify.verdict import First, Verdict, modules_at, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rankwise.tools.verify.causes import Finding
     from rankwise.tools.verify.compare import Floor
+    from rankwise.tools.verify.mistakes import Finding
     from rankwise.tools.verify.records import RankRun, Run, Step
 
 TIMED_OUT = 124

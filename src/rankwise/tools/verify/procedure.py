@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.tools.verify import causes, compare, conclude
+from rankwise.tools.verify import compare, conclude, mistakes
 from rankwise.tools.verify.compare import Floor
 from rankwise.tools.verify.runs import LEAST_LIMIT_SECONDS, TIMES_SLOWER, Workspace
 from rankwise.tools.verify.verdict import Report
@@ -129,7 +129,7 @@ class _Verification:
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
             return conclude.without_steps(number, many)
-        found = list(causes.findings(one, many.ranks))
+        found = list(mistakes.findings(one, many.ranks))
         notes = () if floor.measured is not None else (f"rounding is assumed, not measured: {floor.why_assumed}",)
         is_unsharded = any(finding.cause.key == "same samples" for finding in found)
         is_promised = many.ranks[0].facts.uses_rankwise and not one.loaders
