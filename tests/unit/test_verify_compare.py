@@ -85,6 +85,20 @@ def test_rounding_is_measured_and_has_limits() -> None:
     assert grown.tolerance(9, "update") == 1e-4
 
 
+def test_steps_in_which_rounding_has_grown_too_far_are_not_compared() -> None:
+    floor = Floor("float64", {(1, "gradient"): 1e-12, (2, "gradient"): 1e-2})
+    assert (floor.last_step, FLOOR.last_step) == (1, None)
+    good, bad = step((1, 2)), step((1, 2), parameters=(parameter("Net.first.weight", 5.0),))
+    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)), world_size=1)
+    rest = step((3, 4))
+    many = (rank_run(good, bad), rank_run(rest, rest, rank=1))
+    assert differences(one, many, floor) == []
+    assert differences(one, many, FLOOR)[0].gap.step == 2
+    # Settings are not subject to rounding.
+    other = replace(good, hyperparameters=({"lr": 9.0},))
+    assert differences(one, (rank_run(good, other), many[1]), floor)[0].gap.name == "lr"
+
+
 def test_a_result_that_depends_on_the_order_of_samples_has_no_measured_floor() -> None:
     other = one_rank(modules=(ModuleOutput("Net.first", "Linear", sketch(GRADIENT, 2.0, 4)),))
     floor = measured_floor(one_rank(), other)

@@ -130,7 +130,7 @@ class _Verification:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
             return conclude.without_steps(number, many)
         found = list(mistakes.findings(one, many.ranks))
-        notes = () if floor.measured is not None else (f"rounding is assumed, not measured: {floor.why_assumed}",)
+        notes = _notes_on(floor)
         is_unsharded = any(finding.cause.key == "same samples" for finding in found)
         is_promised = many.ranks[0].facts.uses_rankwise and not one.loaders
         if is_unsharded or is_promised or conclude.has_same_batches(one, many.ranks):
@@ -153,6 +153,14 @@ class _Verification:
             "with their learning rate"
         )
         return replace(verdict, notes=(*notes, note))
+
+
+def _notes_on(floor: Floor) -> tuple[str, ...]:
+    if floor.measured is None:
+        return (f"rounding is assumed, not measured: {floor.why_assumed}",)
+    if floor.last_step is not None:
+        return (f"numbers are compared up to step {floor.last_step}: after it, rounding has grown too far",)
+    return ()
 
 
 def _limit(script: Script, one: Run) -> float:
