@@ -86,6 +86,17 @@ def test_what_cannot_be_compared_says_why(command: Command, text: str, why: str)
     assert (exit_code, verdict["status"], verdict["why"]) == (2, "not compared", why)
 
 
+def test_a_script_elsewhere_is_copied_too(command: Command) -> None:
+    text = CASES["all_reduce", "all_reduce"].text
+    command.write("elsewhere/train.py", f"import beside\n{text}")
+    command.write("elsewhere/beside.py", "")
+    command.write("here/data.txt", "")
+    script = command.folder / "here" / ".." / "elsewhere" / "train.py"
+    done = command.rankwise("verify", "--steps", "2", str(script), seconds=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stdout
+    assert sorted(path.name for path in (command.folder / "elsewhere").iterdir()) == ["beside.py", "train.py"]
+
+
 def test_a_script_that_needs_its_own_precision(command: Command) -> None:
     text = CASES["all_reduce", "all_reduce"].text
     loss = "loss = nn.functional.mse_loss(model(mine), wanted)"

@@ -30,7 +30,9 @@ ASSUMED = {"float64": 1e-8, "as-is": 1e-2}
 PLAUSIBLE = {"float64": 1e-7, "as-is": 3e-3}
 """A measured difference beyond this, in the first step, is no rounding."""
 LARGEST = {"float64": 1e-4, "as-is": 5e-2}
-"""No tolerance is larger, however far rounding has grown."""
+"""Where rounding has grown beyond this, nothing can be told."""
+UNLIMITED = 1e9
+"""The tolerance there."""
 FACTOR = 30.0
 """How many times the measured rounding still counts as rounding."""
 _SMALL_SHARE = {"float64": 1e-4, "as-is": 1e-2}
@@ -70,7 +72,7 @@ class Floor:
     @property
     def last_step(self) -> int | None:
         """The last step before rounding has grown so far that nothing can be told; ``None`` if it never has."""
-        phases = ("forward", "gradient", "update")
+        phases = ("forward", "gradient")
         grown = [
             step
             for (step, phase), error in (self.measured or {}).items()
@@ -84,7 +86,9 @@ class Floor:
             return 1e-12
         if self.measured is None:
             return ASSUMED[self.dtype]
-        return min(max(BASE[self.dtype], FACTOR * self.measured.get((step, phase), 0.0)), LARGEST[self.dtype])
+        rounding = FACTOR * self.measured.get((step, phase), 0.0)
+        # Adam makes whole updates of gradients that are rounding: they tell nothing.
+        return max(BASE[self.dtype], rounding) if rounding <= LARGEST[self.dtype] else UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,12 @@ def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Find
         phase = "data" if found[0].step else "files"
         first = First(found[0].step, phase, found[0].cause.key, (), 0.0, 0.0)
         return replace(verdict, first=first, cause=found[0].cause, also=tuple(one.cause for one in found[1:]))
+    if floor.last_step == 0:
+        return replace(verdict, status="not compared", why="rounding alone makes two runs on one rank differ in step 1")
     ended = end_differs(reference, many)
     if ended is not None:
         return replace(verdict, first=First(num_steps + 1, "steps", ended.key, (), 0.0, 0.0), cause=ended)
-    return replace(verdict, status="equal")
+    return replace(verdict, status="equal", num_steps=min(num_steps, floor.last_step or num_steps))
 
 
 def _draws_otherwise(steps: Sequence[Step]) -> bool:

@@ -101,7 +101,7 @@ def _copies(script: Script, folder: Path) -> tuple[Path, Path, str]:
     copy_folder(here, folder / here.name)
     if script.is_module or not Path(script.target).absolute().is_file():
         return folder / here.name, folder / here.name, script.target
-    path = Path(script.target).absolute()
+    path = Path(os.path.normpath(Path(script.target).absolute()))
     if path.is_relative_to(here):
         return folder / here.name, folder / here.name, str(path.relative_to(here))
     copy_folder(path.parent, folder / "script" / path.parent.name)
