@@ -38,6 +38,8 @@ class Script:
     arguments: tuple[str, ...]
     device: Literal["auto", "cpu"]
     steps: int
+    auto: bool
+    """Whether several ranks run it as ``rankwise run --auto`` does."""
     timeout_seconds: float
     """Limit of one run."""
 
@@ -82,7 +84,15 @@ class Workspace:
             join=None if join is None else join[0],
             num_joined=0 if join is None else join[1],
         )
-        order = RunOrder(target, self._script.is_module, self._script.arguments, num_ranks, self._script.device, plan)
+        order = RunOrder(
+            target,
+            self._script.is_module,
+            self._script.arguments,
+            num_ranks,
+            self._script.device,
+            plan,
+            self._script.auto,
+        )
         began = time.monotonic()
         exit_code = _run(order, working, here / "output", limit_seconds or self._script.timeout_seconds)
         seconds = time.monotonic() - began
