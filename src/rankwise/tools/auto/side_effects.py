@@ -144,7 +144,9 @@ class _Tensor:
         self._num_changes = 0 if tensor.is_inference() else version_of(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Tensor) and (self._tensor is other._tensor) and self._num_changes == other._num_changes
+        if not isinstance(other, _Tensor):
+            return False
+        return self._tensor is other._tensor and self._num_changes == other._num_changes
 
     def __hash__(self) -> int:
         return id(self._tensor)
