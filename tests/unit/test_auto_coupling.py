@@ -28,6 +28,7 @@ def _watched(call: Callable[[torch.Tensor], object], *, dim: int = 0) -> str | N
     return watch.found
 
 
+GRU = nn.GRU(WIDTH, WIDTH, batch_first=True).double()
 LSTM = nn.LSTM(WIDTH, WIDTH, 4, batch_first=True).double()
 SEPARATE: dict[str, Callable[[torch.Tensor], object]] = {
     "mean over time": lambda x: x.mean(1) - x.amax(1),
@@ -37,6 +38,7 @@ SEPARATE: dict[str, Callable[[torch.Tensor], object]] = {
     ),
     "attention": lambda x: functional.scaled_dot_product_attention(x, x, x, torch.ones(LENGTH, LENGTH).bool().tril()),
     "recurrent": LSTM,
+    "recurrent, then more": lambda x: GRU(x)[0].softmax(-1).cumsum(1).mean(1),
     "dropout": lambda x: functional.dropout1d(functional.dropout(x), 0.5),
     "embedding": lambda x: functional.embedding(x.detach().long().abs().clamp(max=4), torch.zeros(5, 3)),
     "values of weights": lambda x: x * 2 if torch.ones(3).max() > 0 else x,
@@ -49,6 +51,7 @@ MEETING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "largest": (lambda x: torch.where(x.abs().max() > 9, x / 2, x), "samples meet in max"),
     "loss": (lambda x: functional.mse_loss(x, x.detach()), "samples meet in mse_loss"),
     "pairs": (lambda x: x.flatten(1).T @ x.flatten(1), "samples meet in mm"),
+    "attention over samples": (lambda x: (x.flatten(1) @ x.flatten(1).T).softmax(1), "samples meet in mm"),
     "flat": (lambda x: x.reshape(-1, WIDTH).sum(0), "samples meet in sum"),
     "item": (lambda x: x[0, 0, 0].item(), "it decides by values of its samples"),
     "decision": (lambda x: x * 2 if x[0, 0, 0] > 9 else x, "it decides by values of its samples"),
