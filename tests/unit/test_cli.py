@@ -40,6 +40,8 @@ options:
                         send (RANKWISE_CHECK=1)
   --guard               have the ranks of a torch.distributed script compare parameters and
                         learning rates during training
+  --auto                run an unedited script for one device: each rank runs all of it, and its
+                        models on a part of each batch
   --torch-store {on,off}
                         whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts
                         every process that reaches it (default: RANKWISE_TORCH_STORE, else on one

@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 from rankwise.comm.session import CurrentBatch
 from rankwise.parallel.core.global_statistics import normalised
 from rankwise.parallel.randomness.scope import DrawScope, enter, leave
-from rankwise.tools.auto.replacing import replaced
+from rankwise.tools.replacing import replaced
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.modules import check_input_dim

@@ -27,7 +27,7 @@ from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.health.call_site import responsible_module, user_call_site
 from rankwise.health.call_site import words as words_of
-from rankwise.tools.auto.replacing import replaced
+from rankwise.tools.replacing import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import responsible_module, user_call_site, words
-from rankwise.tools.auto.replacing import replaced
+from rankwise.tools.replacing import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rankwise.tools.auto.proof import PLAIN
-from rankwise.tools.auto.replacing import replaced
+from rankwise.tools.replacing import replaced
 from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import torch
 from torch.utils import data
 
 from rankwise.data import loader as own_loader
+from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import drawn_from, state_digests
 from rankwise.tools.verify.records import Batch, Loader
@@ -74,11 +75,9 @@ class Loaders:
     def install(self) -> None:
         """Replace the iteration of loaders."""
         for kind in (data.DataLoader, own_loader.DataLoader):
-            self._replace(kind)
+            replace_attributes(kind, ["__iter__"], self._following)
 
-    def _replace(self, kind: type[Any]) -> None:
-        original: Callable[[Any], Iterator[Any]] = kind.__iter__
-
+    def _following(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @wraps(original)
         def iterate(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - any loader
             number, epoch = self._place(loader)
@@ -86,7 +85,7 @@ class Loaders:
                 return self._joined(number, epoch)
             return self._followed(original(loader), number, epoch)
 
-        kind.__iter__ = iterate
+        return iterate
 
     def _place(self, loader: Any) -> tuple[int, int]:  # noqa: ANN401 - any loader
         if loader not in self._numbers:

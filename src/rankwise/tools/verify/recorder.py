@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankwise.comm.session import current_or_none
+from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import RowDraws, State, torch_state
 from rankwise.tools.verify.loaders import LoaderPlan, Loaders
@@ -139,15 +140,15 @@ class Recorder:
             torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Compiled graphs would hide the modules.
-        torch.compile = _uncompiled
+        replace_attributes(torch, ["compile"], lambda _: _uncompiled)
         self._loaders.install()
         self._draws.install()
-        nn.Module.__call__ = self._around_module(nn.Module.__call__)
-        torch.Tensor.backward = self._around_backward(torch.Tensor.backward)
-        nn.utils.clip_grad_norm_ = self._around_clipping(nn.utils.clip_grad_norm_)
-        Optimizer.add_param_group = self._around_groups(Optimizer.add_param_group)
+        replace_attributes(nn.Module, ["__call__"], self._around_module)
+        replace_attributes(torch.Tensor, ["backward"], self._around_backward)
+        replace_attributes(nn.utils, ["clip_grad_norm_"], self._around_clipping)
+        replace_attributes(Optimizer, ["add_param_group"], self._around_groups)
         for kind in (LRScheduler, ReduceLROnPlateau):
-            kind.step = self._around_scheduler(kind.step)
+            replace_attributes(kind, ["step"], self._around_scheduler)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         on_save(self._note_file)

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script registers for its end, called at its end: the ranks are together until then."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rankwise.health.call_site import responsible_module
+from rankwise.tools.replacing import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+
+@contextmanager
+def exit_functions_called() -> Generator[None]:
+    """Call what the script passes to ``atexit.register`` when the block ends, not when the process does."""
+
+    def registering(register: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+            if responsible_module() != "__main__":
+                return register(function, *args, **kwargs)
+            at_end.callback(function, *args, **kwargs)
+            return function
+
+        return call
+
+    with ExitStack() as at_end, replaced((atexit, ["register"], registering)):
+        yield
