@@ -12,6 +12,7 @@ from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
+from rankwise.tools.auto.script import AutoScript
 from rankwise.world.environments.process import asked_torch_store
 from rankwise.world.environments.reading import parse_address
 
@@ -77,6 +78,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="have the ranks of a torch.distributed script compare parameters and learning rates during training",
     )
     parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="for a script for one device, unedited: every rank runs it whole, and calls of modules are split by samples",
+    )
+    parser.add_argument(
         "--torch-store",
         choices=("on", "off"),
         help="whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts every process that reaches it "
@@ -131,7 +137,7 @@ def execute(options: argparse.Namespace) -> int:
         return _execute_on_hosts(options)
     launch_options = _launch_options(options, options.nodes or (1, 1))
     target = find_target(options.target, options.arguments, is_module=options.module)
-    exit_code = launch(target, launch_options, TerminalReporter())
+    exit_code = launch(AutoScript(target) if options.auto else target, launch_options, TerminalReporter())
     # Every rank has exited and everything is reported: Python's own shutdown, torch first, would only take longer.
     os._exit(exit_code)
 

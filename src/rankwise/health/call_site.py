@@ -32,6 +32,9 @@ _LIBRARIES = (
     "<eval_with_key>",
 )
 """Prefixes of file names that are not the user's: rankwise's, Python's, and code compiled from no file."""
+_MEANS = ("rankwise.health.", "rankwise.tools.auto.")
+_FOR_OTHERS = (sys.stdlib_module_names - {"__main__"}) | {"numpy"}
+"""Modules that open files for others."""
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _is_library: dict[str, bool] = {}
 
@@ -69,6 +72,20 @@ def stack_of_thread(thread_id: int) -> list[str]:
 def innermost_of_user(stack: Sequence[str]) -> str:
     """Return the innermost frame of the user's code in a stack of :func:`stack_of_thread`; else its innermost frame."""
     return next((frame for frame in reversed(stack) if not _in_library(frame.partition(":")[0])), stack[-1])
+
+
+def responsible_module() -> str:
+    """Return the name of the nearest module on the stack that does not open files or start programs for others.
+
+    The modules of rankwise that call this, Python's own and NumPy are passed over.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to see one's callers without a traceback
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if not name.startswith(_MEANS) and name.partition(".")[0] not in _FOR_OTHERS:
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def words(site: CallSite | None) -> str:

@@ -64,3 +64,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     return any(module_within(one) is not None or one._compiled_call_impl is not None for one in module.modules())  # noqa: SLF001
+
+
+def is_transforming() -> bool:
+    """Return whether a call is traced, compiled, or inside a transform of ``torch.func``."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined] # noqa: SLF001
+    )

@@ -79,6 +79,11 @@ def forget_flat_weights(layer: nn.RNNBase) -> None:
     layer._flat_weight_refs = []  # noqa: SLF001
 
 
+def flat_weights(layer: nn.RNNBase) -> list[torch.Tensor]:
+    """Return the list of weights that a recurrent layer computes with, which may be changed."""
+    return layer._flat_weights  # type: ignore[return-value] # noqa: SLF001
+
+
 def update_flat_weights(layer: nn.RNNBase) -> None:
     """Make a recurrent layer collect its current weights again."""
     layer._init_flat_weights()  # noqa: SLF001

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of modules, split by the rows of their batch: each rank computes its rows, and the script sees them all.
+
+The outermost call of a module with parameters is split once it is proved that its samples do not see one another. The
+proof: the call runs whole, then a copy of the module runs on this rank's rows, and outputs, buffers and generators are
+compared; again at the second, fourth, eighth ... call. What cannot be split runs whole on every rank, and the modules
+in it are tried instead.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from rankwise.comm.session import CurrentBatch
+from rankwise.errors import ConfigurationError, ReplicasDiffer, fold_values
+from rankwise.health.call_site import user_call_site, words
+from rankwise.log import log
+from rankwise.parallel.randomness.model_draws import DrawsOfModel
+from rankwise.tensors.checksum import checksums_of_each, combined
+from rankwise.tools.auto.generators import GeneratorStates
+from rankwise.tools.auto.module_calls import ModuleCalls
+from rankwise.tools.auto.proof import (
+    PLAIN,
+    attributes_of,
+    batch_dims,
+    buffers_of,
+    copy_of,
+    difference,
+    difference_beside,
+    obstacle,
+    obstacle_after,
+    parameters_of,
+)
+from rankwise.tools.auto.rows import Share, own_rows, whole_batch
+from rankwise.tools.auto.sharing import parameters_shared
+from rankwise.torch_private import tree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.session import Session
+    from rankwise.tools.auto.proof import BatchDims
+
+    Kind = tuple[object, ...]
+    """Calls that are proved together: modes of the module and its parts, and the arguments but for their sizes."""
+
+LONGEST_REASON = 160
+
+
+@dataclass(slots=True)
+class KindOfCall:
+    """What is known of the calls of one kind."""
+
+    num_calls: int = 0
+    batch: BatchDims | None = None
+    """Where the rows lie; ``None``: not proved."""
+    output_dims: tuple[int | None, ...] = ()
+    reason: str | None = None
+    """Why it is not split."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this call is one that is proved: the first, second, fourth, eighth ..."""
+        return self.num_calls & (self.num_calls - 1) == 0
+
+
+@dataclass(slots=True)
+class KnownModule:
+    """A module that the script has called."""
+
+    draws: DrawsOfModel
+    kinds: dict[Kind, KindOfCall] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a module."""
+
+    module: nn.Module
+    draws: DrawsOfModel
+    leaves: list[Any]
+    """Its arguments, flat."""
+    tree: pytree.TreeSpec
+
+    @property
+    def name(self) -> str:
+        """The module's class."""
+        return type(self.module).__name__
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and named arguments made of other leaves."""
+        return pytree.tree_unflatten(list(leaves), self.tree)  # type: ignore[no-any-return]
+
+
+class SplitCalls:
+    """Splits the calls of modules, from the start of the script to its end."""
+
+    def __init__(self, session: Session, exchange: Exchange) -> None:
+        self._session = session
+        self._exchange = exchange
+        self._device = torch.device(session.world.device)
+        self._calls = ModuleCalls(exchange)
+        self._modules: WeakKeyDictionary[nn.Module, KnownModule] = WeakKeyDictionary()
+        self._logged: set[str] = set()
+
+    def replacing(self) -> AbstractContextManager[None]:
+        """Split calls inside the block."""
+        return self._calls.replacing(self._called)
+
+    def check_parameters(self) -> None:
+        """Raise if a module's parameters differ between ranks. Called by: every rank, at the end of the script."""
+        for module in list(self._modules):
+            self._agreed(type(module).__name__, None, (0, checksum(parameters_of(module))))
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        known = self._modules.get(module)
+        if known is None:
+            known = KnownModule(DrawsOfModel(self._session, "torch", type(module).__name__))
+            self._modules[module] = known
+        kind = known.kinds.setdefault(_kind_of(module, leaves, tree), KindOfCall())
+        if kind.reason is not None:
+            return self._calls.plain(module, args, kwargs)
+        batches = batch_dims(leaves, self._exchange.world_size) if kind.batch is None else _fitting(kind.batch, leaves)
+        if not batches or batches[0].num_global < self._exchange.world_size:
+            return self._calls.whole(module, args, kwargs)[0]
+        kind.num_calls += 1
+        call = Call(module, known.draws, leaves, tree)
+        if kind.is_due:
+            return self._proved(call, kind, batches)
+        self._agreed(call.name, None, (_digest(leaves), 0))
+        return self._in_parts(call, kind, batches[0])
+
+    def _in_parts(self, call: Call, kind: KindOfCall, batch: BatchDims) -> Any:  # noqa: ANN401 - the module's own
+        share = Share(self._exchange, batch.num_global)
+        own = [
+            one if dim is None else own_rows(one, dim, share) for one, dim in zip(call.leaves, batch.dims, strict=True)
+        ]
+        with parameters_shared(call.module, self._exchange):
+            outputs, structure = pytree.tree_flatten(self._on_rows(call, call.module, share, own, batch))
+        if len(outputs) != len(kind.output_dims):
+            raise _no_longer(call, f"returned {len(outputs)} values instead of {len(kind.output_dims)}")
+        whole: list[Any] = []
+        for output, dim in zip(outputs, kind.output_dims, strict=True):
+            if dim is not None and (not isinstance(output, torch.Tensor) or output.shape[dim] != share.num):
+                raise _no_longer(call, f"returned {list(getattr(output, 'shape', ()))} for {share.num} rows")
+            whole.append(output if dim is None else whole_batch(output, dim, share))
+        return pytree.tree_unflatten(whole, structure)
+
+    def _on_rows(self, call: Call, module: nn.Module, share: Share, own: Sequence[Any], batch: BatchDims) -> Any:  # noqa: ANN401
+        """Call the module, or its copy, with this rank's rows; it draws its rows of torch's numbers for the batch."""
+        args, kwargs = call.arguments(own)
+        values = [one for one, dim in zip(own, batch.dims, strict=True) if dim == 0]
+        self._session.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
+        call.draws.before(module, args, kwargs)
+        try:
+            return self._calls.on_rows(module, args, kwargs)
+        finally:
+            call.draws.after(module)
+            self._session.finish_loop(0)
+
+    # -- proofs ------------------------------------------------------------------------------------
+
+    def _proved(self, call: Call, kind: KindOfCall, batches: Sequence[BatchDims]) -> Any:  # noqa: ANN401
+        """Return the outputs of a call that runs whole, after copies of the module have been tried on rows."""
+        module, leaves = call.module, call.leaves
+        reason, copies = obstacle(module, leaves), []
+        if reason is None:
+            try:
+                copies = [copy_of(module) for _ in batches]
+            except Exception as error:  # noqa: BLE001 - whatever a class raises
+                reason = f"it cannot be copied for a trial ({_first_line(error)})"
+        given = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in leaves] if copies else []
+        facts = _digest(leaves), checksum(parameters_of(module))
+        attributes, before = attributes_of(module), GeneratorStates.now(self._device)
+        result, checkpoints = self._calls.whole(module, *call.arguments(leaves))
+        after = GeneratorStates.now(self._device)
+        if reason is None:
+            is_changed = facts[0] != _digest(leaves), facts[1] != checksum(parameters_of(module))
+            reason = obstacle_after(module, attributes, checkpoints, *is_changed)
+        reasons: list[str] = []
+        for batch, copy in zip(batches, copies, strict=False):
+            failed, dims = reason, ()
+            if reason is None:
+                before.restore(self._device)
+                failed, dims = self._tried(call, copy, batch, given, result, after)
+                after.restore(self._device)
+            answers = list(filter(None, self._agreed(call.name, failed, facts)))
+            if not answers:
+                kind.batch, kind.output_dims = batch, dims
+                return result
+            reasons.append(answers[0])
+        if not copies:
+            reasons += filter(None, self._agreed(call.name, reason, facts))
+        if kind.batch is not None:
+            raise _no_longer(call, reasons[0])
+        kind.reason = reasons[0]
+        self._log(f"auto: {call.name} runs whole on every rank: {kind.reason}")
+        return result
+
+    def _tried(
+        self,
+        call: Call,
+        copy: nn.Module,
+        batch: BatchDims,
+        given: Sequence[Any],
+        result: Any,  # noqa: ANN401 - the module's own
+        after: GeneratorStates,
+    ) -> tuple[str | None, tuple[int | None, ...]]:
+        """Run a copy on this rank's rows; return why that is not the same, and where the outputs' rows lie."""
+        share = Share(self._exchange, batch.num_global)
+        own = [
+            one if dim is None else one.narrow(dim, share.start, share.num).clone().requires_grad_(like.requires_grad)
+            for one, like, dim in zip(given, call.leaves, batch.dims, strict=True)
+        ]
+        try:
+            output = self._on_rows(call, copy, share, own, batch)
+        except Exception as error:  # noqa: BLE001 - whatever the module raises for fewer rows
+            return f"it fails for a part of the batch ({_first_line(error)})", ()
+        whole, structure = pytree.tree_flatten(result)
+        rows, structure_of_rows = pytree.tree_flatten(output)
+        if structure != structure_of_rows:
+            return "it returns something else for a part of the batch", ()
+        reason, dims = difference(whole, rows, share)
+        reason = reason or difference_beside(call.module, copy)
+        if reason is None and not after.are(GeneratorStates.now(self._device)):
+            reason = "it draws other random numbers for a part of the batch"
+        return reason, dims
+
+    def _agreed(self, name: str, reason: str | None, facts: tuple[int, int]) -> list[str]:
+        """Return every rank's reason not to split, empty if there is none. Called by: every rank.
+
+        Raises:
+            ReplicasDiffer: the ranks' arguments or parameters, of which these are checksums, differ.
+        """
+        note = f"{facts[0]:x} {facts[1]:x} {(reason or '')[:LONGEST_REASON]}".encode()
+        notes = self._exchange.gather_notes(note, what=f"a call of {name}")
+        texts = [one.rstrip(b"\0").decode(errors="ignore").split(" ", 2) for one in notes]
+        for place, fact in enumerate(("arguments", "parameters")):
+            values = [text[place] for text in texts]
+            if len(set(values)) > 1:
+                raise ReplicasDiffer(
+                    f"{name} has different {fact} on different ranks, which all run the whole script.",
+                    where=words(user_call_site()),
+                    evidence=fold_values({rank: f"checksum {value}" for rank, value in enumerate(values)}),
+                    do="seed what the script draws (torch.manual_seed, random.seed, numpy.random.seed, "
+                    "numpy.random.default_rng(0)), sort what it lists, and decide nothing by time",
+                )
+        return [text[2] for text in texts]
+
+    def _log(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            log(message)
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """Return one number for the bits of dense tensors."""
+    return combined(checksums_of_each([one.detach().contiguous() for one in tensors if one.layout == torch.strided]))
+
+
+def _digest(leaves: Sequence[Any]) -> int:
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    facts = [
+        (tuple(one.shape), str(one.dtype)) if isinstance(one, torch.Tensor) else one if isinstance(one, PLAIN) else ""
+        for one in leaves
+    ]
+    return combined([checksum(tensors), zlib.crc32(repr(facts).encode())])
+
+
+def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Kind:
+    facts = tuple(
+        (one.dim(), one.dtype, one.requires_grad)
+        if isinstance(one, torch.Tensor)
+        else (type(one), repr(one) if isinstance(one, PLAIN) else "")
+        for one in leaves
+    )
+    modes = tuple(part.training for part in module.modules())
+    return modes, torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), str(tree), facts
+
+
+def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:
+    """Return where the rows lie in other arguments of the same kind; nothing if they do not fit."""
+    sizes = {one.shape[dim] for one, dim in zip(leaves, batch.dims, strict=True) if dim is not None}
+    return [replace(batch, num_global=size) for size in sizes] if len(sizes) == 1 else []
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _no_longer(call: Call, how: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{call.name} no longer treats the samples of a batch separately: {how}.",
+        where=words(user_call_site()),
+        evidence="its earlier calls did, and so each rank has computed its own samples only",
+        do="run without --auto",
+    )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces the call of every module: the outermost one of modules with parameters goes to a function.
+
+Calls inside a split one stay as they are, but for BatchNorm, which takes the statistics of all rows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils import checkpoint
+
+from rankwise.parallel.core.global_statistics import normalised
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import is_transforming
+from rankwise.torch_private.modules import check_input_dim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    import torch
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.torch_private.modules import BatchNorm
+
+_BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class ModuleCalls:
+    """The calls of modules, from the start of the script to its end."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._ranks = _AllRanks(exchange)
+        self._process = os.getpid()
+        self._call: Callable[..., Any] = nn.Module.__call__
+        self._is_inside = self._is_split = False
+        self._checkpoints: list[bool] = []
+
+    @contextmanager
+    def replacing(self, outermost: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Generator[None]:
+        """Have outermost calls of modules with parameters run ``outermost`` inside the block."""
+        plain_call, plain_checkpoint = self._call, checkpoint.checkpoint
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+            if self._is_inside:
+                if self._is_split and type(module) in _BATCHNORMS:
+                    return self._normalised(module, *args, **kwargs)
+                return plain_call(module, *args, **kwargs)
+            return outermost(module, args, kwargs) if self._counts(module) else plain_call(module, *args, **kwargs)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+            self._checkpoints.append(kwargs.get("use_reentrant") is not False)
+            return plain_checkpoint(*args, **kwargs)
+
+        nn.Module.__call__, checkpoint.checkpoint = call, noted
+        try:
+            yield
+        finally:
+            nn.Module.__call__, checkpoint.checkpoint = plain_call, plain_checkpoint
+
+    def plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Call a module as torch does; the modules in it may be split."""
+        return self._call(module, *args, **kwargs)
+
+    def whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[bool]]:
+        """Call a module as torch does, and the modules in it.
+
+        Returns:
+            What it returns; and for each use of torch.utils.checkpoint in it, whether that is the reentrant kind.
+        """
+        self._checkpoints.clear()
+        with self._inside(is_split=False):
+            return self._call(module, *args, **kwargs), list(self._checkpoints)
+
+    def on_rows(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Call a module with this rank's rows. Called by: every rank."""
+        with self._inside(is_split=True):
+            return self._call(module, *args, **kwargs)
+
+    def _counts(self, module: nn.Module) -> bool:
+        return (
+            next(module.parameters(), None) is not None
+            and threading.current_thread() is threading.main_thread()
+            and os.getpid() == self._process  # no worker of a loader
+            and not in_backward()  # not a recomputation
+            and not is_transforming()
+        )
+
+    def _normalised(self, layer: BatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        if not layer.training and layer.running_mean is not None:
+            return self._call(layer, input)  # type: ignore[no-any-return]
+        check_input_dim(layer, input)
+        return normalised(layer, input, self._ranks)
+
+    @contextmanager
+    def _inside(self, *, is_split: bool) -> Generator[None]:
+        self._is_inside, self._is_split = True, is_split
+        try:
+            yield
+        finally:
+            self._is_inside = self._is_split = False
+
+
+class _AllRanks:
+    """The ranks of a split call; see :class:`rankwise.parallel.core.global_statistics.StatisticsRanks`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        return self._exchange.all_gather(own, what="BatchNorm statistics")
+
+    def mean_sums(self, own: torch.Tensor, x: torch.Tensor, count: torch.Tensor, *, is_needed: bool) -> torch.Tensor:  # noqa: ARG002
+        return self._exchange.all_reduce(own, what="BatchNorm gradients") / count

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a call of a module can be split by rows: what forbids it, where the rows are, and whether results agree.
+
+Values in, values out: runs no module and sends nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.modules import BatchNorm, own_buffers, own_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rankwise.tools.auto.rows import Share
+
+PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+"""Types whose values every rank passes and returns alike."""
+TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+"""How far split and whole results may differ, relative to the largest value."""
+COARSE = 5e-2
+"""The same for dtypes of 16 bits and fewer."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDims:
+    """Where the rows of a batch lie in the arguments of a call."""
+
+    num_global: int
+    dims: tuple[int | None, ...]
+    """Per leaf of the arguments; ``None``: the same for every row."""
+
+
+def batch_dims(leaves: Sequence[Any], num_ranks: int) -> list[BatchDims]:
+    """Return where the rows may lie, the likeliest first: in the first dim of the first tensor, or in its second one.
+
+    Only batches with a row for every rank count.
+    """
+    place = next((number for number, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.dim()), None)
+    if place is None:
+        return []
+    found: dict[tuple[int | None, ...], BatchDims] = {}
+    for dim, num_global in enumerate(leaves[place].shape[:2]):
+        if num_global < num_ranks:
+            continue
+        as_long = tuple(_dim_of(one, num_global, dim) for one in leaves)
+        # A mask may be as long as the batch by chance.
+        alone = tuple(dim if number == place else None for number in range(len(leaves)))
+        for dims in (as_long, alone):
+            found.setdefault(dims, BatchDims(num_global, dims))
+    return list(found.values())
+
+
+def _dim_of(leaf: object, num_global: int, preferred: int) -> int | None:
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    dims = [dim for dim, size in enumerate(leaf.shape) if size == num_global]
+    return preferred if preferred in dims else next(iter(dims), None)
+
+
+def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
+    """Return why a call must not even be tried, in words that follow the module's name."""
+    odd = next((one for one in leaves if not isinstance(one, (torch.Tensor, *PLAIN))), None)
+    if odd is not None:
+        return f"it takes a {type(odd).__name__}, whose rows are unknown"
+    if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in leaves):
+        return "it takes a sparse tensor"
+    for name, part in module.named_modules():
+        part_of_it = f"its part {name}" if name else "it"
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"{part_of_it} is compiled by torch.jit"
+        if getattr(part, "sparse", False) is True:
+            return f"{part_of_it} has sparse gradients"
+        if any(_is_of_user(hook) for hook in hooks_of(part)):
+            return f"{part_of_it} has hooks, which would see a part of the batch"
+    return None
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that see a module's inputs, outputs or their gradients."""
+    for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        yield from getattr(module, table).values()
+
+
+def _is_of_user(hook: object) -> bool:
+    name: str = getattr(hook, "__module__", None) or type(hook).__module__
+    return name.partition(".")[0] != "torch"
+
+
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return all parameters, also those that ``functional_call`` replaces for a call, each once."""
+    found = (one for part in module.modules() for one in own_parameters(part).values() if one is not None)
+    return list({id(one): one for one in found}.values())
+
+
+def buffers_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return all buffers."""
+    return [one for part in module.modules() for one in own_buffers(part).values() if one is not None]
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    """Return a copy with the same parameters and with buffers and attributes of its own.
+
+    Raises:
+        Exception: it cannot be copied.
+    """
+    return copy.deepcopy(module, {id(one): one for one in parameters_of(module)})
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What modules hold beside parameters and buffers."""
+
+    tensors: dict[str, list[torch.Tensor]]
+    plain: dict[str, object]
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Return the attributes of a module and its parts that a call may change."""
+    tensors: dict[str, list[torch.Tensor]] = {}
+    plain: dict[str, object] = {}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            place = f"{name}.{key}" if name else key
+            if key in _OF_TORCH:
+                continue
+            held = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+            if held:
+                tensors[place] = held
+            elif isinstance(value, PLAIN):
+                plain[place] = value
+    return Attributes(tensors, plain)
+
+
+def obstacle_after(
+    module: nn.Module, before: Attributes, checkpoints: Sequence[bool], changes_arguments: bool, changes_parameters: bool
+) -> str | None:
+    """Return why a call that has run whole must not be split.
+
+    Args:
+        module: that was called.
+        before: its attributes before the call.
+        checkpoints: its uses of torch.utils.checkpoint, whether they are reentrant.
+        changes_arguments: whether the call has changed its arguments.
+        changes_parameters: whether the call has changed the module's parameters.
+    """
+    if changes_arguments:
+        return "it changes its arguments"
+    if changes_parameters:
+        return "it changes its parameters in forward"
+    kept = _kept_tensors(before.tensors, attributes_of(module).tensors)
+    if kept is not None:
+        return f"it keeps tensors of its batch, in .{kept}"
+    if any(checkpoints):
+        return "it uses torch.utils.checkpoint with use_reentrant=True"
+    if checkpoints and any(isinstance(one, BatchNorm) and one.training for one in module.modules()):
+        return "it uses torch.utils.checkpoint around BatchNorm"
+    return None
+
+
+def _kept_tensors(before: dict[str, list[torch.Tensor]], after: dict[str, list[torch.Tensor]]) -> str | None:
+    """Return the name of an attribute into which a call has put tensors."""
+    for name, held in after.items():
+        known = before.get(name, [])
+        if len(known) != len(held) or any(old is not new for old, new in zip(known, held, strict=True)):
+            return name
+    return None
+
+
+def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
+    """Return why a copy that ran on rows has not become what the module is after the whole call."""
+    buffers = zip(buffers_of(module), buffers_of(copy), strict=True)
+    if not all(one.shape == other.shape and agree(one, other) for one, other in buffers):
+        return "its buffers depend on the rows"
+    plain, of_rows = attributes_of(module).plain, attributes_of(copy).plain
+    changed = next((name for name in plain if plain[name] != of_rows.get(name)), None)
+    return None if changed is None else f"its attribute .{changed} depends on the rows"
+
+
+def difference(whole: Sequence[Any], own: Sequence[Any], share: Share) -> tuple[str | None, tuple[int | None, ...]]:
+    """Return why the outputs of a split call are not its rows of the whole outputs, and the dims of the rows."""
+    dims: list[int | None] = []
+    for number, (one, other) in enumerate(zip(whole, own, strict=True)):
+        words = f"output {number}" if len(whole) > 1 else "the output"
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if not isinstance(one, PLAIN):
+                return f"it returns a {type(one).__name__}, whose rows are unknown", ()
+            if one != other:
+                return f"{words} depends on the number of rows", ()
+            dims.append(None)
+            continue
+        if one.layout != torch.strided or one.dim() != other.dim():
+            return f"{words} has no rows", ()
+        apart = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
+        if len(apart) > 1 or any((one.shape[dim], other.shape[dim]) != (share.num_global, share.num) for dim in apart):
+            return f"{words} is {list(one.shape)} for the whole batch and {list(other.shape)} for {share.num} rows", ()
+        dim = apart[0] if apart else None
+        rows = one if dim is None else one.narrow(dim, share.start, share.num)
+        if not agree(rows, other):
+            return f"samples see one another: {words} is another for {share.num} of {share.num_global} rows", ()
+        dims.append(dim)
+    return None, tuple(dims)
+
+
+@torch.no_grad()
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape are equal but for rounding."""
+    if one.dtype != other.dtype:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return bool(torch.equal(one, other))
+    if not one.numel():
+        return True
+    relative = TOLERANCE.get(one.dtype, COARSE)
+    one, other = (tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other))
+    finite = one.abs()[one.isfinite()]
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return bool(torch.allclose(one, other, rtol=relative, atol=relative * scale, equal_nan=True))

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the script does outside its process, done by rank zero alone: files, folders and output.
+
+Every rank runs the whole script. A call that changes files waits for all ranks; rank zero makes it, and every rank
+gets its result: a file is there for all when the call that wrote it has returned. Ranks that name different files, as
+temporary ones, each make their own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import sys
+import tempfile
+import threading
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from rankwise.comm.collectives.objects import broadcast_object
+from rankwise.comm.session import current_or_none
+from rankwise.health.call_site import responsible_module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from rankwise.comm.backends.protocol import Exchange
+
+CHANGES_FILES = ("chmod", "link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink", "utime")
+"""Functions of ``os`` that rank zero calls for all."""
+_DEVICES = ("/dev/", "/proc/", "/sys/")
+_LOCKS = (".lock", ".lck")
+
+
+class RankZeroFiles:
+    """Replaces what changes files, from the start of the script to its end."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._process = os.getpid()
+        self._is_inside = False
+        self._open = builtins.open
+
+    @contextmanager
+    def replacing(self) -> Generator[None]:
+        """Change files on rank zero alone inside the block."""
+        replaced: list[tuple[Any, str, Any]] = []
+
+        def replace(owner: Any, name: str, new: Callable[[Any], Any]) -> None:  # noqa: ANN401 - a module
+            if hasattr(owner, name):
+                replaced.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, new(getattr(owner, name)))
+
+        for name in CHANGES_FILES:
+            replace(os, name, self._once)
+        replace(torch, "save", self._once_saved)
+        for owner in (builtins, io):
+            replace(owner, "open", lambda _: self._opened)
+        try:
+            yield
+        finally:
+            for owner, name, before in reversed(replaced):
+                setattr(owner, name, before)
+
+    def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+            if not self._counts(path) or not self._is_one_file(path, function.__name__):
+                return function(path, *args, **kwargs)
+            return self._by_rank_zero(lambda: function(path, *args, **kwargs))
+
+        return call
+
+    def _once_saved(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        def call(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's own
+            if not self._counts(f) or not self._is_one_file(f, "torch.save"):
+                save(obj, f, *args, **kwargs)
+            else:
+                self._by_rank_zero(lambda: save(obj, f, *args, **kwargs))
+
+        return call
+
+    def _opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+        changes = isinstance(mode, str) and not set(mode).isdisjoint("wax+")
+        if not changes or "opener" in kwargs or len(args) > 5 or not self._counts(file):  # noqa: PLR2004 - as open()
+            return self._open(file, mode, *args, **kwargs)
+        if not self._is_one_file(file, f'open(mode="{mode}")'):
+            return self._open(file, mode, *args, **kwargs)
+        is_zero = self._exchange.rank == 0
+        earlier = b""
+        if not is_zero and set(mode) & set("a+") and "w" not in mode and os.path.exists(file):
+            earlier = Path(file).read_bytes()
+        self._exchange.barrier("opening a file")
+        opened = self._by_rank_zero(lambda: self._open(file, mode, *args, **kwargs), keeps=True)
+        if not is_zero:
+            opened = self._stand_in(earlier, mode, *args, **kwargs)
+        return _closed_together(opened, self._meet)
+
+    def _stand_in(self, earlier: bytes, mode: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+        """Return a file with the same content that nobody else sees."""
+        handle, path = tempfile.mkstemp()
+        os.write(handle, earlier)
+        os.close(handle)
+        try:
+            return self._open(path, mode.replace("x", "w"), *args, **kwargs)
+        finally:
+            self._really(os.unlink, path)
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def _really(self, function: Callable[..., Any], *args: Any) -> None:
+        with self._alone():
+            function(*args)
+
+    def _counts(self, path: object) -> bool:
+        """Return whether a call is the script's, about a file that others see."""
+        if self._is_inside or os.getpid() != self._process or current_or_none() is None:
+            return False
+        if threading.current_thread() is not threading.main_thread() or not isinstance(path, str | bytes | os.PathLike):
+            return False
+        if responsible_module().partition(".")[0] in {"torch", "rankwise"}:
+            return False
+        name = os.fsdecode(path)
+        if name.startswith(_DEVICES) or name.endswith(_LOCKS):
+            return False
+        inside = os.path.realpath(name).removeprefix(f"{Path.cwd()}/")
+        return not any(part.startswith(".") for part in Path(inside).parts)
+
+    def _is_one_file(self, path: Any, words: str) -> bool:  # noqa: ANN401 - any path
+        """Return whether all ranks name the same file. Called by: every rank."""
+        name = os.fsdecode(path)
+        own = zlib.crc32(os.path.realpath(name).encode(errors="surrogateescape")).to_bytes(4, "little")
+        notes = self._exchange.gather_notes(own, what=f"{words} of {Path(name).name}"[:120])
+        return len({note[:4] for note in notes}) == 1
+
+    def _by_rank_zero(self, action: Callable[[], Any], *, keeps: bool = False) -> Any:  # noqa: ANN401 - the action's own
+        """Return what an action returns on rank zero, or raise what it raises there. Called by: every rank."""
+        result, error = None, None
+        if self._exchange.rank == 0:
+            try:
+                with self._alone():
+                    result = action()
+            except Exception as raised:  # noqa: BLE001 - raised again, on every rank
+                error = raised
+        told, error_of_zero = broadcast_object((None if keeps else result, error))
+        if error is not None:
+            raise error
+        if error_of_zero is not None:
+            raise error_of_zero
+        return result if self._exchange.rank == 0 else told
+
+    def _meet(self) -> None:
+        if os.getpid() == self._process and current_or_none() is not None:
+            self._exchange.barrier("closing a file")
+
+
+def _closed_together(file: Any, meet: Callable[[], None]) -> Any:  # noqa: ANN401 - any file
+    """Return the file, so that closing it waits for all ranks."""
+    if isinstance(file, io.TextIOWrapper):
+        encoding, errors, buffered = file.encoding, file.errors, file.line_buffering
+        newline = getattr(file, "newlines", None)
+        return _Text(file.detach(), encoding, errors, newline, buffered, meet=meet)
+    kinds: dict[type[Any], type[Any]] = {
+        io.BufferedWriter: _Writer,
+        io.BufferedRandom: _Random,
+        io.BufferedReader: _Reader,
+    }
+    kind = kinds.get(type(file))
+    return file if kind is None else kind(file.detach(), meet=meet)
+
+
+class _ClosedTogether:
+    """A file whose ``close`` returns once it is closed on every rank."""
+
+    def __init__(self, *args: Any, meet: Callable[[], None]) -> None:
+        super().__init__(*args)
+        self._meet = meet
+
+    def close(self) -> None:
+        """Close the file. Called by: every rank."""
+        was_closed = self.closed  # type: ignore[attr-defined]
+        super().close()  # type: ignore[misc]
+        if not was_closed:
+            self._meet()
+
+
+class _Text(_ClosedTogether, io.TextIOWrapper):
+    pass
+
+
+class _Writer(_ClosedTogether, io.BufferedWriter):
+    pass
+
+
+class _Random(_ClosedTogether, io.BufferedRandom):
+    pass
+
+
+class _Reader(_ClosedTogether, io.BufferedReader):
+    pass
+
+
+@contextmanager
+def output_of_rank_zero(rank: int) -> Generator[None]:
+    """Show only what rank zero prints."""
+    if rank == 0:
+        yield
+        return
+    before: tuple[TextIO, TextIO] = sys.stdout, sys.stderr
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a batch on one rank, the batch made whole again, and parameters that ranks use together; differentiable.
+
+What the script sees is equal on every rank: whole inputs and outputs, and their gradients. Inside a split call a rank
+has its rows only. Each operation here passes from one side to the other, and its gradient passes back:
+
+    whole batch  --own_rows-->  rows of this rank  --whole_batch-->  whole batch
+    parameters   --shared_by_ranks-->  parameters inside the call, whose gradients are added over ranks
+
+Source: the pairs of conjugate operators of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.backends.protocol import Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows of one batch that a rank takes."""
+
+    exchange: Exchange
+    num_global: int
+    """Rows of the batch, at least one per rank."""
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """Return the first row of a rank, and how many it has: as even as possible, the first ranks one more."""
+        each, more = divmod(self.num_global, self.exchange.world_size)
+        return rank * each + min(rank, more), each + (rank < more)
+
+    @property
+    def start(self) -> int:
+        """The first row of this rank."""
+        return self.rows_of(self.exchange.rank)[0]
+
+    @property
+    def num(self) -> int:
+        """How many rows this rank has."""
+        return self.rows_of(self.exchange.rank)[1]
+
+
+def own_rows(whole: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
+    """Return this rank's rows along ``dim``; the gradient of ``whole`` is made of the rows of all ranks.
+
+    Called by: every rank.
+    """
+    if whole.requires_grad and torch.is_grad_enabled():
+        return _OwnRows.apply(whole, dim, share)  # type: ignore[no-any-return]
+    return whole.narrow(dim, share.start, share.num)
+
+
+def whole_batch(own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
+    """Return the rows of all ranks along ``dim``; the gradient of ``own`` is this rank's rows of the whole one's.
+
+    Called by: every rank.
+    """
+    if own.requires_grad and torch.is_grad_enabled():
+        return _WholeBatch.apply(own, dim, share)  # type: ignore[no-any-return]
+    return _gathered(own, dim, share)
+
+
+def shared_by_ranks(parameters: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
+    """Return parameters to compute this rank's rows with; their gradients are added over all ranks.
+
+    Called by: every rank, and again in each backward.
+    """
+    return list(_SharedByRanks.apply(exchange, *parameters))
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, share: Share) -> torch.Tensor:  # noqa: ANN401
+        ctx.dim, ctx.share = dim, share
+        return whole.narrow(dim, share.start, share.num).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+        return _WholeBatch.apply(gradient, ctx.dim, ctx.share), None, None
+
+
+class _WholeBatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:  # noqa: ANN401
+        ctx.dim, ctx.share = dim, share
+        return _gathered(own, dim, share)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+        return _OwnRows.apply(gradient, ctx.dim, ctx.share), None, None
+
+
+class _SharedByRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        ctx.exchange = exchange
+        ctx.likes = [(one.shape, one.dtype, one.device) for one in parameters]
+        ctx.set_materialize_grads(False)
+        return tuple(one.view_as(one) for one in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        return None, *_AddedOverRanks.apply(ctx.exchange, ctx.likes, *gradients)
+
+
+class _AddedOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, likes: list[Any], *own: torch.Tensor | None) -> Any:  # noqa: ANN401
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
+        return _added(own, likes, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        given = [one for one in gradients if one is not None]
+        passed = iter(_SharedByRanks.apply(ctx.exchange, *given) if given else ())
+        return None, None, *(None if one is None else next(passed) for one in gradients)
+
+
+def _gathered(own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
+    """Return the rows of all ranks. Every rank sends as many as the one that has most: one more at most."""
+    rows = own.detach().movedim(dim, 0)
+    most = share.rows_of(0)[1]
+    sent = rows.new_empty((most, *rows.shape[1:]))
+    sent[: share.num] = rows
+    sent[share.num :] = 0
+    received = share.exchange.all_gather(sent, what="rows of a split call")
+    if share.num_global == most * share.exchange.world_size:
+        whole = received.flatten(0, 1)
+    else:
+        parts = [received[rank, : share.rows_of(rank)[1]] for rank in range(share.exchange.world_size)]
+        whole = torch.cat(parts)
+    return whole.movedim(0, dim)
+
+
+def _added(own: Sequence[torch.Tensor | None], likes: Sequence[Any], exchange: Exchange) -> tuple[Any, ...]:
+    """Return the sums over ranks, ``None`` where no rank has a gradient: one message per dtype."""
+    sums: list[torch.Tensor | None] = [None] * len(own)
+    for kind in dict.fromkeys((dtype, device) for _, dtype, device in likes):
+        places = [place for place, (_, dtype, device) in enumerate(likes) if (dtype, device) == kind]
+        sizes = [likes[place][0].numel() for place in places]
+        sent = torch.zeros(sum(sizes) + len(places), dtype=kind[0], device=kind[1])
+        *parts, used = sent.split([*sizes, len(places)])
+        for number, place in enumerate(places):
+            gradient = own[place]
+            if gradient is not None:
+                parts[number].copy_(gradient.detach().reshape(-1))
+                used[number] = 1
+        received = exchange.all_reduce(sent, what="gradients of a split call")
+        *parts, used = received.split([*sizes, len(places)])
+        for place, part, is_used in zip(places, parts, used.tolist(), strict=True):
+            if is_used:
+                sums[place] = part.view(likes[place][0])
+    return tuple(sums)
