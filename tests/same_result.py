@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two runs of a script printed and wrote, compared: equal text, and numbers that agree to a tolerance.
+
+Text that is no number must be equal, as must whole numbers; of times of day, as logs have them, only the place counts.
+Tensors and arrays are compared by the largest difference, relative to the largest value.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import types
+import zipfile
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NOISE = 1e-13
+"""Differences up to this are what rounding leaves where a sum cancels, as in the gradient of a bias before BatchNorm."""
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\b(?:nan|inf)\b")
+TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left: its exit code, what it printed, and its folder."""
+
+    code: int
+    stdout: str
+    folder: Path
+
+
+def differences(expected: Result, found: Result, tolerance: float = 1e-10) -> list[str]:
+    """Return what differs between two runs, each in a sentence; nothing if they agree."""
+    said: list[str] = []
+    if expected.code != found.code:
+        said.append(f"exit code: {expected.code} and {found.code}")
+    said += (f"stdout, {line}" for line in _of_texts(expected.stdout, found.stdout, tolerance))
+    ours, theirs = _paths(expected.folder), _paths(found.folder)
+    said += (f"{name}: missing" for name in sorted(ours - theirs))
+    said += (f"{name}: not written by the first run" for name in sorted(theirs - ours))
+    for name in sorted(ours & theirs):
+        one, other = expected.folder / name, found.folder / name
+        if one.is_dir() != other.is_dir():
+            said.append(f"{name}: a folder and a file")
+        elif one.is_file() and one.read_bytes() != other.read_bytes():
+            said += (f"{name}, {line}" for line in _of_files(one, other, tolerance))
+    return said
+
+
+def _paths(folder: Path) -> set[str]:
+    """Names of files and folders, but for what Python keeps of compiled modules."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return {name for name in found if "__pycache__" not in name}
+
+
+def _of_texts(one: str, other: str, tolerance: float) -> Iterator[str]:
+    lines, others = one.splitlines(), other.splitlines()
+    if len(lines) != len(others):
+        yield f"{len(lines)} and {len(others)} lines"
+    for number, (mine, theirs) in enumerate(zip(lines, others, strict=False), 1):
+        if mine != theirs and not _is_same_line(mine, theirs, tolerance):
+            yield f"line {number}: {mine!r} and {theirs!r}"
+
+
+def _is_same_line(one: str, other: str, tolerance: float) -> bool:
+    one, other = (TIME_OF_DAY.sub("TIME", line) for line in (one, other))
+    if NUMBER.sub("0", one) != NUMBER.sub("0", other):
+        return False
+    pairs = zip(NUMBER.findall(one), NUMBER.findall(other), strict=True)
+    return all(_is_same_number(mine, theirs, tolerance) for mine, theirs in pairs)
+
+
+def _is_same_number(one: str, other: str, tolerance: float) -> bool:
+    """Compare two numbers as they were printed; those without a point or an exponent must be equal."""
+    if one == other:
+        return True
+    return not (one + other).strip("+-0123456789") == "" and _is_close(float(one), float(other), tolerance)
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    if math.isnan(one) or math.isnan(other):
+        return math.isnan(one) and math.isnan(other)
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=NOISE)
+
+
+def _of_files(one: Path, other: Path, tolerance: float) -> Iterator[str]:
+    mine, theirs = _content(one), _content(other)
+    if isinstance(mine, str) and isinstance(theirs, str):
+        yield from _of_texts(mine, theirs, tolerance)
+    else:
+        yield from _of_values("content", mine, theirs, tolerance)
+
+
+def _content(path: Path) -> Any:
+    """Return what a file holds: tensors, arrays, pickled objects, text or bytes."""
+    import numpy as np
+    import torch
+
+    raw = path.read_bytes()
+    if zipfile.is_zipfile(path):
+        names = zipfile.ZipFile(path).namelist()
+        if any(name.endswith(".npy") for name in names):
+            return dict(np.load(path, allow_pickle=True))
+        if any("/code/" in name for name in names):
+            return torch.jit.load(path).state_dict()
+        if any(name.endswith("data.pkl") for name in names):
+            return torch.load(path, weights_only=False, pickle_module=_PICKLE)
+    if raw.startswith(b"\x93NUMPY"):
+        return np.load(path, allow_pickle=True)
+    if raw.startswith(b"\x80"):
+        return _Unpickler(io.BytesIO(raw)).load()
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads objects of the script's own classes, too, which are not to be had here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type(name, (), {}) if module == "__main__" else super().find_class(module, name)
+
+
+_PICKLE = types.ModuleType("pickle of any class")
+_PICKLE.__dict__.update(Unpickler=_Unpickler, load=pickle.load)
+
+
+def _of_values(where: str, one: Any, other: Any, tolerance: float) -> Iterator[str]:
+    import numpy as np
+    import torch
+
+    if type(one) is not type(other) and type(one).__name__ != type(other).__name__:
+        yield f"{where}: {type(one).__name__} and {type(other).__name__}"
+    elif isinstance(one, torch.Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape or one.requires_grad != other.requires_grad:
+            yield f"{where}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
+        else:
+            one, other = (tensor.detach().to_dense() for tensor in (one, other))
+            wide = torch.promote_types(one.dtype, torch.float64) if one.is_floating_point() else one.dtype
+            yield from _of_arrays(where, one.to(wide).numpy(), other.to(wide).numpy(), tolerance)
+    elif isinstance(one, np.ndarray):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            yield f"{where}: {one.dtype} {one.shape} and {other.dtype} {other.shape}"
+        else:
+            yield from _of_arrays(where, one, other, tolerance)
+    elif isinstance(one, dict):
+        if list(one) != list(other):
+            yield f"{where}: keys {list(one)} and {list(other)}"
+        else:
+            for key in one:
+                yield from _of_values(f"{where}[{key!r}]", one[key], other[key], tolerance)
+    elif isinstance(one, list | tuple):
+        if len(one) != len(other):
+            yield f"{where}: {len(one)} and {len(other)} items"
+        for index, pair in enumerate(zip(one, other, strict=False)):
+            yield from _of_values(f"{where}[{index}]", *pair, tolerance)
+    elif isinstance(one, float):
+        if not _is_close(one, other, tolerance):
+            yield f"{where}: {one!r} and {other!r}"
+    elif hasattr(one, "__dict__") and not callable(type(one).__dict__.get("__eq__")):
+        yield from _of_values(where, vars(one), vars(other), tolerance)
+    elif one != other:
+        yield f"{where}: {one!r} and {other!r}"
+
+
+def _of_arrays(where: str, one: Any, other: Any, tolerance: float) -> Iterator[str]:
+    import numpy as np
+
+    if not np.issubdtype(one.dtype, np.floating):
+        if not np.array_equal(one, other):
+            yield f"{where}: other values"
+        return
+    finite = np.isfinite(one)
+    if not np.array_equal(one[~finite], other[~finite], equal_nan=True) or not np.isfinite(other[finite]).all():
+        yield f"{where}: other values that are not finite"
+    elif finite.any():
+        largest = float(np.abs(one[finite]).max())
+        difference = float(np.abs(one[finite] - other[finite]).max())
+        if difference > tolerance * largest + NOISE:
+            yield f"{where}: {difference:.3g} apart, of values up to {largest:.3g}"
