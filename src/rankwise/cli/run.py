@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--auto",
         action="store_true",
-        help="for a script for one device, unedited: every rank runs it whole, and calls of modules are split by samples",
+        help="run an unedited script for one device: each rank runs all of it, and its models on a part of each batch",
     )
     parser.add_argument(
         "--torch-store",
@@ -155,6 +155,9 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
                 do=f"leave {name} out: the hosts meet at the first one, and are numbered in the order given",
             )
     command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
+    if options.auto:
+        words = (*(("-m",) if options.module else ()), options.target, *options.arguments)
+        command = RemoteCommand(target="rankwise.tools.auto", is_module=True, arguments=words)
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
     own = _launch_options(options, (1, 1))
     return launch_on_hosts(command, hosts, own, nodes=options.nodes, ssh=ssh, show=TerminalReporter().show)

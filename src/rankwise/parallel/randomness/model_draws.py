@@ -193,7 +193,7 @@ def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
 
     Called by: every rank of ``exchange``.
     """
-    for generator in generators_of(device):
+    for generator in _generators(device):
         kind, state = generator.device.type, generator.get_state()
         facts = torch.tensor([_digest(state), int(generator.initial_seed() < LARGEST_SEED)])
         on_ranks = exchange.all_gather(facts, what=f"state of torch's {kind} generator").view(-1, 2)
@@ -215,8 +215,7 @@ def _copy_of_rank_zero(generator: torch.Generator, exchange: Exchange) -> None:
     generator.set_state(exchange.broadcast(generator.get_state(), 0, what=what))
 
 
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Return torch's default generators of the CPU and of a device."""
+def _generators(device: torch.device) -> list[torch.Generator]:
     found = [default_generator(one) for one in dict.fromkeys((torch.device("cpu"), device))]
     return [one for one in found if one is not None]
 
@@ -246,7 +245,7 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
         return session is not None and session.batch is not None and session.batch.num_global < exchange.world_size
 
     def put_right(ranks: Exchange, *, is_expected: bool) -> None:
-        for generator in generators_of(device):
+        for generator in _generators(device):
             _copy_of_rank_zero(generator, ranks)
         if not (is_expected or _since.has_warned):
             _since.has_warned = True

@@ -28,7 +28,6 @@ from rankwise.tools.auto.proof import (
     PLAIN,
     attributes_of,
     batch_dims,
-    buffers_of,
     copy_of,
     difference,
     difference_beside,
@@ -101,6 +100,15 @@ class Call:
         return pytree.tree_unflatten(list(leaves), self.tree)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class WholeRun:
+    """A call that has run whole."""
+
+    result: Any
+    before: GeneratorStates
+    after: GeneratorStates
+
+
 class SplitCalls:
     """Splits the calls of modules, from the start of the script to its end."""
 
@@ -164,6 +172,9 @@ class SplitCalls:
         call.draws.before(module, args, kwargs)
         try:
             return self._calls.on_rows(module, args, kwargs)
+        except Exception as error:
+            error.add_note(f"rankwise: this rank ran {call.name} on {share.num} of the {share.num_global} rows")
+            raise
         finally:
             call.draws.after(module)
             self._session.finish_loop(0)
@@ -185,15 +196,18 @@ class SplitCalls:
         result, checkpoints = self._calls.whole(module, *call.arguments(leaves))
         after = GeneratorStates.now(self._device)
         if reason is None:
-            is_changed = facts[0] != _digest(leaves), facts[1] != checksum(parameters_of(module))
-            reason = obstacle_after(module, attributes, checkpoints, *is_changed)
+            reason = obstacle_after(
+                module,
+                attributes,
+                checkpoints,
+                changes_arguments=facts[0] != _digest(leaves),
+                changes_parameters=facts[1] != checksum(parameters_of(module)),
+            )
         reasons: list[str] = []
         for batch, copy in zip(batches, copies, strict=False):
             failed, dims = reason, ()
             if reason is None:
-                before.restore(self._device)
-                failed, dims = self._tried(call, copy, batch, given, result, after)
-                after.restore(self._device)
+                failed, dims = self._tried(call, copy, batch, given, WholeRun(result, before, after))
             answers = list(filter(None, self._agreed(call.name, failed, facts)))
             if not answers:
                 kind.batch, kind.output_dims = batch, dims
@@ -208,15 +222,18 @@ class SplitCalls:
         return result
 
     def _tried(
-        self,
-        call: Call,
-        copy: nn.Module,
-        batch: BatchDims,
-        given: Sequence[Any],
-        result: Any,  # noqa: ANN401 - the module's own
-        after: GeneratorStates,
+        self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
     ) -> tuple[str | None, tuple[int | None, ...]]:
         """Run a copy on this rank's rows; return why that is not the same, and where the outputs' rows lie."""
+        whole_run.before.restore(self._device)
+        try:
+            return self._compared(call, copy, batch, given, whole_run)
+        finally:
+            whole_run.after.restore(self._device)
+
+    def _compared(
+        self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
+    ) -> tuple[str | None, tuple[int | None, ...]]:
         share = Share(self._exchange, batch.num_global)
         own = [
             one if dim is None else one.narrow(dim, share.start, share.num).clone().requires_grad_(like.requires_grad)
@@ -226,13 +243,13 @@ class SplitCalls:
             output = self._on_rows(call, copy, share, own, batch)
         except Exception as error:  # noqa: BLE001 - whatever the module raises for fewer rows
             return f"it fails for a part of the batch ({_first_line(error)})", ()
-        whole, structure = pytree.tree_flatten(result)
+        whole, structure = pytree.tree_flatten(whole_run.result)
         rows, structure_of_rows = pytree.tree_flatten(output)
         if structure != structure_of_rows:
             return "it returns something else for a part of the batch", ()
         reason, dims = difference(whole, rows, share)
         reason = reason or difference_beside(call.module, copy)
-        if reason is None and not after.are(GeneratorStates.now(self._device)):
+        if reason is None and not whole_run.after.are(GeneratorStates.now(self._device)):
             reason = "it draws other random numbers for a part of the batch"
         return reason, dims
 
@@ -285,7 +302,14 @@ def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) ->
         for one in leaves
     )
     modes = tuple(part.training for part in module.modules())
-    return modes, torch.is_grad_enabled(), torch.is_autocast_enabled(), torch.is_autocast_enabled("cpu"), str(tree), facts
+    return (
+        modes,
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        str(tree),
+        facts,
+    )
 
 
 def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:

@@ -3,52 +3,57 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
 
 from rankwise.comm.collectives.objects import broadcast_object
-from rankwise.parallel.randomness.model_draws import agree_on_generators, generators_of
+from rankwise.data.seeds import generator_state, set_generator_state
+from rankwise.parallel.randomness.source import default_generator
 
 if TYPE_CHECKING:
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.data.seeds import GeneratorState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratorStates:
-    """The states at one time."""
+    """The states at one time. ``==`` would compare tensors."""
 
-    torchs: list[torch.Tensor]
-    pythons: tuple[Any, ...]
-    numpys: Any
+    of_cpu: GeneratorState
+    of_device: torch.Tensor | None
+    """Of torch's generator of an accelerator."""
 
     @classmethod
     def now(cls, device: torch.device) -> Self:
-        """Return the states of the CPU's generators and of a device's."""
-        return cls([one.get_state() for one in generators_of(device)], random.getstate(), np.random.get_state())
+        """Return the states of the CPU's generators, and of a device's."""
+        generator = None if device.type == "cpu" else default_generator(device)
+        return cls(generator_state(), None if generator is None else generator.get_state())
 
     def restore(self, device: torch.device) -> None:
         """Go on from these states."""
-        for one, state in zip(generators_of(device), self.torchs, strict=True):
-            one.set_state(state)
-        random.setstate(self.pythons)
-        np.random.set_state(self.numpys)
+        set_generator_state(self.of_cpu)
+        generator = default_generator(device)
+        if generator is not None and self.of_device is not None:
+            generator.set_state(self.of_device)
 
     def are(self, other: GeneratorStates) -> bool:
         """Return whether both are the same."""
+        pythons, numpys, torchs = self.of_cpu
+        other_pythons, other_numpys, other_torchs = other.of_cpu
+        of_device = torchs[:0] if self.of_device is None else self.of_device
+        other_of_device = torchs[:0] if other.of_device is None else other.of_device
         return (
-            all(torch.equal(one, two) for one, two in zip(self.torchs, other.torchs, strict=True))
-            and self.pythons == other.pythons
-            and all(np.array_equal(one, two) for one, two in zip(self.numpys, other.numpys, strict=True))
+            pythons == other_pythons
+            and all(np.array_equal(one, two) for one, two in zip(numpys, other_numpys, strict=True))
+            and torch.equal(torchs, other_torchs)
+            and torch.equal(of_device, other_of_device)
         )
 
 
-def start_alike(exchange: Exchange, device: torch.device) -> None:
+def start_alike(device: torch.device) -> None:
     """Give every rank's generators the states of rank zero's. Called by: every rank."""
-    agree_on_generators(exchange, device)
-    pythons, numpys = broadcast_object((random.getstate(), np.random.get_state()))
-    random.setstate(pythons)
-    np.random.set_state(numpys)
+    states = GeneratorStates.now(device)
+    of_cpu, of_device = broadcast_object((states.of_cpu, states.of_device))
+    GeneratorStates(of_cpu, of_device).restore(device)

@@ -47,7 +47,7 @@ class ModuleCalls:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
             if self._is_inside:
-                if self._is_split and type(module) in _BATCHNORMS:
+                if self._is_split and isinstance(module, _BATCHNORMS) and type(module) in _BATCHNORMS:
                     return self._normalised(module, *args, **kwargs)
                 return plain_call(module, *args, **kwargs)
             return outermost(module, args, kwargs) if self._counts(module) else plain_call(module, *args, **kwargs)

@@ -141,7 +141,12 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 
 def obstacle_after(
-    module: nn.Module, before: Attributes, checkpoints: Sequence[bool], changes_arguments: bool, changes_parameters: bool
+    module: nn.Module,
+    before: Attributes,
+    checkpoints: Sequence[bool],
+    *,
+    changes_arguments: bool,
+    changes_parameters: bool,
 ) -> str | None:
     """Return why a call that has run whole must not be split.
 
@@ -220,7 +225,9 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.numel():
         return True
     relative = TOLERANCE.get(one.dtype, COARSE)
-    one, other = (tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other))
+    one, other = (
+        tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in (one, other)
+    )
     finite = one.abs()[one.isfinite()]
     scale = float(finite.max()) if finite.numel() else 0.0
     return bool(torch.allclose(one, other, rtol=relative, atol=relative * scale, equal_nan=True))

@@ -30,7 +30,19 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
 
-CHANGES_FILES = ("chmod", "link", "mkdir", "remove", "rename", "replace", "rmdir", "symlink", "truncate", "unlink", "utime")
+CHANGES_FILES = (
+    "chmod",
+    "link",
+    "mkdir",
+    "remove",
+    "rename",
+    "replace",
+    "rmdir",
+    "symlink",
+    "truncate",
+    "unlink",
+    "utime",
+)
 """Functions of ``os`` that rank zero calls for all."""
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 _LOCKS = (".lock", ".lck")
@@ -91,7 +103,7 @@ class RankZeroFiles:
             return self._open(file, mode, *args, **kwargs)
         is_zero = self._exchange.rank == 0
         earlier = b""
-        if not is_zero and set(mode) & set("a+") and "w" not in mode and os.path.exists(file):
+        if not is_zero and set(mode) & set("a+") and "w" not in mode and Path(file).exists():
             earlier = Path(file).read_bytes()
         self._exchange.barrier("opening a file")
         opened = self._by_rank_zero(lambda: self._open(file, mode, *args, **kwargs), keeps=True)
@@ -107,7 +119,8 @@ class RankZeroFiles:
         try:
             return self._open(path, mode.replace("x", "w"), *args, **kwargs)
         finally:
-            self._really(os.unlink, path)
+            with self._alone():
+                Path(path).unlink()
 
     @contextmanager
     def _alone(self) -> Generator[None]:
@@ -116,10 +129,6 @@ class RankZeroFiles:
             yield
         finally:
             self._is_inside = before
-
-    def _really(self, function: Callable[..., Any], *args: Any) -> None:
-        with self._alone():
-            function(*args)
 
     def _counts(self, path: object) -> bool:
         """Return whether a call is the script's, about a file that others see."""
@@ -181,7 +190,7 @@ def _closed_together(file: Any, meet: Callable[[], None]) -> Any:  # noqa: ANN40
 class _ClosedTogether:
     """A file whose ``close`` returns once it is closed on every rank."""
 
-    def __init__(self, *args: Any, meet: Callable[[], None]) -> None:
+    def __init__(self, *args: Any, meet: Callable[[], None]) -> None:  # noqa: ANN401 - as io's own
         super().__init__(*args)
         self._meet = meet
 

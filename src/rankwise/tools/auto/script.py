@@ -45,7 +45,7 @@ class AutoScript:
             if exchange is None:
                 run_as_main(self.target)
                 return
-            start_alike(exchange, torch.device(world.device))
+            start_alike(torch.device(world.device))
             calls, files = SplitCalls(session, exchange), RankZeroFiles(exchange)
             with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), _refusing(exchange):
                 run_as_main(self.target)

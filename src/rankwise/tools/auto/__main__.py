@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m rankwise.tools.auto [-m] train.py ...``: the same as ``rankwise run --auto``, under another launcher."""
+
+from __future__ import annotations
+
+import sys
+
+from rankwise.errors import ConfigurationError
+from rankwise.launch.fork_server.entrypoint import find_target
+from rankwise.tools.auto.script import AutoScript
+
+
+def main() -> None:
+    """Run the script named by the arguments as one of the ranks."""
+    words = sys.argv[1:]
+    is_module = words[:1] == ["-m"]
+    name, *arguments = words[is_module:] or [""]
+    if not name:
+        raise ConfigurationError(
+            "A script is missing.", do="pass it and its arguments: python -m rankwise.tools.auto train.py --epochs 3"
+        )
+    AutoScript(find_target(name, arguments, is_module=is_module)).run()
+
+
+if __name__ == "__main__":
+    main()
