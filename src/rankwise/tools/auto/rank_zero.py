@@ -148,7 +148,7 @@ class RankZeroFiles:
         """Return whether all ranks name the same file. Called by: every rank."""
         name = os.fsdecode(path)
         own = zlib.crc32(os.path.realpath(name).encode(errors="surrogateescape")).to_bytes(4, "little")
-        notes = self._exchange.gather_notes(own, what=f"{words} of {Path(name).name}"[:120])
+        notes = self._exchange.gather_notes(own, what=words)
         return len({note[:4] for note in notes}) == 1
 
     def _by_rank_zero(self, action: Callable[[], Any], *, keeps: bool = False) -> Any:  # noqa: ANN401 - the action's own

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise run --auto``: what is refused and in which words, who writes files, and other ways to start it.
+
+That results are those of plain Python is shown with the scripts of ``tests/corpus``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Command
+
+TRAIN = """
+import sys, torch
+from torch import nn
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    loss = model(torch.randn(7, 3)).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item(), *sys.argv[1:])
+"""
+STEP = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+{before}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    optimizer.zero_grad()
+    {call}.square().sum().backward()
+    optimizer.step()
+"""
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(line.split()[1]) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """Return the losses of the script in one process."""
+    printed: list[float] = []
+    exec(TRAIN.replace("print(", "printed.append("), {"printed": _Losses(printed)})  # noqa: S102 - a script
+    return printed
+
+
+class _Losses:
+    def __init__(self, kept: list[float]) -> None:
+        self._kept = kept
+
+    def append(self, _step: int, loss: float, *_: str) -> None:
+        self._kept.append(loss)
+
+
+def test_other_launchers_start_it_too(command: Command, alone: list[float]) -> None:
+    command.write("train.py", TRAIN)
+    for words in (
+        ("-m", "rankwise", "run", "-n", "2", "--auto", "-m", "train", "a", "--b"),
+        ("-m", "rankwise", "run", "-n", "2", "-m", "rankwise.tools.auto", "train.py", "a", "--b"),
+        ("-m", "rankwise.tools.auto", "-m", "train", "a", "--b"),
+    ):
+        done = command.python(*words)
+        assert done.returncode == 0, done.stderr
+        assert _numbers(done.stdout) == pytest.approx(alone, rel=1e-10)
+        assert all(line.endswith(" a --b") for line in done.stdout.splitlines())
+
+
+def test_a_missing_script_is_named(command: Command) -> None:
+    done = command.python("-m", "rankwise.tools.auto")
+    assert "ConfigurationError: A script is missing." in done.stderr
+    done = command.run("-n", "2", "--auto", "nowhere.py")
+    assert done.returncode == 2
+    assert "Script 'nowhere.py' does not exist." in done.stderr
+
+
+CALL = "model(torch.randn(4, 3))"
+LINEAR = "model = nn.Linear(3, 2)"
+LATER = """
+class Net(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Net.calls += 1
+        return super().forward(x - x.mean(0) if Net.calls > 6 else x)
+model = Net(3, 2)
+"""
+PROCESS = """
+import torch.multiprocessing as mp
+mp.get_context("fork").Process(target=print).start()
+"""
+REFUSED = {
+    "data": (
+        f"import numpy; draws = numpy.random.default_rng(); {LINEAR}",
+        "model(torch.tensor(draws.normal(size=(4, 3))).float())",
+        "ReplicasDiffer: Linear has different arguments on different ranks",
+    ),
+    "weights": (
+        f"import os; {LINEAR}; model.weight.data[0, 0] = os.getpid()",
+        CALL,
+        "ReplicasDiffer: Linear has different parameters on different ranks",
+    ),
+    "later": (LATER, CALL, "ConfigurationError: Net no longer treats the samples of a batch separately"),
+    "program": ("import subprocess; subprocess.run(['true'])", CALL, "ConfigurationError: The script starts a program"),
+    "process": (PROCESS, CALL, "ConfigurationError: The script starts a program"),
+    "group": (
+        "torch.distributed.init_process_group('gloo')",
+        CALL,
+        "ConfigurationError: The script opens a process group of its own",
+    ),
+    "joined": (
+        "import rankwise; rankwise.join()",
+        CALL,
+        "ConfigurationError: This process has already joined a world.",
+    ),
+    "error": (LINEAR, "model(torch.randn(4, 3 + (step == 2)))", "rankwise: this rank ran Linear on 2 of the 4 rows"),
+}
+"""By name: lines before the training loop, the call of the model in it, and words of the error."""
+
+
+@pytest.mark.parametrize(("before", "call", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_kept_is_refused_in_words(command: Command, before: str, call: str, words: str) -> None:
+    command.write("train.py", STEP.format(before=before, call=call))
+    done = command.run("-n", "2", "--auto", "train.py")
+    assert done.returncode == 1
+    assert words in done.stderr
+    # The script's own lines come first.
+    trace = done.stderr.partition("Traceback")[2]
+    assert trace.splitlines()[1].strip().startswith(f'File "{command.folder}/train.py"')
+
+
+NET = """
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward({})
+model = Net(3, 2)
+"""
+WHOLE = {
+    "samples": (
+        NET.format("x - x.mean(0)"),
+        "Net runs whole on every rank: samples see one another: the output is another for 2 of 4 rows",
+    ),
+    "hooks": (
+        f"{LINEAR}; model.register_forward_hook(lambda *_: None)",
+        "Linear runs whole on every rank: it has hooks, which would see a part of the batch",
+    ),
+    "sizes": (
+        NET.format("x.view(4, 3)"),
+        "Net runs whole on every rank: it fails for a part of the batch (RuntimeError: shape '[4, 3]' is invalid",
+    ),
+}
+"""By name: lines before the training loop, and words of the log."""
+
+
+@pytest.mark.parametrize(("before", "words"), WHOLE.values(), ids=WHOLE)
+def test_a_model_that_runs_whole_is_named_once_with_the_reason(command: Command, before: str, words: str) -> None:
+    command.write("train.py", STEP.format(before=before, call=CALL))
+    done = command.run("-n", "2", "--auto", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(words) == 1
+
+
+FILES = """
+import os, sys, tempfile, torch
+from pathlib import Path
+from rankwise.comm.session import current
+rank = current().world.rank
+print("only once")
+print("not the script's own output", file=sys.stderr)
+if not os.path.exists("out"):
+    os.makedirs("out/deep")
+try:
+    os.mkdir("out")
+except FileExistsError as error:
+    print(type(error).__name__)
+with open("out/log.txt", "w") as log:
+    print("first", file=log)
+assert Path("out/log.txt").read_text() == "first\\n"
+with open("out/log.txt", "a") as log:
+    log.write("second\\n")
+    assert log.tell() == 13
+with open("out/log.txt", "r+") as log:
+    assert log.readline() == "first\\n"
+    log.write("third\\n")
+Path("out/deep/a.bin").write_bytes(b"1234")
+torch.save({"rank": rank}, "out/deep/model.pt")
+assert torch.load("out/deep/model.pt") == {"rank": 0}
+os.replace("out/deep/a.bin", "out/b.bin")
+assert Path("out/b.bin").read_bytes() == b"1234"
+try:
+    open("nowhere/x", "w")
+except FileNotFoundError as error:
+    print(error.filename)
+try:
+    open("out/b.bin", "x")
+except FileExistsError as error:
+    print("exists")
+own = tempfile.mkdtemp()
+Path(own, "rank").write_text(str(rank))
+assert Path(own, "rank").read_text() == str(rank)
+os.remove(Path(own, "rank")), os.rmdir(own)
+opened = open("out/open.txt", "w")
+opened.write("never closed")
+"""
+
+
+def test_rank_zero_writes_and_all_ranks_read_what_it_wrote(command: Command) -> None:
+    command.write("train.py", FILES)
+    done = command.run("-n", "3", "--auto", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["only once", "FileExistsError", "nowhere/x", "exists"]
+    assert done.stderr.count("not the script's own output") == 1
+    out = command.folder / "out"
+    assert sorted(path.name for path in out.rglob("*")) == ["b.bin", "deep", "log.txt", "model.pt", "open.txt"]
+    assert (out / "log.txt").read_text() == "first\nsecond\nthird\n"
+    assert (out / "open.txt").read_text() == "never closed"
