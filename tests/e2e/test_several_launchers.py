@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rankwise.errors import fold_ranks
 from rankwise.parallel.loss.reports import channel_length
 from rankwise.store.wire import listen
 from rankwise.world import network
@@ -72,6 +73,9 @@ def test_two_launchers_run_one_job(command: Command, launchers: Launchers) -> No
     assert [line.split()[0] for line in lines] == ["0", "1", "2"]
     assert {line.split()[-1] for line in lines} == {"3"}
     assert {line.split()[2] for line in lines} == {"2"}
+    for out, said in outputs:
+        ranks = [int(line.split()[0]) for line in out.splitlines()]
+        assert f"[rankwise] {fold_ranks(ranks)} of 3 here, node {out.split()[1]} of 2 (" in said
 
 
 def test_a_failure_is_reported_in_full_once_and_everywhere_by_its_exit_code(

@@ -153,6 +153,7 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
     "VAE": lambda: Drawing(_vae, nn.Linear(WIDTH, WIDTH)),
     "Normal.rsample": lambda: Drawing(_rsample, nn.Linear(WIDTH, WIDTH)),
     "randn of sizes": lambda: Drawing(_sized_noise),
+    "dropout of a mask on a device": _within(lambda h: h * functional.dropout((h > 0).to(h.device, h.dtype), 0.4)),
     "drop path": lambda: Drawing(_drop_path),
     "noise on weights": lambda: Drawing(_noisy_weights),
     "noise of sizes on weights": lambda: Drawing(_noise_of_the_share_s_size),

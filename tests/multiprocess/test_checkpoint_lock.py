@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from rankwise.checkpoint.load import load
 from rankwise.comm.join import join
 from rankwise.data.loader import DataLoader
 from rankwise.errors import CheckpointError, RankwiseError
-from rankwise.health import process_probe
+from rankwise.health import fork_safety, process_probe
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -249,6 +250,38 @@ def test_a_child_that_ends_does_not_give_its_parents_lock_back(tmp_path: Path) -
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert _locks(tmp_path) == [f"{folder_lock.PREFIX}1"]
+
+
+def test_a_fork_waits_until_the_lock_is_refreshed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_refreshing, may_end = threading.Event(), threading.Event()
+    steps: list[str] = []
+
+    def refresh(_: object) -> None:
+        is_refreshing.set()
+        may_end.wait(20)
+        steps.append("refreshed")
+
+    def fork() -> None:
+        with fork_safety.threads_are_known():
+            child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        steps.append("forked")
+
+    monkeypatch.setattr(folder_lock, "REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr(folder_lock._HeldLock, "_refresh", refresh)
+    with join(device="cpu"), Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(extra={"n": 1})
+        is_refreshing.wait(20)
+        forks = threading.Thread(target=fork)
+        forks.start()
+        forks.join(0.2)
+        assert steps == []
+        may_end.set()
+        forks.join(20)
+        assert steps[0] == "refreshed"
+        assert "forked" in steps
 
 
 def test_a_later_attempt_of_the_same_job_takes_the_lock_of_the_earlier_at_once() -> None:

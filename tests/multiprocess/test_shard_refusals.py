@@ -26,6 +26,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"blocks": {"layers.*": 1}}, "does not name blocks"),
     ({"blocks": "0"}, "blocks='0' does not name blocks"),
     ({"blocks": -5}, "blocks=-5 does not name blocks"),
+    ({"blocks": [int]}, "does not name blocks"),
+    ({"blocks": [nn.Linear, 3]}, "does not name blocks"),
     ({"mixed_precision": ["bf16"]}, "Unknown mixed_precision=['bf16']"),
     ({"recompute": None}, "recompute must not be None"),
     ({"weight": 3}, "weight of shard() must be callable, got 3"),

@@ -145,8 +145,9 @@ def test_a_copy_shares_parameters_and_nothing_else() -> None:
 
 def test_rows_of_outputs_are_found_by_their_shapes_and_compared() -> None:
     share = _share(5, 1, 2)
-    whole = [torch.arange(10.0).view(5, 2), torch.arange(20).view(2, 5, 2), "words", torch.ones(3)]
-    own = [whole[0][3:], whole[1][:, 3:], "words", torch.ones(3)]
+    rows_first, rows_second = torch.arange(10.0).view(5, 2), torch.arange(20).view(2, 5, 2)
+    whole = [rows_first, rows_second, "words", torch.ones(3)]
+    own = [rows_first[3:], rows_second[:, 3:], "words", torch.ones(3)]
     assert difference(whole, own, share) == (None, (0, 1, None, None))
 
 

@@ -196,6 +196,13 @@ def test_long_words_are_cut_around_the_first_difference() -> None:
     assert "float32[4]" in lines[1]
 
 
+def test_only_words_that_go_on_end_in_dots() -> None:
+    fits = "x" * collective_mismatch.LONGEST_WORDS
+    evidence = str(_differ(fits, "y" + fits).evidence).splitlines()
+    assert evidence[0].startswith(f"rank 0: {fits} at ")
+    assert evidence[1].startswith(f"rank 1: y{fits[1:]}... at ")
+
+
 def test_a_notice_of_ranks_that_wait_for_different_collectives_says_what_to_do() -> None:
     gradients = "gradients of Net, bucket 0: float32[4]"
     answers = {0: _waiting(gradients, 30.1, channel=1), 1: _waiting("mean", 30.0, count=6)}

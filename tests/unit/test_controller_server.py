@@ -116,3 +116,18 @@ def test_a_stranger_version_is_named_and_refused(serve: Callable[[int], tuple[Jo
     assert b'"kind": "Refuse"' in answer
     assert b"the launcher at 127.0.0.1 port" in answer
     connection.close()
+
+
+def test_a_signal_ends_the_wait_for_a_rendezvous_that_nothing_serves() -> None:
+    with wire.listen("127.0.0.1", 0) as unused:
+        port = unused.getsockname()[1]
+    num_checks = 0
+
+    def between() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks > 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_link(("127.0.0.1", port), SECRET, hello("a"), timeout_seconds=10, between=between, show=lambda _: None)

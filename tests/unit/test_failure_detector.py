@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
 from event_followers import following, log_of
 
-from rankwise.errors import PeerMissing
-from rankwise.health import collective_timeout, process_probe, status_poll
+from rankwise.errors import PeerFailed, PeerMissing
+from rankwise.health import collective_timeout, event_log, process_probe, status_poll
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
 from rankwise.health.process_probe import Process
 from rankwise.store.values import Store
+
+if TYPE_CHECKING:
+    from rankwise.health.diagnosis import Answers
 
 
 def test_operations_that_a_rank_joined_before_it_left_can_end() -> None:
@@ -41,6 +45,27 @@ def test_a_rank_that_finds_a_process_ended_notifies_the_others(monkeypatch: pyte
         assert caught.value.ranks == (2,)
         (event,) = [event for event in log_of(detector.store) if event["kind"] == "ended"]
         assert (event["rank"], event["process"], event["what"]) == (2, 17, "barrier()")
+
+
+def test_a_rank_with_a_broken_connection_raises_what_another_rank_reported_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collective_timeout, "EXPLANATION_SECONDS", 0.05)
+    broken = RuntimeError("Connection closed by peer")
+    with following() as detector:
+
+        def polled() -> Answers:
+            event_log.post_failure(detector.store, rank=2, error_type="ValueError", text="the batch is bad")
+            monkeypatch.setattr(collective_timeout, "EXPLANATION_SECONDS", 20.0)
+            return {}
+
+        monkeypatch.setattr(detector, "poll_status", polled)
+        with (
+            pytest.raises(PeerFailed, match="the batch is bad"),
+            detector.changed,  # the log is not read before this rank waits for that
+            CollectiveWait(detector, detector.ticket("barrier()")),
+        ):
+            raise broken
 
 
 def test_only_processes_of_this_machine_that_have_not_left_are_looked_at() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import threading
 from typing import Any
@@ -34,6 +35,16 @@ def test_bad_options_are_refused_by_both(options: dict[str, Any], words: str) ->
         rw.launch(print, **options)
     with pytest.raises(ConfigurationError, match=words):
         rw.launcher(**options)
+
+
+@pytest.mark.parametrize("call", [rw.launch, rw.launcher])
+def test_both_start_one_rank_per_device_of_this_machine_and_restart_none_unless_told(call: Any) -> None:
+    defaults = {
+        name: one.default for name, one in inspect.signature(call).parameters.items() if one.kind.name == "KEYWORD_ONLY"
+    }
+    assert defaults.pop("device") == "auto"
+    assert (defaults.pop("num_nodes"), defaults.pop("max_restarts")) == (1, 0)
+    assert set(defaults.values()) == {None}
 
 
 def test_only_a_function_can_be_launched() -> None:

@@ -54,6 +54,18 @@ def test_resume_after_every_batch(data: Any, num_workers: int, remainder: str) -
     assert (running.epoch, running.state_dict()["position"]) == (1, 0)
 
 
+def test_resume_where_no_epoch_is_under_way() -> None:
+    running = DataLoader(torch.arange(20), global_batch_size=6, shuffle=True)
+    states, epochs = [], []
+    for _ in range(2):
+        states.append(json.loads(json.dumps(running.state_dict())))
+        epochs.append(flat(running))
+    for state, epoch in zip(states, epochs, strict=True):
+        resumed = DataLoader(torch.arange(20), global_batch_size=6, shuffle=True)
+        resumed.load_state_dict(state)
+        assert flat(resumed) == epoch
+
+
 def test_resume_with_another_batch_size() -> None:
     before = DataLoader(torch.arange(20), global_batch_size=6, shuffle=True)
     order = joined(flat(DataLoader(torch.arange(20), global_batch_size=20, shuffle=True)))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mistake of ``tests/mutants`` can still be put into the code: its line stands once, and its tests exist."""
+"""Every mistake of ``tests/mutants`` can still be put into the code: its line stands once, and its tests exist.
+
+And every module has a row of tests, of which each part exists.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +23,17 @@ def test_mistakes_fit_the_code(file: Path) -> None:
         paths = [one.partition("::")[0] for one in mistake["tests"] if one.startswith("tests/")]
         assert paths
         assert [path for path in paths if not (ROOT / path).exists()] == [], mistake["what"]
+
+
+def test_each_module_is_in_a_room_that_has_tests() -> None:
+    rooms = tomllib.loads((ROOT / "tests/mutants/tests_of_rooms.toml").read_text(encoding="utf-8"))["tests"]
+    source = ROOT / "src" / "rankwise"
+    modules = [path.relative_to(source).as_posix() for path in source.rglob("*.py")]
+    # As draw.py chooses: the row with the longest beginning.
+    chosen = {
+        module: max((room for room in rooms if module.startswith(room)), key=len, default="") for module in modules
+    }
+    assert [module for module, room in chosen.items() if not room] == []
+    assert sorted(rooms.keys() - chosen.values()) == [], "rows of modules that were moved"
+    for room, patterns in rooms.items():
+        assert [one for one in patterns if not any((ROOT / "tests").glob(one))] == [], room

@@ -74,6 +74,8 @@ def test_machines_may_have_different_numbers_of_ranks() -> None:
     assert own["SLURM_TASKS_PER_NODE"] == "1,4,2"
     assert own["SLURM_NTASKS_PER_NODE"] == "4"
     assert own["SLURM_GTIDS"] == "5,6"
+    crowded = variables_for_rank({"SLURM_JOB_ID": "1", "SLURM_JOB_CPUS_PER_NODE": "2(x3)"}, **where)
+    assert crowded["SLURM_OVERCOMMIT"] == "1", "one of them has more ranks than CPUs"
 
 
 @pytest.mark.parametrize("text", ["1", "2(x3),1", "1,2,1", "4(x1000)"])

@@ -23,6 +23,7 @@ NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "call the hooks around one's own",
     # compiler
     "torch._disable_dynamo": "torch.compiler.disable without importing the compiler",
+    "torch._C._functorch.peek_interpreter_stack": "whether a transform of torch.func is running",
     "torch._dynamo": "whether the compiler is imported; import it before ranks are forked",
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "the module that torch.compile wrapped",
     "torch._inductor.config.fallback_random": "named in messages: random numbers in compiled code",
@@ -78,6 +79,7 @@ NAMES = {
     ),
     "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "check a BatchNorm layer's input",
     "torch.nn.RNNBase._flat_weight_refs": "drop weak references to weights that are replaced",
+    "torch.nn.RNNBase._flat_weights": "compute with other tensors than a recurrent layer's parameters",
     "torch.nn.RNNBase._init_flat_weights": "make a recurrent layer use its new weights",
     "torch.optim.Optimizer._opt_called": "schedulers check that the optimizer has stepped",
     "torch.optim.Optimizer.step._wrapped_by_lr_sched": "schedulers mark the step that they watch",

@@ -26,6 +26,7 @@ from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.module_calls import ModuleCalls
 from rankwise.tools.auto.proof import (
     PLAIN,
+    WRONG_VALUES,
     attributes_of,
     batch_dims,
     copy_of,
@@ -35,7 +36,7 @@ from rankwise.tools.auto.proof import (
     obstacle_after,
     parameters_of,
 )
-from rankwise.tools.auto.rows import Share, own_rows, whole_batch
+from rankwise.tools.auto.rows import Share, once, own_rows, whole_batch
 from rankwise.tools.auto.sharing import parameters_shared
 from rankwise.torch_private import tree as pytree
 
@@ -59,7 +60,10 @@ LONGEST_REASON = 160
 class KindOfCall:
     """What is known of the calls of one kind."""
 
+    draws: DrawsOfModel
     num_calls: int = 0
+    num_split: int = 0
+    """How many calls ran on each rank's rows only."""
     batch: BatchDims | None = None
     """Where the rows lie; ``None``: not proved."""
     output_dims: tuple[int | None, ...] = ()
@@ -76,8 +80,9 @@ class KindOfCall:
 class KnownModule:
     """A module that the script has called."""
 
-    draws: DrawsOfModel
     kinds: dict[Kind, KindOfCall] = field(default_factory=dict)
+    is_random: bool = False
+    """Whether it draws random numbers. Which dims of a draw hold the rows is then known for equal sizes only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,27 +138,36 @@ class SplitCalls:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         known = self._modules.get(module)
         if known is None:
-            known = KnownModule(DrawsOfModel(self._session, "torch", type(module).__name__))
-            self._modules[module] = known
-        kind = known.kinds.setdefault(_kind_of(module, leaves, tree), KindOfCall())
+            known = self._modules[module] = KnownModule()
+        name = _kind_of(module, leaves, tree)
+        sizes = tuple(one.shape for one in leaves if isinstance(one, torch.Tensor))
+        kind = known.kinds.get((*name, sizes) if known.is_random else name)
+        if kind is None:
+            kind = KindOfCall(DrawsOfModel(self._session, "torch", type(module).__name__))
+            known.kinds[(*name, sizes) if known.is_random else name] = kind
         if kind.reason is not None:
             return self._calls.plain(module, args, kwargs)
         batches = batch_dims(leaves, self._exchange.world_size) if kind.batch is None else _fitting(kind.batch, leaves)
         if not batches or batches[0].num_global < self._exchange.world_size:
             return self._calls.whole(module, args, kwargs)[0]
         kind.num_calls += 1
-        call = Call(module, known.draws, leaves, tree)
-        if kind.is_due:
-            return self._proved(call, kind, batches)
-        self._agreed(call.name, None, (_digest(leaves), 0))
-        return self._in_parts(call, kind, batches[0])
+        call = Call(module, kind.draws, leaves, tree)
+        if not kind.is_due:
+            self._agreed(call.name, None, (_digest(leaves), 0))
+            kind.num_split += 1
+            return self._in_parts(call, kind, batches[0])
+        result, is_random = self._proved(call, kind, batches)
+        if is_random and not known.is_random:
+            known.is_random = True
+            known.kinds = {(*name, sizes): kind}
+        return result
 
     def _in_parts(self, call: Call, kind: KindOfCall, batch: BatchDims) -> Any:  # noqa: ANN401 - the module's own
         share = Share(self._exchange, batch.num_global)
-        own = [
-            one if dim is None else own_rows(one, dim, share) for one, dim in zip(call.leaves, batch.dims, strict=True)
-        ]
-        with parameters_shared(call.module, self._exchange):
+        placed = list(zip(call.leaves, batch.dims, strict=True))
+        whole_arguments = [one for one, dim in placed if dim is None and isinstance(one, torch.Tensor)]
+        with parameters_shared(call.module, whole_arguments, self._exchange) as shared:
+            own = [shared.get(id(one), one) if dim is None else own_rows(one, dim, share) for one, dim in placed]
             outputs, structure = pytree.tree_flatten(self._on_rows(call, call.module, share, own, batch))
         if len(outputs) != len(kind.output_dims):
             raise _no_longer(call, f"returned {len(outputs)} values instead of {len(kind.output_dims)}")
@@ -161,13 +175,16 @@ class SplitCalls:
         for output, dim in zip(outputs, kind.output_dims, strict=True):
             if dim is not None and (not isinstance(output, torch.Tensor) or output.shape[dim] != share.num):
                 raise _no_longer(call, f"returned {list(getattr(output, 'shape', ()))} for {share.num} rows")
-            whole.append(output if dim is None else whole_batch(output, dim, share))
+            if isinstance(output, torch.Tensor):
+                whole.append(once(output, self._exchange) if dim is None else whole_batch(output, dim, share))
+            else:
+                whole.append(output)
         return pytree.tree_unflatten(whole, structure)
 
     def _on_rows(self, call: Call, module: nn.Module, share: Share, own: Sequence[Any], batch: BatchDims) -> Any:  # noqa: ANN401
         """Call the module, or its copy, with this rank's rows; it draws its rows of torch's numbers for the batch."""
         args, kwargs = call.arguments(own)
-        values = [one for one, dim in zip(own, batch.dims, strict=True) if dim == 0]
+        values = [one.movedim(dim, 0) for one, dim in zip(own, batch.dims, strict=True) if dim is not None]
         self._session.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
         call.draws.before(module, args, kwargs)
         try:
@@ -181,8 +198,8 @@ class SplitCalls:
 
     # -- proofs ------------------------------------------------------------------------------------
 
-    def _proved(self, call: Call, kind: KindOfCall, batches: Sequence[BatchDims]) -> Any:  # noqa: ANN401
-        """Return the outputs of a call that runs whole, after copies of the module have been tried on rows."""
+    def _proved(self, call: Call, kind: KindOfCall, batches: Sequence[BatchDims]) -> tuple[Any, bool]:
+        """Run a call whole, and try copies of the module on rows; return its outputs, and whether it drew numbers."""
         module, leaves = call.module, call.leaves
         reason, copies = obstacle(module, leaves), []
         if reason is None:
@@ -195,6 +212,7 @@ class SplitCalls:
         attributes, before = attributes_of(module), GeneratorStates.now(self._device)
         result, checkpoints = self._calls.whole(module, *call.arguments(leaves))
         after = GeneratorStates.now(self._device)
+        is_random = not before.are(after)
         if reason is None:
             reason = obstacle_after(
                 module,
@@ -211,15 +229,15 @@ class SplitCalls:
             answers = list(filter(None, self._agreed(call.name, failed, facts)))
             if not answers:
                 kind.batch, kind.output_dims = batch, dims
-                return result
+                return result, is_random
             reasons.append(answers[0])
         if not copies:
             reasons += filter(None, self._agreed(call.name, reason, facts))
-        if kind.batch is not None:
+        if kind.num_split and reasons[0].startswith(WRONG_VALUES):
             raise _no_longer(call, reasons[0])
         kind.reason = reasons[0]
         self._log(f"auto: {call.name} runs whole on every rank: {kind.reason}")
-        return result
+        return result, is_random
 
     def _tried(
         self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
@@ -298,7 +316,7 @@ def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) ->
     facts = tuple(
         (one.dim(), one.dtype, one.requires_grad)
         if isinstance(one, torch.Tensor)
-        else (type(one), repr(one) if isinstance(one, PLAIN) else "")
+        else (type(one), repr(one) if isinstance(one, PLAIN) and not isinstance(one, float) else "")
         for one in leaves
     )
     modes = tuple(part.training for part in module.modules())

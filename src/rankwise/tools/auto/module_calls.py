@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils import checkpoint
 
 from rankwise.parallel.core.global_statistics import normalised
+from rankwise.tools.auto.replacing import replaced
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.modules import check_input_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -40,8 +42,9 @@ class ModuleCalls:
         self._is_inside = self._is_split = False
         self._checkpoints: list[bool] = []
 
-    @contextmanager
-    def replacing(self, outermost: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Generator[None]:
+    def replacing(
+        self, outermost: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+    ) -> AbstractContextManager[None]:
         """Have outermost calls of modules with parameters run ``outermost`` inside the block."""
         plain_call, plain_checkpoint = self._call, checkpoint.checkpoint
 
@@ -54,13 +57,11 @@ class ModuleCalls:
 
         def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
             self._checkpoints.append(kwargs.get("use_reentrant") is not False)
-            return plain_checkpoint(*args, **kwargs)
+            # What is computed again in backward runs whole there.
+            with nullcontext() if self._is_inside else self._inside(is_split=False):
+                return plain_checkpoint(*args, **kwargs)
 
-        nn.Module.__call__, checkpoint.checkpoint = call, noted
-        try:
-            yield
-        finally:
-            nn.Module.__call__, checkpoint.checkpoint = plain_call, plain_checkpoint
+        return replaced((nn.Module, ["__call__"], lambda _: call), (checkpoint, ["checkpoint"], lambda _: noted))
 
     def plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Call a module as torch does; the modules in it may be split."""

@@ -27,6 +27,15 @@ TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, t
 """How far split and whole results may differ, relative to the largest value."""
 COARSE = 5e-2
 """The same for dtypes of 16 bits and fewer."""
+WRONG_VALUES = (
+    "samples see one another",
+    "its buffers depend",
+    "its attribute",
+    "it draws other",
+    "it keeps",
+    "it changes",
+)
+"""How reasons begin whose calls may have returned wrong values when they were split. Other calls would have raised."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 

@@ -24,9 +24,11 @@ import torch
 from rankwise.comm.collectives.objects import broadcast_object
 from rankwise.comm.session import current_or_none
 from rankwise.health.call_site import responsible_module
+from rankwise.tools.auto.replacing import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
 
     from rankwise.comm.backends.protocol import Exchange
 
@@ -57,26 +59,14 @@ class RankZeroFiles:
         self._is_inside = False
         self._open = builtins.open
 
-    @contextmanager
-    def replacing(self) -> Generator[None]:
+    def replacing(self) -> AbstractContextManager[None]:
         """Change files on rank zero alone inside the block."""
-        replaced: list[tuple[Any, str, Any]] = []
-
-        def replace(owner: Any, name: str, new: Callable[[Any], Any]) -> None:  # noqa: ANN401 - a module
-            if hasattr(owner, name):
-                replaced.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, new(getattr(owner, name)))
-
-        for name in CHANGES_FILES:
-            replace(os, name, self._once)
-        replace(torch, "save", self._once_saved)
-        for owner in (builtins, io):
-            replace(owner, "open", lambda _: self._opened)
-        try:
-            yield
-        finally:
-            for owner, name, before in reversed(replaced):
-                setattr(owner, name, before)
+        return replaced(
+            (os, CHANGES_FILES, self._once),
+            (torch, ["save"], self._once_saved),
+            (builtins, ["open"], lambda _: self._opened),
+            (io, ["open"], lambda _: self._opened),
+        )
 
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own

@@ -6,6 +6,7 @@ has its rows only. Each operation here passes from one side to the other, and it
 
     whole batch  --own_rows-->  rows of this rank  --whole_batch-->  whole batch
     parameters   --shared_by_ranks-->  parameters inside the call, whose gradients are added over ranks
+    same on every rank inside the call  --once-->  the same outside, whose gradient enters the call on rank zero only
 
 Source: the pairs of conjugate operators of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 """
@@ -75,6 +76,13 @@ def shared_by_ranks(parameters: Sequence[torch.Tensor], exchange: Exchange) -> l
     return list(_SharedByRanks.apply(exchange, *parameters))
 
 
+def once(same: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Return an output that does not depend on the rows; its gradient enters the call on one rank, not on each."""
+    if same.requires_grad and torch.is_grad_enabled():
+        return _Once.apply(same, exchange)  # type: ignore[no-any-return]
+    return same
+
+
 class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, dim: int, share: Share) -> torch.Tensor:  # noqa: ANN401
@@ -110,6 +118,29 @@ class _SharedByRanks(torch.autograd.Function):
         return None, *_AddedOverRanks.apply(ctx.exchange, ctx.likes, *gradients)
 
 
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, same: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # noqa: ANN401
+        ctx.exchange = exchange
+        return same.view_as(same)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+        return _OfRankZero.apply(gradient, ctx.exchange), None
+
+
+class _OfRankZero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # noqa: ANN401
+        ctx.exchange = exchange
+        return gradient.clone() if exchange.rank == 0 else torch.zeros_like(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+        likes = [(gradient.shape, gradient.dtype, gradient.device)]
+        return *_AddedOverRanks.apply(ctx.exchange, likes, gradient), None
+
+
 class _AddedOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, likes: list[Any], *own: torch.Tensor | None) -> Any:  # noqa: ANN401
@@ -131,7 +162,8 @@ def _gathered(own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
     sent = rows.new_empty((most, *rows.shape[1:]))
     sent[: share.num] = rows
     sent[share.num :] = 0
-    received = share.exchange.all_gather(sent, what="rows of a split call")
+    # Ranks may pad their rows to another length than the others.
+    received = share.exchange.all_gather(sent, what=f"rows of a split call, each {list(rows.shape[1:])}")
     if share.num_global == most * share.exchange.world_size:
         whole = received.flatten(0, 1)
     else:

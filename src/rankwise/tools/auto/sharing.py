@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters inside a split call: stand-ins whose gradients are added over ranks, so that the script's are complete."""
+"""Parameters in a split call: stand-ins whose gradients are added over ranks, so that the script's are complete."""
 
 from __future__ import annotations
 
@@ -14,24 +14,38 @@ from rankwise.tools.auto.rows import shared_by_ranks
 from rankwise.torch_private.modules import flat_weights, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from rankwise.comm.backends.protocol import Exchange
 
 
 @contextmanager
-def parameters_shared(module: nn.Module, exchange: Exchange) -> Generator[None]:
-    """Have a module compute with stand-ins for its parameters inside the block. Called by: every rank."""
-    used = [one for one in parameters_of(module) if one.requires_grad] if torch.is_grad_enabled() else []
+def parameters_shared(
+    module: nn.Module, whole: Sequence[torch.Tensor], exchange: Exchange
+) -> Generator[dict[int, torch.Tensor]]:
+    """Have a module compute with stand-ins for its parameters inside the block. Called by: every rank.
+
+    Args:
+        module: that is called.
+        whole: arguments that are the same for every row.
+        exchange: the ranks.
+
+    Yields:
+        The stand-ins, also of ``whole``, by the ``id`` of what they stand for.
+    """
+    used: list[torch.Tensor] = []
+    if torch.is_grad_enabled():
+        found = (one for one in (*parameters_of(module), *whole) if one.requires_grad)
+        used = list({id(one): one for one in found}.values())
     if not used:
-        yield
+        yield {}
         return
     shared = dict(zip(map(id, used), shared_by_ranks(used, exchange), strict=True))
     places = [(table, key, one) for table, key, one in _places_of(module) if id(one) in shared]
     for table, key, one in places:
         table[key] = shared[id(one)]
     try:
-        yield
+        yield shared
     finally:
         for table, key, one in places:
             table[key] = one

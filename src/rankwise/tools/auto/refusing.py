@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script for one device must not do on several ranks: start programs, or join ranks itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import responsible_module, user_call_site, words
+from rankwise.tools.auto.replacing import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+_STARTS = {"os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen"}
+"""Audit events of Python."""
+
+
+@contextmanager
+def refusing(world_size: int) -> Generator[None]:
+    """Raise inside the block where the script starts a program or opens a process group."""
+    process = os.getpid()
+    is_over = False
+
+    def look(event: str, _: tuple[object, ...]) -> None:
+        # An audit hook stays until the process ends.
+        if event in _STARTS and not is_over and os.getpid() == process and responsible_module() == "__main__":
+            raise ConfigurationError(
+                "The script starts a program, which --auto would start once per rank.",
+                where=words(user_call_site()),
+                evidence=f"{world_size} ranks run the whole script",
+                do="start it outside the script, or run without --auto",
+            )
+
+    sys.addaudithook(look)
+    try:
+        with replaced((dist, ["init_process_group"], lambda _: _opens_group)):
+            yield
+    finally:
+        is_over = True
+
+
+def _opens_group(*_: Any, **__: Any) -> None:  # noqa: ANN401 - as torch
+    raise ConfigurationError(
+        "The script opens a process group of its own, but --auto runs scripts for one device.",
+        where=words(user_call_site()),
+        do="run it without --auto",
+    )
