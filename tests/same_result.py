@@ -12,6 +12,7 @@ import math
 import pickle
 import re
 import types
+import weakref
 import zipfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,8 @@ def _of_values(where: str, one: Any, other: Any, tolerance: float) -> Iterator[s
             yield f"{where}: {len(one)} and {len(other)} items"
         for index, pair in enumerate(zip(one, other, strict=False)):
             yield from _of_values(f"{where}[{index}]", *pair, tolerance)
+    elif isinstance(one, weakref.ref):  # LSTM and its like hold their parameters by such
+        yield from _of_values(where, one(), other(), tolerance)
     elif isinstance(one, float):
         if not _is_close(one, other, tolerance):
             yield f"{where}: {one!r} and {other!r}"

@@ -121,9 +121,10 @@ def test_a_tensor_or_a_value_in_a_checkpoint_differs(tmp_path: Path, other: Any,
 def test_whole_models_and_objects_differ(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.append(torch.nn.LSTM(2, 1))
     one = _run(tmp_path / "a", model=model, own=_Own(0.5))
     assert differences(one, _run(tmp_path / "b", model=model, own=_Own(0.5 + 1e-14))) == []
-    assert len(differences(one, _run(tmp_path / "c", model=model.eval(), own=_Own(0.6)))) == 4
+    assert len(differences(one, _run(tmp_path / "c", model=model.eval(), own=_Own(0.6)))) == 5
 
 
 def test_arrays_differ(tmp_path: Path) -> None:
