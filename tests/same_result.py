@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NOISE = 1e-13
-"""Differences up to this are what rounding leaves where a sum cancels, as in the gradient of a bias before BatchNorm."""
+"""Rounding leaves up to this where a sum cancels, as in the gradient of a bias before BatchNorm."""
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\b(?:nan|inf)\b")
 TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 
@@ -81,7 +81,7 @@ def _is_same_number(one: str, other: str, tolerance: float) -> bool:
     """Compare two numbers as they were printed; those without a point or an exponent must be equal."""
     if one == other:
         return True
-    return not (one + other).strip("+-0123456789") == "" and _is_close(float(one), float(other), tolerance)
+    return (one + other).strip("+-0123456789") != "" and _is_close(float(one), float(other), tolerance)
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
@@ -94,8 +94,13 @@ def _of_files(one: Path, other: Path, tolerance: float) -> Iterator[str]:
     mine, theirs = _content(one), _content(other)
     if isinstance(mine, str) and isinstance(theirs, str):
         yield from _of_texts(mine, theirs, tolerance)
-    else:
-        yield from _of_values("content", mine, theirs, tolerance)
+        return
+    for (where, part), (place, their_part) in zip(_parts("content", mine), _parts("content", theirs), strict=False):
+        words = _of_parts(part, their_part, tolerance) if where == place else f"beside {place}"
+        if words:
+            yield f"{where}: {words}"
+            if isinstance(part, _Made) or where != place:
+                return
 
 
 def _content(path: Path) -> Any:
@@ -133,58 +138,59 @@ _PICKLE = types.ModuleType("pickle of any class")
 _PICKLE.__dict__.update(Unpickler=_Unpickler, load=pickle.load)
 
 
-def _of_values(where: str, one: Any, other: Any, tolerance: float) -> Iterator[str]:
-    import numpy as np
+@dataclass(frozen=True)
+class _Made:
+    """What a value is, before its parts."""
+
+    of: str
+
+
+def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the place of each part of a value, and the part: numbers, texts, arrays of tensors."""
     import torch
 
-    if type(one) is not type(other) and type(one).__name__ != type(other).__name__:
-        yield f"{where}: {type(one).__name__} and {type(other).__name__}"
-    elif isinstance(one, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape or one.requires_grad != other.requires_grad:
-            yield f"{where}: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
-        else:
-            one, other = (tensor.detach().to_dense() for tensor in (one, other))
-            wide = torch.promote_types(one.dtype, torch.float64) if one.is_floating_point() else one.dtype
-            yield from _of_arrays(where, one.to(wide).numpy(), other.to(wide).numpy(), tolerance)
-    elif isinstance(one, np.ndarray):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            yield f"{where}: {one.dtype} {one.shape} and {other.dtype} {other.shape}"
-        else:
-            yield from _of_arrays(where, one, other, tolerance)
-    elif isinstance(one, dict):
-        if list(one) != list(other):
-            yield f"{where}: keys {list(one)} and {list(other)}"
-        else:
-            for key in one:
-                yield from _of_values(f"{where}[{key!r}]", one[key], other[key], tolerance)
-    elif isinstance(one, list | tuple):
-        if len(one) != len(other):
-            yield f"{where}: {len(one)} and {len(other)} items"
-        for index, pair in enumerate(zip(one, other, strict=False)):
-            yield from _of_values(f"{where}[{index}]", *pair, tolerance)
-    elif isinstance(one, weakref.ref):  # LSTM and its like hold their parameters by such
-        yield from _of_values(where, one(), other(), tolerance)
-    elif isinstance(one, float):
-        if not _is_close(one, other, tolerance):
-            yield f"{where}: {one!r} and {other!r}"
-    elif hasattr(one, "__dict__") and not callable(type(one).__dict__.get("__eq__")):
-        yield from _of_values(where, vars(one), vars(other), tolerance)
-    elif one != other:
-        yield f"{where}: {one!r} and {other!r}"
+    if isinstance(value, weakref.ref):  # LSTM and its like hold their parameters by such
+        yield from _parts(where, value())
+    elif isinstance(value, torch.Tensor):
+        yield where, _Made(f"{value.dtype} {list(value.shape)}, requires_grad={value.requires_grad}")
+        dense = value.detach().to_dense()
+        yield where, (dense.double() if dense.is_floating_point() else dense).numpy()
+    elif isinstance(value, dict):
+        yield where, _Made(f"{type(value).__name__} of {list(value)}")
+        for key, part in value.items():
+            yield from _parts(f"{where}[{key!r}]", part)
+    elif isinstance(value, list | tuple):
+        yield where, _Made(f"{type(value).__name__} of {len(value)}")
+        for index, part in enumerate(value):
+            yield from _parts(f"{where}[{index}]", part)
+    elif hasattr(value, "__dict__") and not callable(vars(type(value)).get("__eq__")):
+        yield where, _Made(type(value).__name__)
+        yield from _parts(f"{where}.__dict__", vars(value))
+    else:
+        yield where, value
 
 
-def _of_arrays(where: str, one: Any, other: Any, tolerance: float) -> Iterator[str]:
+def _of_parts(one: Any, other: Any, tolerance: float) -> str | None:
     import numpy as np
 
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return _of_arrays(one, other, tolerance)
+    both_floats = isinstance(one, float) and isinstance(other, float)
+    is_same = _is_close(one, other, tolerance) if both_floats else type(one) is type(other) and one == other
+    return None if is_same else f"{one} and {other}"
+
+
+def _of_arrays(one: Any, other: Any, tolerance: float) -> str | None:
+    import numpy as np
+
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return f"{one.dtype} {one.shape} and {other.dtype} {other.shape}"
     if not np.issubdtype(one.dtype, np.floating):
-        if not np.array_equal(one, other):
-            yield f"{where}: other values"
-        return
+        return None if np.array_equal(one, other) else "other values"
     finite = np.isfinite(one)
     if not np.array_equal(one[~finite], other[~finite], equal_nan=True) or not np.isfinite(other[finite]).all():
-        yield f"{where}: other values that are not finite"
-    elif finite.any():
-        largest = float(np.abs(one[finite]).max())
-        difference = float(np.abs(one[finite] - other[finite]).max())
-        if difference > tolerance * largest + NOISE:
-            yield f"{where}: {difference:.3g} apart, of values up to {largest:.3g}"
+        return "other values that are not finite"
+    largest = float(np.abs(one[finite]).max(initial=0))
+    difference = float(np.abs(one[finite] - other[finite]).max(initial=0))
+    is_same = difference <= tolerance * largest + NOISE
+    return None if is_same else f"{difference:.3g} apart, of values up to {largest:.3g}"

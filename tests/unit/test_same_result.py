@@ -131,5 +131,3 @@ def test_arrays_differ(tmp_path: Path) -> None:
     one = _run(tmp_path / "a", found=WEIGHT.numpy())
     assert differences(one, _run(tmp_path / "b", found=WEIGHT.numpy() + 1e-12)) == []
     assert differences(one, _run(tmp_path / "c", found=WEIGHT.numpy() + 1e-8))
-
-
