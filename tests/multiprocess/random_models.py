@@ -166,5 +166,6 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
     "decoder": _through(lambda: _Decoder(WIDTH, 2, 16, dropout=0.3, batch_first=True)),
     "attention with weights": _through(lambda: _Attention(WIDTH, 2, dropout=0.3, batch_first=True)),
     "LSTM": _through(lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True)),
+    "LSTM of as many layers as samples": _through(lambda: nn.LSTM(WIDTH, WIDTH, 4, dropout=0.4, batch_first=True)),
     "GRU, sequence first": _sequence_first(lambda: nn.GRU(WIDTH, WIDTH, 2, dropout=0.4)),
 }

@@ -214,6 +214,18 @@ class BatchTracer(DispatchMode):
         found = self._found(call, layouts, known, outputs) if known else [None] * len(outputs)
         for one, layout in zip(outputs, found, strict=True):
             self._set(one, KnownLayout(layout, guess) if layout is not None or guess is not None else None)
+        if call.is_pointwise:
+            self._note_changed(call, out)
+
+    def _note_changed(self, call: TracedCall, out: object) -> None:
+        """Note that a tensor whose layout was assumed now holds the samples of another one, which was added to it."""
+        facts = [(one, fact) for one in call.tensors if (fact := self._facts.get(_identity(one))) is not None]
+        certain = [(one, fact.layout) for one, fact in facts if fact.guess is None and fact.layout is not None]
+        for one in _outputs(out):
+            fact = self._facts.get(_identity(one))
+            layout = _broadcast(certain, one)
+            if fact is not None and fact.guess is not None and layout is not None:
+                self._set(one, KnownLayout(layout))
 
     def _found(
         self,
