@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two runs of a script printed and wrote, compared: equal text, and numbers that agree to a tolerance.
 
-Text that is no number must be equal, as must whole numbers; of times of day, as logs have them, only the place counts.
+Text that is no number must be equal, as must whole numbers; of times of day, as logs and names of folders have them,
+only the place counts.
 Tensors and arrays are compared by the largest difference, relative to the largest value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import pickle
 import re
+import sqlite3
 import types
 import weakref
 import zipfile
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 NOISE = 1e-13
 """Rounding leaves up to this where a sum cancels, as in the gradient of a bias before BatchNorm."""
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\b(?:nan|inf)\b")
+STAMP = re.compile(r"\d{8}[-_]\d{6}(?:[-_]\d{6})?")
 TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?")
 
 
@@ -43,10 +47,10 @@ def differences(expected: Result, found: Result, tolerance: float = 1e-10) -> li
         said.append(f"exit code: {expected.code} and {found.code}")
     said += (f"stdout, {line}" for line in _of_texts(expected.stdout, found.stdout, tolerance))
     ours, theirs = _paths(expected.folder), _paths(found.folder)
-    said += (f"{name}: missing" for name in sorted(ours - theirs))
-    said += (f"{name}: not written by the first run" for name in sorted(theirs - ours))
-    for name in sorted(ours & theirs):
-        one, other = expected.folder / name, found.folder / name
+    said += (f"{name}: missing" for name in sorted(ours.keys() - theirs.keys()))
+    said += (f"{name}: not written by the first run" for name in sorted(theirs.keys() - ours.keys()))
+    for name in sorted(ours.keys() & theirs.keys()):
+        one, other = ours[name], theirs[name]
         if one.is_dir() != other.is_dir():
             said.append(f"{name}: a folder and a file")
         elif one.is_file() and one.read_bytes() != other.read_bytes():
@@ -54,10 +58,16 @@ def differences(expected: Result, found: Result, tolerance: float = 1e-10) -> li
     return said
 
 
-def _paths(folder: Path) -> set[str]:
-    """Names of files and folders, but for what Python keeps of compiled modules."""
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    return {name for name in found if "__pycache__" not in name}
+def _paths(folder: Path) -> dict[str, Path]:
+    """Return files and folders by name, without the times in names, nor what Python keeps of compiled modules."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = STAMP.sub("TIME", str(path.relative_to(folder)))
+        while name in found:
+            name += "~"
+        if "__pycache__" not in name:
+            found[name] = path
+    return found
 
 
 def _of_texts(one: str, other: str, tolerance: float) -> Iterator[str]:
@@ -110,13 +120,18 @@ def _content(path: Path) -> Any:
 
     raw = path.read_bytes()
     if zipfile.is_zipfile(path):
-        names = zipfile.ZipFile(path).namelist()
+        archive = zipfile.ZipFile(path)
+        names = archive.namelist()
         if any(name.endswith(".npy") for name in names):
             return dict(np.load(path, allow_pickle=True))
         if any("/code/" in name for name in names):
             return torch.jit.load(path).state_dict()
         if any(name.endswith("data.pkl") for name in names):
             return torch.load(path, weights_only=False, pickle_module=_PICKLE)
+        return {name: archive.read(name) for name in names}
+    if raw.startswith(b"SQLite"):
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            return "\n".join(database.iterdump())
     if raw.startswith(b"\x93NUMPY"):
         return np.load(path, allow_pickle=True)
     if raw.startswith(b"\x80"):

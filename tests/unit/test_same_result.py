@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,6 +79,26 @@ def test_texts_in_files_are_compared_by_their_numbers(tmp_path: Path) -> None:
     assert differences(one, _run(tmp_path / "b", log="2026-01-01 10:00:07,001 INFO loss 0.50000000000001\n")) == []
     (line,) = differences(one, _run(tmp_path / "c", log="2026-01-01 10:00:00,123 INFO loss 0.500000005\n"))
     assert line.startswith("log.txt, line 1: ")
+
+
+def test_times_in_names_are_left_out_and_folders_still_counted(tmp_path: Path) -> None:
+    one, other = _run(tmp_path / "a"), _run(tmp_path / "b")
+    (one.folder / "run-20260101-120000").mkdir()
+    (other.folder / "run-20260101-120007").mkdir()
+    assert differences(one, other) == []
+    (other.folder / "run-20260101-120008").mkdir()
+    assert differences(one, other) == ["run-TIME~: not written by the first run"]
+
+
+def test_databases_and_archives_are_compared_by_what_they_hold(tmp_path: Path) -> None:
+    one, same, other = (_run(tmp_path / name) for name in "abc")
+    for run, loss, time in (one, 0.5, 1980), (same, 0.50000000000001, 1990), (other, 0.500000005, 1980):
+        with contextlib.closing(sqlite3.connect(run.folder / "runs.db")) as database:
+            database.executescript(f"create table runs (loss real); insert into runs values ({loss});")
+        with zipfile.ZipFile(run.folder / "files.zip", "w") as archive:
+            archive.writestr(zipfile.ZipInfo("a.txt", (time, 1, 1, 0, 0, 0)), "x" if run is not other else "y")
+    assert differences(one, same) == []
+    assert [line.partition(",")[0] for line in differences(one, other)] == ["files.zip", "runs.db"]
 
 
 class _Own:
