@@ -96,7 +96,7 @@ class BatchTracer(DispatchMode):
         for tensor, layouts in inputs:
             if layouts:
                 guess = None if is_first else Guess([*layouts, None])
-                self._facts[_identity(tensor)] = KnownLayout(layouts[0], guess, is_direct=True)
+                self._facts[identity_of(tensor)] = KnownLayout(layouts[0], guess, is_direct=True)
                 is_first = False
 
     def __torch_dispatch__(
@@ -104,7 +104,7 @@ class BatchTracer(DispatchMode):
     ) -> Any:  # noqa: ANN401 - whatever the operation returns
         """See one operation. Called by torch."""
         call = TracedCall(func, args, dict(kwargs or {}))
-        found = [(one, fact) for one in call.tensors if (fact := self._facts.get(_identity(one))) is not None]
+        found = [(one, fact) for one in call.tensors if (fact := self._facts.get(identity_of(one))) is not None]
         if call.is_random:
             return self._draw(call, found)
         if not found:
@@ -142,9 +142,9 @@ class BatchTracer(DispatchMode):
             guess.place, guess.number, guess.redraw = words(user_call_site()), before, scope.redraw
         else:
             guess = None
-        for one in _outputs(out):
+        for one in outputs_of(out):
             is_of_batch = layout is not None and layout.dim < one.dim()
-            self._set(one, KnownLayout(layout, guess, is_direct=True) if is_of_batch or guess is not None else None)
+            self.set_fact(one, KnownLayout(layout, guess, is_direct=True) if is_of_batch or guess is not None else None)
         scope.note_redraw(None)
         return out
 
@@ -152,20 +152,20 @@ class BatchTracer(DispatchMode):
 
     def _note_new(self, call: TracedCall, out: object) -> None:
         """Note the results of an operation without followed inputs: the same on all ranks, unless sizes differ."""
-        for one in _outputs(out):
+        for one in outputs_of(out):
             layouts = layouts_of(one.shape, self._num) if call.name in _SIZED else []
-            self._set(one, KnownLayout(None, Guess([None, *layouts]), is_direct=True) if layouts else None)
+            self.set_fact(one, KnownLayout(None, Guess([None, *layouts]), is_direct=True) if layouts else None)
 
     def _settle(
         self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]
     ) -> dict[Identity, SampleLayout | None]:
         """Return the layouts of an operation's inputs, after deciding the assumed ones."""
-        facts = {_identity(one): fact for one, fact in found}
+        facts = {identity_of(one): fact for one, fact in found}
         layouts = {key: fact.layout for key, fact in facts.items()}
         certain = [(one, fact.layout) for one, fact in found if fact.guess is None and fact.layout is not None]
         alike = [one for one in call.tensors if type(one) is torch.nn.Parameter]
         for tensor, fact in found:
-            key, guess = _identity(tensor), fact.guess
+            key, guess = identity_of(tensor), fact.guess
             if guess is None or not (certain or (alike and call.is_pointwise)):
                 continue
             for option in guess.layouts if fact.is_direct else [fact.layout]:
@@ -204,28 +204,28 @@ class BatchTracer(DispatchMode):
     def _note(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None], out: object) -> None:
         """Note where samples are in the results of an operation."""
         outputs = [
-            one for one in _outputs(out) if _identity(one) not in layouts
+            one for one in outputs_of(out) if identity_of(one) not in layouts
         ]  # others were changed in place at most
-        known = [(one, at) for one in call.tensors if (at := layouts.get(_identity(one))) is not None]
+        known = [(one, at) for one in call.tensors if (at := layouts.get(identity_of(one))) is not None]
         facts = [fact for key in layouts if (fact := self._facts.get(key)) is not None]
         guess = next((fact.guess for fact in facts if fact.guess is not None), None)
-        if any(fact.guess is None for one, _ in known if (fact := self._facts.get(_identity(one))) is not None):
+        if any(fact.guess is None for one, _ in known if (fact := self._facts.get(identity_of(one))) is not None):
             guess = None
         found = self._found(call, layouts, known, outputs) if known else [None] * len(outputs)
         for one, layout in zip(outputs, found, strict=True):
-            self._set(one, KnownLayout(layout, guess) if layout is not None or guess is not None else None)
+            self.set_fact(one, KnownLayout(layout, guess) if layout is not None or guess is not None else None)
         if call.is_pointwise:
             self._note_changed(call, out)
 
     def _note_changed(self, call: TracedCall, out: object) -> None:
         """Note that a tensor whose layout was assumed now holds the samples of another one, which was added to it."""
-        facts = [(one, fact) for one in call.tensors if (fact := self._facts.get(_identity(one))) is not None]
+        facts = [(one, fact) for one in call.tensors if (fact := self._facts.get(identity_of(one))) is not None]
         certain = [(one, fact.layout) for one, fact in facts if fact.guess is None and fact.layout is not None]
-        for one in _outputs(out):
-            fact = self._facts.get(_identity(one))
+        for one in outputs_of(out):
+            fact = self._facts.get(identity_of(one))
             layout = _broadcast(certain, one)
             if fact is not None and fact.guess is not None and layout is not None:
-                self._set(one, KnownLayout(layout))
+                self.set_fact(one, KnownLayout(layout))
 
     def _found(
         self,
@@ -255,7 +255,7 @@ class BatchTracer(DispatchMode):
         def as_meta(one: Any) -> Any:  # noqa: ANN401 - any argument
             if not isinstance(one, torch.Tensor):
                 return one
-            layout = layouts.get(_identity(one))
+            layout = layouts.get(identity_of(one))
             shape = one.shape if layout is None else layout.resized(one.shape, self._num + 1)
             order = sorted(range(one.dim()), key=lambda dim: -one.stride(dim))
             meta = torch.empty([shape[dim] for dim in order], dtype=one.dtype, device="meta")
@@ -265,12 +265,13 @@ class BatchTracer(DispatchMode):
             args, given = pytree.tree_map(as_meta, (call.args, call.given))
             if "device" in given:
                 given["device"] = torch.device("meta")
-            return [one.shape for one in _outputs(call.func(*args, **given))]
+            return [one.shape for one in outputs_of(call.func(*args, **given))]
         except Exception:  # noqa: BLE001 - it cannot take one more sample, or has no meta kernel
             return None
 
-    def _set(self, tensor: torch.Tensor, fact: KnownLayout | None) -> None:
-        key = _identity(tensor)
+    def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None) -> None:
+        """Note where the samples are in a tensor; ``None``: it holds none."""
+        key = identity_of(tensor)
         if fact is not None:
             self._facts[key] = fact
         else:
@@ -300,12 +301,14 @@ def _is_aligned(
 _FOLLOWED = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
-def _identity(tensor: torch.Tensor) -> Identity:
+def identity_of(tensor: torch.Tensor) -> Identity:
+    """Return what two tensors have in common that are views of the same numbers."""
     # Not the object, of which autograd creates views. Memory is reused only after its fact was replaced.
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _outputs(out: object) -> list[torch.Tensor]:
+def outputs_of(out: object) -> list[torch.Tensor]:
+    """Return the tensors in the result of an operation."""
     if type(out) in _FOLLOWED:
         return [out]  # type: ignore[list-item]
     return [one for one in pytree.tree_leaves(out) if type(one) in _FOLLOWED]

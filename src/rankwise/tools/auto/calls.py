@@ -22,6 +22,7 @@ from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log
 from rankwise.parallel.randomness.model_draws import DrawsOfModel
 from rankwise.tensors.checksum import checksums_of_each, combined
+from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.module_calls import ModuleCalls
 from rankwise.tools.auto.proof import (
@@ -35,6 +36,7 @@ from rankwise.tools.auto.proof import (
     obstacle,
     obstacle_after,
     parameters_of,
+    uncompiled,
 )
 from rankwise.tools.auto.rows import Share, once, own_rows, whole_batch
 from rankwise.tools.auto.sharing import parameters_shared
@@ -106,6 +108,19 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnArguments:
+    """This rank's rows of the arguments of a call."""
+
+    leaves: Sequence[Any]
+    dims: tuple[int | None, ...]
+
+    @property
+    def rows(self) -> list[tuple[torch.Tensor, int]]:
+        """The arguments that were split, and the dims of their rows."""
+        return [(one, dim) for one, dim in zip(self.leaves, self.dims, strict=True) if dim is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class WholeRun:
     """A call that has run whole."""
 
@@ -168,7 +183,8 @@ class SplitCalls:
         whole_arguments = [one for one, dim in placed if dim is None and isinstance(one, torch.Tensor)]
         with parameters_shared(call.module, whole_arguments, self._exchange) as shared:
             own = [shared.get(id(one), one) if dim is None else own_rows(one, dim, share) for one, dim in placed]
-            outputs, structure = pytree.tree_flatten(self._on_rows(call, call.module, share, own, batch))
+            arguments = OwnArguments(own, batch.dims)
+            outputs, structure = pytree.tree_flatten(self._on_rows(call, call.module, share, arguments))
         if len(outputs) != len(kind.output_dims):
             raise _no_longer(call, f"returned {len(outputs)} values instead of {len(kind.output_dims)}")
         whole: list[Any] = []
@@ -181,14 +197,16 @@ class SplitCalls:
                 whole.append(output)
         return pytree.tree_unflatten(whole, structure)
 
-    def _on_rows(self, call: Call, module: nn.Module, share: Share, own: Sequence[Any], batch: BatchDims) -> Any:  # noqa: ANN401
+    def _on_rows(
+        self, call: Call, module: nn.Module, share: Share, own: OwnArguments, watch: CouplingWatch | None = None
+    ) -> Any:  # noqa: ANN401 - the module's own
         """Call the module, or its copy, with this rank's rows; it draws its rows of torch's numbers for the batch."""
-        args, kwargs = call.arguments(own)
-        values = [one.movedim(dim, 0) for one, dim in zip(own, batch.dims, strict=True) if dim is not None]
+        args, kwargs = call.arguments(own.leaves)
+        values = [one.movedim(dim, 0) for one, dim in own.rows]
         self._session.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
         call.draws.before(module, args, kwargs)
         try:
-            return self._calls.on_rows(module, args, kwargs)
+            return self._calls.on_rows(module, args, kwargs, watch)
         except Exception as error:
             error.add_note(f"rankwise: this rank ran {call.name} on {share.num} of the {share.num_global} rows")
             raise
@@ -204,7 +222,7 @@ class SplitCalls:
         reason, copies = obstacle(module, leaves), []
         if reason is None:
             try:
-                copies = [copy_of(module) for _ in batches]
+                copies = [uncompiled(copy_of(module)) for _ in batches]
             except Exception as error:  # noqa: BLE001 - whatever a class raises
                 reason = f"it cannot be copied for a trial ({_first_line(error)})"
         given = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in leaves] if copies else []
@@ -257,16 +275,18 @@ class SplitCalls:
             one if dim is None else one.narrow(dim, share.start, share.num).clone().requires_grad_(like.requires_grad)
             for one, like, dim in zip(given, call.leaves, batch.dims, strict=True)
         ]
+        arguments = OwnArguments(own, batch.dims)
+        watch = CouplingWatch(share.num, arguments.rows)
         try:
-            output = self._on_rows(call, copy, share, own, batch)
+            output = self._on_rows(call, copy, share, arguments, watch)
         except Exception as error:  # noqa: BLE001 - whatever the module raises for fewer rows
             return f"it fails for a part of the batch ({_first_line(error)})", ()
         whole, structure = pytree.tree_flatten(whole_run.result)
-        rows, structure_of_rows = pytree.tree_flatten(output)
+        outputs, structure_of_rows = pytree.tree_flatten(output)
         if structure != structure_of_rows:
             return "it returns something else for a part of the batch", ()
-        reason, dims = difference(whole, rows, share)
-        reason = reason or difference_beside(call.module, copy)
+        reason, dims = difference(whole, outputs, share)
+        reason = reason or difference_beside(call.module, copy) or watch.found
         if reason is None and not whole_run.after.are(GeneratorStates.now(self._device)):
             reason = "it draws other random numbers for a part of the batch"
         return reason, dims

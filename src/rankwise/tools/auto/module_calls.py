@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
 from rankwise.parallel.core.global_statistics import normalised
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankwise.comm.backends.protocol import Exchange
+    from rankwise.tools.auto.coupling import CouplingWatch
     from rankwise.torch_private.modules import BatchNorm
 
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -41,6 +43,7 @@ class ModuleCalls:
         self._call: Callable[..., Any] = nn.Module.__call__
         self._is_inside = self._is_split = False
         self._checkpoints: list[bool] = []
+        self._watch: CouplingWatch | None = None
 
     def replacing(
         self, outermost: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -50,9 +53,7 @@ class ModuleCalls:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
             if self._is_inside:
-                if self._is_split and isinstance(module, _BATCHNORMS) and type(module) in _BATCHNORMS:
-                    return self._normalised(module, *args, **kwargs)
-                return plain_call(module, *args, **kwargs)
+                return self._called_inside(module, args, kwargs)
             return outermost(module, args, kwargs) if self._counts(module) else plain_call(module, *args, **kwargs)
 
         def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
@@ -77,25 +78,45 @@ class ModuleCalls:
         with self._inside(is_split=False):
             return self._call(module, *args, **kwargs), list(self._checkpoints)
 
-    def on_rows(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Call a module with this rank's rows. Called by: every rank."""
-        with self._inside(is_split=True):
-            return self._call(module, *args, **kwargs)
+    def on_rows(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: CouplingWatch | None = None
+    ) -> Any:  # noqa: ANN401 - the module's own
+        """Call a module with this rank's rows. Called by: every rank.
+
+        Args:
+            module: to call.
+            args: positional ones.
+            kwargs: named ones.
+            watch: sees the call, but for BatchNorm.
+        """
+        self._watch = watch
+        try:
+            with self._inside(is_split=True), nullcontext() if watch is None else watch.watching():
+                return self._called_inside(module, args, kwargs)
+        finally:
+            self._watch = None
 
     def _counts(self, module: nn.Module) -> bool:
         return (
-            next(module.parameters(), None) is not None
+            (first := next(module.parameters(), None)) is not None
+            and not is_lazy(first)  # its class changes in the call
             and threading.current_thread() is threading.main_thread()
             and os.getpid() == self._process  # no worker of a loader
             and not in_backward()  # not a recomputation
             and not is_transforming()
         )
 
+    def _called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if self._is_split and isinstance(module, _BATCHNORMS) and type(module) in _BATCHNORMS:
+            return self._normalised(module, *args, **kwargs)
+        return self._call(module, *args, **kwargs)
+
     def _normalised(self, layer: BatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         if not layer.training and layer.running_mean is not None:
             return self._call(layer, input)  # type: ignore[no-any-return]
         check_input_dim(layer, input)
-        return normalised(layer, input, self._ranks)
+        with nullcontext() if self._watch is None else self._watch.paused():
+            return normalised(layer, input, self._ranks)
 
     @contextmanager
     def _inside(self, *, is_split: bool) -> Generator[None]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.compiler import is_compiled, module_within
 from rankwise.torch_private.modules import BatchNorm, own_buffers, own_parameters
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def batch_dims(leaves: Sequence[Any], num_ranks: int) -> list[BatchDims]:
     Only batches with a row for every rank count.
     """
     place = next((number for number, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.dim()), None)
-    if place is None:
+    if place is None or leaves[place].shape[0] < num_ranks:
         return []
     found: dict[tuple[int | None, ...], BatchDims] = {}
     for dim, num_global in enumerate(leaves[place].shape[:2]):
@@ -82,6 +83,8 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
         return f"it takes a {type(odd).__name__}, whose rows are unknown"
     if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in leaves):
         return "it takes a sparse tensor"
+    if is_compiled(uncompiled(module)):
+        return "a part of it is compiled by torch.compile"
     for name, part in module.named_modules():
         part_of_it = f"its part {name}" if name else "it"
         if isinstance(part, torch.jit.ScriptModule):
@@ -121,7 +124,20 @@ def copy_of(module: nn.Module) -> nn.Module:
     Raises:
         Exception: it cannot be copied.
     """
-    return copy.deepcopy(module, {id(one): one for one in parameters_of(module)})
+    kept = parameters_of(module)
+    # What a hook computes from parameters before each call, as pruning does, cannot be copied and is replaced.
+    kept += [
+        one
+        for part in module.modules()
+        for one in vars(part).values()
+        if isinstance(one, torch.Tensor) and not one.is_leaf
+    ]
+    return copy.deepcopy(module, {id(one): one for one in kept})
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, if it has: what it does can be followed."""
+    return module_within(module) or module
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +210,7 @@ def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
     buffers = zip(buffers_of(module), buffers_of(copy), strict=True)
     if not all(one.shape == other.shape and agree(one, other) for one, other in buffers):
         return "its buffers depend on the rows"
-    plain, of_rows = attributes_of(module).plain, attributes_of(copy).plain
+    plain, of_rows = attributes_of(uncompiled(module)).plain, attributes_of(copy).plain
     changed = next((name for name in plain if plain[name] != of_rows.get(name)), None)
     return None if changed is None else f"its attribute .{changed} depends on the rows"
 

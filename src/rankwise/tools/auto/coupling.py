@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the samples through a call, and notes where they meet: a result that all of them determine.
+
+Comparing values cannot show that samples never meet: a limit may be exceeded, or a sequence padded, in a later batch
+only. Each operation on samples has a result that grows with one more sample; a result that does not grow is computed
+from several samples. Nor may a call read values of samples, on which its next operation could depend.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.randomness.batch_tracer import BatchTracer, KnownLayout, TracedCall, identity_of, outputs_of
+from rankwise.parallel.randomness.sample_layout import SampleLayout
+from rankwise.parallel.randomness.scope import DrawScope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from rankwise.torch_private.kernels import Operator
+
+_READS = frozenset(
+    {
+        "_local_scalar_dense",
+        "_pack_padded_sequence",
+        "_pad_packed_sequence",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "repeat_interleave",
+        "unique_consecutive",
+        "unique_dim",
+    }
+)
+"""Operations whose result, or its shape, depends on values."""
+_LEAVES_TORCH = frozenset({torch.Tensor.__array__, torch.Tensor.numpy, torch.Tensor.tolist})
+_OF_OTHER_VALUES = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
+"""Operations that take from samples nothing but their dtype and device."""
+_SLICES = frozenset({"narrow", "select", "slice", "split", "split_with_sizes", "unbind", "unsafe_split"})
+
+
+class CouplingWatch(BatchTracer):
+    """Notes the first operation of a call in which samples meet, or that reads their values."""
+
+    def __init__(self, num_samples: int, inputs: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Start with the split inputs, and the dims of their rows."""
+        super().__init__(DrawScope(None, "torch", 0), num_samples, [(one, [SampleLayout(dim)]) for one, dim in inputs])
+        self._of_samples = {identity_of(one) for one, _ in inputs}
+        self._is_paused = False
+        self.found: str | None = None
+        """What was found, in words that follow a colon."""
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Note nothing inside the block: samples meet there on purpose."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Watch the calls inside the block."""
+        with ExitStack() as stack:
+            stack.enter_context(self)
+            stack.enter_context(_LeavingTorch(self))
+            yield
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+        """See one operation. Called by torch."""
+        call = TracedCall(func, args, dict(kwargs or {}))
+        is_of_samples = any(self.holds_samples(one) for one in call.tensors)
+        if is_of_samples and (call.name in _READS or (call.name == "index" and self._is_masked(call))):
+            self.note_read(call.name)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for one in outputs_of(out):
+            (self._of_samples.add if is_of_samples else self._of_samples.discard)(identity_of(one))
+        return out
+
+    def holds_samples(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor was computed from samples."""
+        return identity_of(tensor) in self._of_samples
+
+    def note_read(self, name: str) -> None:
+        """Note that values of samples are read."""
+        self._note_first(f"it decides by values of its samples ({name.strip('_')} at {words(user_call_site())})")
+
+    def _is_masked(self, call: TracedCall) -> bool:
+        return any(one.dtype in {torch.bool, torch.uint8} for one in call.tensors[1:])
+
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]) -> Any:  # noqa: ANN401 - as torch
+        out = call.func(*call.args, **call.given)
+        fact = max(found, key=lambda one: one[0].dim())[1] if found else None
+        for one in outputs_of(out):
+            self.set_fact(
+                one, fact if fact is not None and fact.layout is not None and fact.layout.dim < one.dim() else None
+            )
+        return out
+
+    def _note(self, call: TracedCall, layouts: dict[Any, SampleLayout | None], out: object) -> None:
+        super()._note(call, layouts, out)
+        outputs = outputs_of(out)
+        if self._is_paused or call.name in _SLICES | _OF_OTHER_VALUES or not any(layouts.values()):
+            return
+        if any(identity_of(one) in layouts for one in outputs):
+            return  # changed in place
+        now, grown = self._grown(call, {}), self._grown(call, layouts)
+        if now is not None and grown is not None and now == grown and now:
+            self._note_first(f"samples meet in {call.name.strip('_')} at {words(user_call_site())}")
+
+    def _note_first(self, text: str) -> None:
+        if self.found is None and not self._is_paused:
+            self.found = text
+
+
+class _LeavingTorch(TorchFunctionMode):
+    """Sees values that are passed to other libraries, which is no operation of torch."""
+
+    def __init__(self, watch: CouplingWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """See one call. Called by torch."""
+        if func in _LEAVES_TORCH and self._watch.holds_samples(args[0]):
+            self._watch.note_read(func.__name__)
+        return func(*args, **(kwargs or {}))

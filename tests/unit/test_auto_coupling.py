@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in which samples meet, or that read their values, are found by one batch, whatever its values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from rankwise.tools.auto.coupling import CouplingWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROWS, LENGTH, WIDTH = 4, 4, 6
+"""As many rows as steps: the dims must not be told apart by their sizes."""
+
+
+def _watched(call: Callable[[torch.Tensor], object], *, dim: int = 0) -> str | None:
+    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    watch = CouplingWatch(ROWS, [(x, dim)])
+    with watch.watching():
+        call(x)
+    return watch.found
+
+
+LSTM = nn.LSTM(WIDTH, WIDTH, 4, batch_first=True).double()
+SEPARATE: dict[str, Callable[[torch.Tensor], object]] = {
+    "mean over time": lambda x: x.mean(1) - x.amax(1),
+    "all but the batch": lambda x: functional.layer_norm(x, [LENGTH, WIDTH]).flatten(1).softmax(1),
+    "batch and time as one": lambda x: functional.linear(x.reshape(-1, WIDTH), torch.ones(3, WIDTH).double()).view(
+        ROWS, -1
+    ),
+    "attention": lambda x: functional.scaled_dot_product_attention(x, x, x, torch.ones(LENGTH, LENGTH).bool().tril()),
+    "recurrent": LSTM,
+    "dropout": lambda x: functional.dropout1d(functional.dropout(x), 0.5),
+    "embedding": lambda x: functional.embedding(x.detach().long().abs().clamp(max=4), torch.zeros(5, 3)),
+    "values of weights": lambda x: x * 2 if torch.ones(3).max() > 0 else x,
+    "in place": lambda x: x.clone().relu_().mul_(2).add_(torch.ones(WIDTH)),
+    "instance norm": lambda x: functional.instance_norm(x, use_input_stats=True),
+    "one step at a time": lambda x: torch.stack([x[:, step].tanh() for step in range(LENGTH)], 1).sum((1, 2)),
+}
+MEETING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "mean": (lambda x: x - x.mean(0), "samples meet in mean"),
+    "largest": (lambda x: torch.where(x.abs().max() > 9, x / 2, x), "samples meet in max"),
+    "loss": (lambda x: functional.mse_loss(x, x.detach()), "samples meet in mse_loss"),
+    "pairs": (lambda x: x.flatten(1).T @ x.flatten(1), "samples meet in mm"),
+    "flat": (lambda x: x.reshape(-1, WIDTH).sum(0), "samples meet in sum"),
+    "item": (lambda x: x[0, 0, 0].item(), "it decides by values of its samples"),
+    "decision": (lambda x: x * 2 if x[0, 0, 0] > 9 else x, "it decides by values of its samples"),
+    "numpy": (lambda x: x.detach().numpy().max(), "it decides by values of its samples (numpy"),
+    "list": (lambda x: x.tolist(), "it decides by values of its samples (tolist"),
+    "mask": (lambda x: x[x > 0], "it decides by values of its samples"),
+    "nonzero": (lambda x: x.nonzero(), "it decides by values of its samples (nonzero"),
+    "packed": (
+        lambda x: pack_padded_sequence(x, torch.full((ROWS,), 2), batch_first=True),
+        "it decides by values of its samples (pack_padded_sequence",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", SEPARATE.values(), ids=SEPARATE)
+def test_separate_samples_do_not_meet(call: Callable[[torch.Tensor], object]) -> None:
+    assert _watched(call) is None
+
+
+@pytest.mark.parametrize(("call", "words"), MEETING.values(), ids=MEETING)
+def test_samples_that_meet_are_found(call: Callable[[torch.Tensor], object], words: str) -> None:
+    found = _watched(call)
+    assert found is not None
+    assert found.startswith(words)
+    assert "test_auto_coupling.py" in found
+
+
+def test_rows_may_lie_in_the_second_dim() -> None:
+    assert _watched(lambda x: x.mean(0), dim=1) is None
+    assert _watched(lambda x: x.mean(1), dim=1) is not None
+
+
+def test_nothing_is_noted_while_the_watch_is_paused() -> None:
+    x = torch.ones(ROWS, 2)
+    watch = CouplingWatch(ROWS, [(x, 0)])
+    with watch.watching():
+        with watch.paused():
+            centred = x - x.mean(0)
+        assert watch.found is None
+        centred.sum()
+    assert watch.found is not None
