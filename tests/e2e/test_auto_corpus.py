@@ -22,18 +22,34 @@ if TYPE_CHECKING:
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 SCRIPTS = sorted(path.stem for path in CORPUS.glob("*.py"))
-REFUSED = {
-    "default_rng": "",
-}
+BEFORE_BATCHNORM = 1e-7
+"""The gradient of a bias before BatchNorm is rounding alone, which Adam makes steps of: plain Python differs as much
+between one thread and two."""
 TOLERANCE = {
-    # It computes in bfloat16, with 8 bits: sums of fewer rows round to other numbers.
-    "amp_bf16": 0.03,
+    "accumulation": BEFORE_BATCHNORM,
+    "byol": BEFORE_BATCHNORM,
+    "cnn_batchnorm": BEFORE_BATCHNORM,
+    "kfold": BEFORE_BATCHNORM,
+    "amp_bf16": 0.03,  # it computes in bfloat16, with 8 bits: sums of fewer rows round to other numbers
 }
-ON_MORE = {"digits_mlp", "cnn_batchnorm", "nanogpt", "lstm_lm", "wgan_gp", "resume_training", "randperm_batches"}
-"""Scripts that run on 2, 3 and 4 ranks."""
+EXIT_CODE = {"early_exit": 3, "uncaught_error": 1}
+ON_EACH = {"digits_mlp", "lstm_lm", "nanogpt", "tiny_resnet", "wgan_gp", "resume_training"}
+"""Scripts that run on 2, 3 and 4 ranks; the others on 2 or 3."""
 CASES = [
-    (name, ranks) for index, name in enumerate(SCRIPTS) for ranks in ([2, 3, 4] if name in ON_MORE else [2 + index % 2])
+    (name, ranks) for index, name in enumerate(SCRIPTS) for ranks in ([2, 3, 4] if name in ON_EACH else [2 + index % 2])
 ]
+PROGRAM = "ConfigurationError: The script starts a program"
+DIFFER = "ReplicasDiffer: Linear has different arguments on different ranks"
+REFUSED = {
+    "own_process_group": "ConfigurationError: The script opens a process group of its own",
+    "own_subprocess": PROGRAM,
+    "shared_processes": PROGRAM,
+    "spawn_workers": PROGRAM,
+    "time_budget": DIFFER,
+    "unseeded_initialisation": "ReplicasDiffer: Linear has different parameters on different ranks",
+    "unseeded_numpy": DIFFER,
+    "unseeded_torch": "ReplicasDiffer: Sequential has different arguments on different ranks",
+}
 
 
 def _result(command: Command, ended: subprocess.CompletedProcess[str]) -> Result:
@@ -47,14 +63,18 @@ def test_a_script_gives_what_plain_python_gives(command: Command, name: str, ran
     shutil.copy(script, plain.folder)
     shutil.copy(script, auto.folder)
     expected = plain.python(script.name, env={"OMP_NUM_THREADS": "1"})
-    assert expected.returncode == 0, expected.stderr
+    assert expected.returncode == EXIT_CODE.get(name, 0), expected.stderr
     found = auto.run("-n", str(ranks), "--auto", script.name)
     assert differences(_result(plain, expected), _result(auto, found), TOLERANCE.get(name, 1e-10)) == [], found.stderr
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (CORPUS / "refused").glob("*.py")))
+def test_each_script_that_is_to_be_refused_has_its_words() -> None:
+    assert sorted(REFUSED) == sorted(path.stem for path in (CORPUS / "refused").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_script_that_cannot_be_kept_is_refused_in_words(command: Command, name: str) -> None:
     shutil.copy(CORPUS / "refused" / f"{name}.py", command.folder)
     ended = command.run("-n", "2", "--auto", f"{name}.py")
-    assert ended.returncode != 0
+    assert ended.returncode == 1
     assert REFUSED[name] in ended.stderr

@@ -94,7 +94,9 @@ def test_databases_and_archives_are_compared_by_what_they_hold(tmp_path: Path) -
     one, same, other = (_run(tmp_path / name) for name in "abc")
     for run, loss, time in (one, 0.5, 1980), (same, 0.50000000000001, 1990), (other, 0.500000005, 1980):
         with contextlib.closing(sqlite3.connect(run.folder / "runs.db")) as database:
-            database.executescript(f"create table runs (loss real); insert into runs values ({loss});")
+            database.execute("create table runs (loss real)")
+            database.execute("insert into runs values (?)", [loss])
+            database.commit()
         with zipfile.ZipFile(run.folder / "files.zip", "w") as archive:
             archive.writestr(zipfile.ZipInfo("a.txt", (time, 1, 1, 0, 0, 0)), "x" if run is not other else "y")
     assert differences(one, same) == []
