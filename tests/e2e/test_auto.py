@@ -108,6 +108,11 @@ REFUSED = {
     ),
     "later": (LATER, CALL, "ConfigurationError: Net no longer treats the samples of a batch separately"),
     "program": ("import subprocess; subprocess.run(['true'])", CALL, "ConfigurationError: The script starts a program"),
+    "processes": (
+        "import torch.multiprocessing as mp; mp.spawn(print, nprocs=1)",
+        CALL,
+        "ConfigurationError: The script starts a program",
+    ),
     "process": (PROCESS, CALL, "ConfigurationError: The script starts a program"),
     "group": (
         "torch.distributed.init_process_group('gloo')",

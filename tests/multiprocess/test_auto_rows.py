@@ -41,14 +41,16 @@ def _in_parts(world: World) -> Values:
     share = Share(exchange, 7)
     x, w, unused = _inputs()
     shared, not_used = shared_by_ranks([w, unused], exchange)
-    hidden = whole_batch(torch.tanh(own_rows(x, 0, share) @ shared), 0, share)
+    hidden = whole_batch(torch.tanh(own_rows(x, 0, share) @ shared), 0, share, (0, 1))
     found = _gradients(hidden, x, w)
     assert unused.grad is None
     assert not_used.requires_grad
     # Along another dim, and without gradients.
     whole = torch.arange(14.0).view(2, 7)
     with torch.no_grad():
-        assert torch.equal(whole_batch(own_rows(whole, 1, share), 1, share), whole)
+        again = whole_batch(own_rows(whole, 1, share), 1, share, (1, 0))
+        assert torch.equal(again, whole)
+        assert again.stride() == (1, 2)
     assert world.world_size > 1
     return found
 

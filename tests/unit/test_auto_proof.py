@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from rankwise.tools.auto.proof import (
+    OutputRows,
     agree,
     attributes_of,
     batch_dims,
@@ -148,7 +149,10 @@ def test_rows_of_outputs_are_found_by_their_shapes_and_compared() -> None:
     rows_first, rows_second = torch.arange(10.0).view(5, 2), torch.arange(20).view(2, 5, 2)
     whole = [rows_first, rows_second, "words", torch.ones(3)]
     own = [rows_first[3:], rows_second[:, 3:], "words", torch.ones(3)]
-    assert difference(whole, own, share) == (None, (0, 1, None, None))
+    rows = (OutputRows(0, (0, 1)), OutputRows(1, (0, 1, 2)), None, None)
+    assert difference(whole, own, share) == (None, rows)
+    transposed = [rows_first.T.contiguous().T], [rows_first[3:]]
+    assert difference(*transposed, share) == (None, (OutputRows(0, (1, 0)),))
 
 
 @dataclass

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
-    from rankwise.tools.auto.proof import BatchDims
+    from rankwise.tools.auto.proof import BatchDims, OutputRows
 
     Kind = tuple[object, ...]
     """Calls that are proved together: modes of the module and its parts, and the arguments but for their sizes."""
@@ -68,7 +68,8 @@ class KindOfCall:
     """How many calls ran on each rank's rows only."""
     batch: BatchDims | None = None
     """Where the rows lie; ``None``: not proved."""
-    output_dims: tuple[int | None, ...] = ()
+    outputs: tuple[OutputRows | None, ...] = ()
+    """Per leaf of the outputs; ``None``: the same for every row."""
     reason: str | None = None
     """Why it is not split."""
 
@@ -185,17 +186,22 @@ class SplitCalls:
             own = [shared.get(id(one), one) if dim is None else own_rows(one, dim, share) for one, dim in placed]
             arguments = OwnArguments(own, batch.dims)
             outputs, structure = pytree.tree_flatten(self._on_rows(call, call.module, share, arguments))
-        if len(outputs) != len(kind.output_dims):
-            raise _no_longer(call, f"returned {len(outputs)} values instead of {len(kind.output_dims)}")
-        whole: list[Any] = []
-        for output, dim in zip(outputs, kind.output_dims, strict=True):
-            if dim is not None and (not isinstance(output, torch.Tensor) or output.shape[dim] != share.num):
-                raise _no_longer(call, f"returned {list(getattr(output, 'shape', ()))} for {share.num} rows")
-            if isinstance(output, torch.Tensor):
-                whole.append(once(output, self._exchange) if dim is None else whole_batch(output, dim, share))
-            else:
-                whole.append(output)
+        if len(outputs) != len(kind.outputs):
+            raise _no_longer(call, f"it returned {len(outputs)} values instead of {len(kind.outputs)}")
+        whole = [self._made_whole(call, one, rows, share) for one, rows in zip(outputs, kind.outputs, strict=True)]
         return pytree.tree_unflatten(whole, structure)
+
+    def _made_whole(self, call: Call, output: Any, rows: OutputRows | None, share: Share) -> Any:  # noqa: ANN401
+        """Return an output as the script is to see it."""
+        if rows is None:
+            return once(output, self._exchange) if isinstance(output, torch.Tensor) else output
+        if (
+            not isinstance(output, torch.Tensor)
+            or output.dim() != len(rows.order)
+            or output.shape[rows.dim] != share.num
+        ):
+            raise _no_longer(call, f"it returned {list(getattr(output, 'shape', ()))} for {share.num} rows")
+        return whole_batch(output, rows.dim, share, rows.order)
 
     def _on_rows(
         self, call: Call, module: nn.Module, share: Share, own: OwnArguments, watch: CouplingWatch | None = None
@@ -241,12 +247,12 @@ class SplitCalls:
             )
         reasons: list[str] = []
         for batch, copy in zip(batches, copies, strict=False):
-            failed, dims = reason, ()
+            failed, outputs = reason, ()
             if reason is None:
-                failed, dims = self._tried(call, copy, batch, given, WholeRun(result, before, after))
+                failed, outputs = self._tried(call, copy, batch, given, WholeRun(result, before, after))
             answers = list(filter(None, self._agreed(call.name, failed, facts)))
             if not answers:
-                kind.batch, kind.output_dims = batch, dims
+                kind.batch, kind.outputs = batch, outputs
                 return result, is_random
             reasons.append(answers[0])
         if not copies:
@@ -259,7 +265,7 @@ class SplitCalls:
 
     def _tried(
         self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
-    ) -> tuple[str | None, tuple[int | None, ...]]:
+    ) -> tuple[str | None, tuple[OutputRows | None, ...]]:
         """Run a copy on this rank's rows; return why that is not the same, and where the outputs' rows lie."""
         whole_run.before.restore(self._device)
         try:
@@ -269,7 +275,7 @@ class SplitCalls:
 
     def _compared(
         self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
-    ) -> tuple[str | None, tuple[int | None, ...]]:
+    ) -> tuple[str | None, tuple[OutputRows | None, ...]]:
         share = Share(self._exchange, batch.num_global)
         own = [
             one if dim is None else one.narrow(dim, share.start, share.num).clone().requires_grad_(like.requires_grad)
@@ -285,11 +291,11 @@ class SplitCalls:
         outputs, structure_of_rows = pytree.tree_flatten(output)
         if structure != structure_of_rows:
             return "it returns something else for a part of the batch", ()
-        reason, dims = difference(whole, outputs, share)
+        reason, places = difference(whole, outputs, share)
         reason = reason or difference_beside(call.module, copy) or watch.found
         if reason is None and not whole_run.after.are(GeneratorStates.now(self._device)):
             reason = "it draws other random numbers for a part of the batch"
-        return reason, dims
+        return reason, places
 
     def _agreed(self, name: str, reason: str | None, facts: tuple[int, int]) -> list[str]:
         """Return every rank's reason not to split, empty if there is none. Called by: every rank.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rankwise.parallel.randomness.scope import memory_order
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
 from rankwise.torch_private.modules import BatchNorm, own_buffers, own_parameters
@@ -215,9 +216,20 @@ def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
     return None if changed is None else f"its attribute .{changed} depends on the rows"
 
 
-def difference(whole: Sequence[Any], own: Sequence[Any], share: Share) -> tuple[str | None, tuple[int | None, ...]]:
-    """Return why the outputs of a split call are not its rows of the whole outputs, and the dims of the rows."""
-    dims: list[int | None] = []
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """Where the rows lie in an output."""
+
+    dim: int
+    order: tuple[int, ...]
+    """The dims in the order of memory: numbers drawn like the output are drawn in this order."""
+
+
+def difference(
+    whole: Sequence[Any], own: Sequence[Any], share: Share
+) -> tuple[str | None, tuple[OutputRows | None, ...]]:
+    """Return why the outputs of a split call are not its rows of the whole outputs, and where the rows lie."""
+    places: list[OutputRows | None] = []
     for number, (one, other) in enumerate(zip(whole, own, strict=True)):
         words = f"output {number}" if len(whole) > 1 else "the output"
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
@@ -225,7 +237,7 @@ def difference(whole: Sequence[Any], own: Sequence[Any], share: Share) -> tuple[
                 return f"it returns a {type(one).__name__}, whose rows are unknown", ()
             if one != other:
                 return f"{words} depends on the number of rows", ()
-            dims.append(None)
+            places.append(None)
             continue
         if one.layout != torch.strided or one.dim() != other.dim():
             return f"{words} has no rows", ()
@@ -236,8 +248,8 @@ def difference(whole: Sequence[Any], own: Sequence[Any], share: Share) -> tuple[
         rows = one if dim is None else one.narrow(dim, share.start, share.num)
         if not agree(rows, other):
             return f"samples see one another: {words} is another for {share.num} of {share.num_global} rows", ()
-        dims.append(dim)
-    return None, tuple(dims)
+        places.append(None if dim is None else OutputRows(dim, memory_order(one.stride())))
+    return None, tuple(places)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from rankwise.health.call_site import responsible_module, user_call_site, words
 from rankwise.tools.auto.replacing import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 _STARTS = {"os.exec", "os.fork", "os.posix_spawn", "os.system", "subprocess.Popen"}
 """Audit events of Python."""
@@ -30,19 +31,35 @@ def refusing(world_size: int) -> Generator[None]:
     def look(event: str, _: tuple[object, ...]) -> None:
         # An audit hook stays until the process ends.
         if event in _STARTS and not is_over and os.getpid() == process and responsible_module() == "__main__":
-            raise ConfigurationError(
-                "The script starts a program, which --auto would start once per rank.",
-                where=words(user_call_site()),
-                evidence=f"{world_size} ranks run the whole script",
-                do="start it outside the script, or run without --auto",
-            )
+            raise _starts_program(world_size)
+
+    def checked(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
+        def check(started: BaseProcess) -> None:
+            # Workers of a loader are started by torch.utils.data.
+            if responsible_module().startswith(("__main__", "torch.multiprocessing")):
+                raise _starts_program(world_size)
+            start(started)
+
+        return check
 
     sys.addaudithook(look)
     try:
-        with replaced((dist, ["init_process_group"], lambda _: _opens_group)):
+        with replaced(
+            (dist, ["init_process_group"], lambda _: _opens_group),
+            (BaseProcess, ["start"], checked),
+        ):
             yield
     finally:
         is_over = True
+
+
+def _starts_program(world_size: int) -> ConfigurationError:
+    return ConfigurationError(
+        "The script starts a program, which --auto would start once per rank.",
+        where=words(user_call_site()),
+        evidence=f"{world_size} ranks run the whole script",
+        do="start it outside the script, or run without --auto",
+    )
 
 
 def _opens_group(*_: Any, **__: Any) -> None:  # noqa: ANN401 - as torch

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.parallel.randomness.scope import memory_order
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -58,14 +60,20 @@ def own_rows(whole: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
     return whole.narrow(dim, share.start, share.num)
 
 
-def whole_batch(own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
+def whole_batch(own: torch.Tensor, dim: int, share: Share, order: tuple[int, ...]) -> torch.Tensor:
     """Return the rows of all ranks along ``dim``; the gradient of ``own`` is this rank's rows of the whole one's.
 
     Called by: every rank.
+
+    Args:
+        own: this rank's rows.
+        dim: of the rows.
+        share: which rows these are.
+        order: the dims in the order of memory, in which torch draws a tensor like the result.
     """
     if own.requires_grad and torch.is_grad_enabled():
-        return _WholeBatch.apply(own, dim, share)  # type: ignore[no-any-return]
-    return _gathered(own, dim, share)
+        return _WholeBatch.apply(own, dim, share, order)  # type: ignore[no-any-return]
+    return _gathered(own, dim, share, order)
 
 
 def shared_by_ranks(parameters: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
@@ -86,23 +94,23 @@ def once(same: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, dim: int, share: Share) -> torch.Tensor:  # noqa: ANN401
-        ctx.dim, ctx.share = dim, share
+        ctx.dim, ctx.share, ctx.order = dim, share, memory_order(whole.stride())
         return whole.narrow(dim, share.start, share.num).clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
-        return _WholeBatch.apply(gradient, ctx.dim, ctx.share), None, None
+        return _WholeBatch.apply(gradient, ctx.dim, ctx.share, ctx.order), None, None
 
 
 class _WholeBatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, own: torch.Tensor, dim: int, share: Share, order: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
         ctx.dim, ctx.share = dim, share
-        return _gathered(own, dim, share)
+        return _gathered(own, dim, share, order)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
-        return _OwnRows.apply(gradient, ctx.dim, ctx.share), None, None
+        return _OwnRows.apply(gradient, ctx.dim, ctx.share), None, None, None
 
 
 class _SharedByRanks(torch.autograd.Function):
@@ -155,7 +163,7 @@ class _AddedOverRanks(torch.autograd.Function):
         return None, None, *(None if one is None else next(passed) for one in gradients)
 
 
-def _gathered(own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
+def _gathered(own: torch.Tensor, dim: int, share: Share, order: tuple[int, ...]) -> torch.Tensor:
     """Return the rows of all ranks. Every rank sends as many as the one that has most: one more at most."""
     rows = own.detach().movedim(dim, 0)
     most = share.rows_of(0)[1]
@@ -169,7 +177,8 @@ def _gathered(own: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
     else:
         parts = [received[rank, : share.rows_of(rank)[1]] for rank in range(share.exchange.world_size)]
         whole = torch.cat(parts)
-    return whole.movedim(0, dim)
+    places = [order.index(one) for one in range(len(order))]
+    return whole.movedim(0, dim).permute(order).contiguous().permute(places)
 
 
 def _added(own: Sequence[torch.Tensor | None], likes: Sequence[Any], exchange: Exchange) -> tuple[Any, ...]:
