@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants bench bench-peers docs docs-browser docs-links chart lock release-check clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults bench bench-peers docs docs-browser docs-links chart lock release-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,9 @@ gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
 
 mutants: setup  ## put small mistakes into a copy of the code, one at a time, and count those that tests notice
 	$(BIN)/python tests/mutants/run.py $(ONLY)
+
+faults: setup  ## scripts with one mistake each: does rankwise verify find it and its cause?
+	$(BIN)/python tests/faults/run.py $(ONLY)
 
 bench: setup  ## ratios against other tools; run nothing else at the same time
 	$(BIN)/python benchmarks/run.py

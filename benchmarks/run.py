@@ -15,6 +15,7 @@ BENCHMARKS = (
     "launch_function.py",
     "recovery.py",
     "train_step.py",
+    "auto.py",
     "loss_reading.py",
     "random_numbers.py",
     "exchange_step.py",

@@ -73,6 +73,30 @@ def test_other_launchers_start_it_too(command: Command, alone: list[float]) -> N
         assert all(line.endswith(" a --b") for line in done.stdout.splitlines())
 
 
+ALONE = """
+import argparse, atexit, os, sys
+import torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+print(parser.parse_args().local_rank, [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ])
+print(dist.is_available(), dist.is_initialized())
+try:
+    dist.get_rank()
+except ValueError as error:
+    print(error)
+atexit.register(print, "at the end")
+sys.exit(3)
+"""
+
+
+def test_the_script_sees_one_process(command: Command) -> None:
+    command.write("train.py", ALONE)
+    done = command.run("-n", "2", "--auto", "train.py")
+    assert done.returncode == 3
+    no_group = "Default process group has not been initialized, please make sure to call init_process_group."
+    assert done.stdout.splitlines() == ["-1 []", "True False", no_group, "at the end"]
+
+
 def test_a_missing_script_is_named(command: Command) -> None:
     done = command.python("-m", "rankwise.tools.auto")
     assert "ConfigurationError: A script is missing." in done.stderr
@@ -84,11 +108,11 @@ def test_a_missing_script_is_named(command: Command) -> None:
 CALL = "model(torch.randn(4, 3))"
 LINEAR = "model = nn.Linear(3, 2)"
 LATER = """
+import itertools
+calls = itertools.count()
 class Net(nn.Linear):
-    calls = 0
     def forward(self, x):
-        Net.calls += 1
-        return super().forward(x - x.mean(0) if Net.calls > 6 else x)
+        return super().forward(x - x.mean(0) if next(calls) > 8 else x)
 model = Net(3, 2)
 """
 PROCESS = """
@@ -124,6 +148,11 @@ REFUSED = {
         CALL,
         "ConfigurationError: This process has already joined a world.",
     ),
+    "file": (
+        "import os; open(f'log-{os.getpid()}.txt', 'w')",
+        CALL,
+        'ConfigurationError: open(mode="w") names different files on different ranks',
+    ),
     "error": (LINEAR, "model(torch.randn(4, 3 + (step == 2)))", "rankwise: this rank ran Linear on 2 of the 4 rows"),
 }
 """By name: lines before the training loop, the call of the model in it, and words of the error."""
@@ -155,6 +184,16 @@ WHOLE = {
         f"{LINEAR}; model.register_forward_hook(lambda *_: None)",
         "Linear runs whole on every rank: it has hooks, which would see a part of the batch",
     ),
+    "prints": (NET.format("x + len(str(print('here')))"), "Net runs whole on every rank: it prints"),
+    "counts": (
+        "steps = []\n" + NET.format("x + len(steps.append(1) or steps)"),
+        "Net runs whole on every rank: it changes the global steps has",
+    ),
+    "pairs": (
+        NET.format("(x @ x.T).softmax(1) @ x"),
+        "Net runs whole on every rank: samples see one another: the output is another for 2 of 4 rows",
+    ),
+    "rarely": (NET.format("x.clamp(max=x.max() + 9)"), "Net runs whole on every rank: samples meet in max at train.py"),
     "sizes": (
         NET.format("x.view(4, 3)"),
         "Net runs whole on every rank: it fails for a part of the batch (RuntimeError: shape '[4, 3]' is invalid",
@@ -210,6 +249,8 @@ own = tempfile.mkdtemp()
 Path(own, "rank").write_text(str(rank))
 assert Path(own, "rank").read_text() == str(rank)
 os.remove(Path(own, "rank")), os.rmdir(own)
+with tempfile.TemporaryDirectory() as own:
+    torch.save(rank, os.path.join(own, "model.pt"))
 """
 
 

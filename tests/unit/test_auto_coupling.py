@@ -49,6 +49,7 @@ MEETING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "largest": (lambda x: torch.where(x.abs().max() > 9, x / 2, x), "samples meet in max"),
     "loss": (lambda x: functional.mse_loss(x, x.detach()), "samples meet in mse_loss"),
     "pairs": (lambda x: x.flatten(1).T @ x.flatten(1), "samples meet in mm"),
+    "attention over samples": (lambda x: (x.flatten(1) @ x.flatten(1).T).softmax(1), "samples meet in mm"),
     "flat": (lambda x: x.reshape(-1, WIDTH).sum(0), "samples meet in sum"),
     "item": (lambda x: x[0, 0, 0].item(), "it decides by values of its samples"),
     "decision": (lambda x: x * 2 if x[0, 0, 0] > 9 else x, "it decides by values of its samples"),

@@ -15,7 +15,6 @@ from torch.nn.utils import parametrizations
 from rankwise.tools.auto.proof import (
     OutputRows,
     agree,
-    attributes_of,
     batch_dims,
     copy_of,
     difference,
@@ -23,6 +22,7 @@ from rankwise.tools.auto.proof import (
     obstacle,
     obstacle_after,
     parameters_of,
+    tensors_kept,
 )
 from rankwise.tools.auto.rows import Share
 
@@ -100,35 +100,54 @@ class _Keeps(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.features: list[torch.Tensor] = []
-        self.num_rows = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_rows = len(x)
         self.features.append(x)
         return x
 
 
-def test_tensors_kept_by_a_call_are_named() -> None:
+def test_tensors_kept_in_attributes_are_found() -> None:
     module = nn.Sequential(_Keeps())
-    before = attributes_of(module)
-    facts = {"changes_arguments": False, "changes_parameters": False}
-    assert obstacle_after(module, before, [], **facts) is None
-    module(torch.zeros(3, 2))
-    assert obstacle_after(module, before, [], **facts) == "it keeps tensors of its batch, in .0.features"
+    assert tensors_kept(module) == []
+    x = torch.zeros(3, 2)
+    module(x)
+    assert tensors_kept(module) == [("0.features", x)]
 
 
-def test_what_a_whole_call_did_can_forbid_splitting() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    before = attributes_of(module)
+@pytest.mark.parametrize(
+    ("module", "facts", "expected"),
+    [
+        (nn.BatchNorm1d(2), {"checkpoints": [False]}, "it uses torch.utils.checkpoint around BatchNorm"),
+        (nn.BatchNorm1d(2).eval(), {"checkpoints": [False]}, None),
+        (nn.Linear(2, 2), {"checkpoints": [False, True]}, "it uses torch.utils.checkpoint with use_reentrant=True"),
+        (nn.Linear(2, 2), {"changes_arguments": True}, "it changes its arguments"),
+        (nn.Linear(2, 2), {"changes_parameters": True}, "it changes its parameters in forward"),
+        (nn.Linear(2, 2), {"is_random": True}, None),
+        (nn.BatchNorm1d(2), {}, None),
+    ],
+)
+def test_what_a_whole_call_did_can_forbid_splitting(
+    module: nn.Module, facts: dict[str, Any], expected: str | None
+) -> None:
+    none: dict[str, Any] = {
+        "checkpoints": [],
+        "changes_arguments": False,
+        "changes_parameters": False,
+        "is_random": False,
+    }
+    assert obstacle_after(module, **(none | facts)) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_compiled_modules_are_split_only_without_what_is_replaced_in_python() -> None:
     facts = {"changes_arguments": False, "changes_parameters": False}
-    assert obstacle_after(module, before, [False], **facts) == "it uses torch.utils.checkpoint around BatchNorm"
-    reentrant = "it uses torch.utils.checkpoint with use_reentrant=True"
-    assert obstacle_after(module, before, [False, True], **facts) == reentrant
-    assert obstacle_after(module.eval(), before, [False], **facts) is None
-    changed = obstacle_after(module, before, [], changes_arguments=True, changes_parameters=False)
-    assert changed == "it changes its arguments"
-    changed = obstacle_after(module, before, [], changes_arguments=False, changes_parameters=True)
-    assert changed == "it changes its parameters in forward"
+    compiled, normed = (cast("nn.Module", torch.compile(one)) for one in (nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert obstacle(compiled, [torch.zeros(3, 2)]) is None
+    assert obstacle_after(compiled, [], **facts, is_random=False) is None
+    expected = "it is compiled, with BatchNorm or random numbers in it"
+    assert obstacle_after(compiled, [], **facts, is_random=True) == expected
+    assert obstacle_after(normed, [], **facts, is_random=False) == expected
+    assert obstacle(nn.Sequential(compiled), [torch.zeros(3, 2)]) == "a part of it is compiled by torch.compile"
 
 
 def test_a_copy_shares_parameters_and_nothing_else() -> None:
@@ -140,8 +159,6 @@ def test_a_copy_shares_parameters_and_nothing_else() -> None:
     assert difference_beside(module, copy) == "its buffers depend on the rows"
     module(torch.arange(6.0).view(3, 2))
     assert difference_beside(module, copy) is None
-    copy.get_submodule("0").num_rows = 2  # type: ignore[assignment]
-    assert difference_beside(module, copy) == "its attribute .0.num_rows depends on the rows"
 
 
 def test_rows_of_outputs_are_found_by_their_shapes_and_compared() -> None:

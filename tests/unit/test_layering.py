@@ -23,6 +23,13 @@ PURE = (
     "data.epoch_order",
     "data.shards",
     "checkpoint.manifest",
+    "tools.verify.records",
+    "tools.verify.compare",
+    "tools.verify.causes",
+    "tools.verify.verdict",
+    "tools.verify.conclude",
+    "tools.verify.terminal",
+    "tools.verify.page",
 )
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "base"}
 MAY_READ_VARIABLES = ("world.environments.process", "launch")

@@ -28,22 +28,25 @@ from rankwise.tools.auto.module_calls import ModuleCalls
 from rankwise.tools.auto.proof import (
     PLAIN,
     WRONG_VALUES,
-    attributes_of,
     batch_dims,
     copy_of,
     difference,
     difference_beside,
+    hooks_of,
     obstacle,
     obstacle_after,
     parameters_of,
+    tensors_kept,
     uncompiled,
 )
 from rankwise.tools.auto.rows import Share, once, own_rows, whole_batch
 from rankwise.tools.auto.sharing import parameters_shared
+from rankwise.tools.auto.side_effects import Effects, changed, python_state
 from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -126,14 +129,25 @@ class WholeRun:
     """A call that has run whole."""
 
     result: Any
+    reason: str | None
+    """Why such calls must not be split, if that is known already."""
+    facts: tuple[int, int]
+    """Checksums of its arguments and of the parameters."""
     before: GeneratorStates
     after: GeneratorStates
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it drew random numbers."""
+        return not self.before.are(self.after)
 
 
 class SplitCalls:
     """Splits the calls of modules, from the start of the script to its end."""
 
-    def __init__(self, session: Session, exchange: Exchange) -> None:
+    def __init__(self, session: Session, exchange: Exchange, num_file_changes: Callable[[], int]) -> None:
+        """``num_file_changes`` returns how often files have been changed so far."""
+        self._num_file_changes = num_file_changes
         self._session = session
         self._exchange = exchange
         self._device = torch.device(session.world.device)
@@ -224,44 +238,64 @@ class SplitCalls:
 
     def _proved(self, call: Call, kind: KindOfCall, batches: Sequence[BatchDims]) -> tuple[Any, bool]:
         """Run a call whole, and try copies of the module on rows; return its outputs, and whether it drew numbers."""
+        copies, given = self._copies(call, len(batches))
+        whole_run = self._run_whole(call, can_be_copied=bool(copies))
+        tries = list(zip(batches, copies, strict=False)) if whole_run.reason is None else []
+        reasons: list[str] = []
+        for batch, copy in tries:
+            failed, outputs = self._tried(call, copy, batch, given, whole_run)
+            answers = list(filter(None, self._agreed(call.name, failed, whole_run.facts)))
+            if not answers:
+                kind.batch, kind.outputs = batch, outputs
+                return whole_run.result, whole_run.is_random
+            reasons.append(answers[0])
+        if not tries:
+            reasons = list(filter(None, self._agreed(call.name, whole_run.reason, whole_run.facts)))
+        if kind.num_split and reasons[0].startswith(WRONG_VALUES):
+            raise _no_longer(call, reasons[0])
+        # What is set once, as a cache, is not set in the second call.
+        if kind.num_calls > 1 or not reasons[0].startswith("it changes "):
+            kind.reason = reasons[0]
+            self._log(f"auto: {call.name} runs whole on every rank: {kind.reason}")
+        return whole_run.result, whole_run.is_random
+
+    def _copies(self, call: Call, number: int) -> tuple[list[nn.Module], list[Any]]:
+        """Return copies of the module as it is before the call, none if it cannot be copied, and of the arguments."""
+        if obstacle(call.module, call.leaves) is not None:
+            return [], []
+        try:
+            copies = [uncompiled(copy_of(call.module)) for _ in range(number)]
+        except Exception:  # noqa: BLE001 - whatever a class raises
+            return [], []
+        return copies, [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in call.leaves]
+
+    def _run_whole(self, call: Call, *, can_be_copied: bool) -> WholeRun:
+        """Run a call whole, and look at what it does besides."""
         module, leaves = call.module, call.leaves
-        reason, copies = obstacle(module, leaves), []
-        if reason is None:
-            try:
-                copies = [uncompiled(copy_of(module)) for _ in batches]
-            except Exception as error:  # noqa: BLE001 - whatever a class raises
-                reason = f"it cannot be copied for a trial ({_first_line(error)})"
-        given = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in leaves] if copies else []
         facts = _digest(leaves), checksum(parameters_of(module))
-        attributes, before = attributes_of(module), GeneratorStates.now(self._device)
-        result, checkpoints = self._calls.whole(module, *call.arguments(leaves))
+        effects, state, before = Effects(), python_state(module), GeneratorStates.now(self._device)
+        num_changes = self._num_file_changes()
+        with effects.noted():
+            result, checkpoints = self._calls.whole(module, *call.arguments(leaves))
         after = GeneratorStates.now(self._device)
-        is_random = not before.are(after)
-        if reason is None:
-            reason = obstacle_after(
+        name = changed(state, python_state(module))
+        if name is not None:
+            effects.note(f"it changes {name}")
+        if num_changes != self._num_file_changes():
+            effects.note("it writes files")
+        reason = (
+            obstacle(module, leaves)
+            or (None if can_be_copied else "it cannot be copied for a trial")
+            or effects.found
+            or obstacle_after(
                 module,
-                attributes,
                 checkpoints,
                 changes_arguments=facts[0] != _digest(leaves),
                 changes_parameters=facts[1] != checksum(parameters_of(module)),
+                is_random=not before.are(after),
             )
-        reasons: list[str] = []
-        for batch, copy in zip(batches, copies, strict=False):
-            failed, outputs = reason, ()
-            if reason is None:
-                failed, outputs = self._tried(call, copy, batch, given, WholeRun(result, before, after))
-            answers = list(filter(None, self._agreed(call.name, failed, facts)))
-            if not answers:
-                kind.batch, kind.outputs = batch, outputs
-                return result, is_random
-            reasons.append(answers[0])
-        if not copies:
-            reasons += filter(None, self._agreed(call.name, reason, facts))
-        if kind.num_split and reasons[0].startswith(WRONG_VALUES):
-            raise _no_longer(call, reasons[0])
-        kind.reason = reasons[0]
-        self._log(f"auto: {call.name} runs whole on every rank: {kind.reason}")
-        return result, is_random
+        )
+        return WholeRun(result, reason, facts, before, after)
 
     def _tried(
         self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
@@ -292,6 +326,9 @@ class SplitCalls:
         if structure != structure_of_rows:
             return "it returns something else for a part of the batch", ()
         reason, places = difference(whole, outputs, share)
+        kept = next((name for name, one in tensors_kept(copy) if watch.holds_samples(one)), None)
+        if kept is not None:
+            reason = f"it keeps tensors of its batch, in {kept}"
         reason = reason or difference_beside(call.module, copy) or watch.found
         if reason is None and not whole_run.after.are(GeneratorStates.now(self._device)):
             reason = "it draws other random numbers for a part of the batch"
@@ -345,7 +382,7 @@ def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) ->
         else (type(one), repr(one) if isinstance(one, PLAIN) and not isinstance(one, float) else "")
         for one in leaves
     )
-    modes = tuple(part.training for part in module.modules())
+    modes = tuple(map(_modes_of, module.modules()))
     return (
         modes,
         torch.is_grad_enabled(),
@@ -354,6 +391,13 @@ def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) ->
         str(tree),
         facts,
     )
+
+
+def _modes_of(part: nn.Module) -> tuple[object, ...]:
+    """Return what may make a part compute something else than before: hooks and parameters, and own settings."""
+    own = type(part).__module__.partition(".")[0] != "torch"
+    settings = [(key, value) for key, value in vars(part).items() if isinstance(value, bool | int | str)] if own else ()
+    return part.training, sum(1 for _ in hooks_of(part)), len(own_parameters(part)), *settings
 
 
 def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:

@@ -80,6 +80,8 @@ class CouplingWatch(BatchTracer):
     ) -> Any:  # noqa: ANN401 - whatever the operation returns
         """See one operation. Called by torch."""
         call = TracedCall(func, args, dict(kwargs or {}))
+        if any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
+            return func(*args, **call.given)  # another mode asks for shapes
         is_of_samples = any(self.holds_samples(one) for one in call.tensors)
         if is_of_samples and (call.name in _READS or (call.name == "index" and self._is_masked(call))):
             self.note_read(call.name)
@@ -116,12 +118,17 @@ class CouplingWatch(BatchTracer):
         if any(identity_of(one) in layouts for one in outputs):
             return  # changed in place
         now, grown = self._grown(call, {}), self._grown(call, layouts)
-        if now is not None and grown is not None and now == grown and now:
+        if now and grown and (now == grown or any(map(_grows_twice, now, grown))):
             self._note_first(f"samples meet in {call.name.strip('_')} at {words(user_call_site())}")
 
     def _note_first(self, text: str) -> None:
         if self.found is None and not self._is_paused:
             self.found = text
+
+
+def _grows_twice(now: Sequence[int], grown: Sequence[int]) -> bool:
+    """Return whether a result has an entry for each pair of samples."""
+    return sum(old != new for old, new in zip(now, grown, strict=False)) > 1
 
 
 class _LeavingTorch(TorchFunctionMode):

@@ -141,79 +141,54 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module_within(module) or module
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
-    """What modules hold beside parameters and buffers."""
-
-    tensors: dict[str, list[torch.Tensor]]
-    plain: dict[str, object]
-
-
-def attributes_of(module: nn.Module) -> Attributes:
-    """Return the attributes of a module and its parts that a call may change."""
-    tensors: dict[str, list[torch.Tensor]] = {}
-    plain: dict[str, object] = {}
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            place = f"{name}.{key}" if name else key
-            if key in _OF_TORCH:
-                continue
-            held = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-            if held:
-                tensors[place] = held
-            elif isinstance(value, PLAIN):
-                plain[place] = value
-    return Attributes(tensors, plain)
+def tensors_kept(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that modules hold in attributes, beside parameters and buffers, and the names of these."""
+    return [
+        (f"{name}.{key}", held)
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if key not in _OF_TORCH
+        for held in pytree.tree_leaves(value)
+        if isinstance(held, torch.Tensor)
+    ]
 
 
 def obstacle_after(
     module: nn.Module,
-    before: Attributes,
     checkpoints: Sequence[bool],
     *,
     changes_arguments: bool,
     changes_parameters: bool,
+    is_random: bool,
 ) -> str | None:
     """Return why a call that has run whole must not be split.
 
     Args:
         module: that was called.
-        before: its attributes before the call.
         checkpoints: its uses of torch.utils.checkpoint, whether they are reentrant.
         changes_arguments: whether the call has changed its arguments.
         changes_parameters: whether the call has changed the module's parameters.
+        is_random: whether the call has drawn random numbers.
     """
+    has_batchnorm = any(isinstance(one, BatchNorm) and one.training for one in module.modules())
     if changes_arguments:
         return "it changes its arguments"
     if changes_parameters:
         return "it changes its parameters in forward"
-    kept = _kept_tensors(before.tensors, attributes_of(module).tensors)
-    if kept is not None:
-        return f"it keeps tensors of its batch, in .{kept}"
     if any(checkpoints):
         return "it uses torch.utils.checkpoint with use_reentrant=True"
-    if checkpoints and any(isinstance(one, BatchNorm) and one.training for one in module.modules()):
+    if checkpoints and has_batchnorm:
         return "it uses torch.utils.checkpoint around BatchNorm"
-    return None
-
-
-def _kept_tensors(before: dict[str, list[torch.Tensor]], after: dict[str, list[torch.Tensor]]) -> str | None:
-    """Return the name of an attribute into which a call has put tensors."""
-    for name, held in after.items():
-        known = before.get(name, [])
-        if len(known) != len(held) or any(old is not new for old, new in zip(known, held, strict=True)):
-            return name
+    if uncompiled(module) is not module and (has_batchnorm or is_random):
+        return "it is compiled, with BatchNorm or random numbers in it"
     return None
 
 
 def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
     """Return why a copy that ran on rows has not become what the module is after the whole call."""
     buffers = zip(buffers_of(module), buffers_of(copy), strict=True)
-    if not all(one.shape == other.shape and agree(one, other) for one, other in buffers):
-        return "its buffers depend on the rows"
-    plain, of_rows = attributes_of(uncompiled(module)).plain, attributes_of(copy).plain
-    changed = next((name for name in plain if plain[name] != of_rows.get(name)), None)
-    return None if changed is None else f"its attribute .{changed} depends on the rows"
+    is_same = all(one.shape == other.shape and agree(one, other) for one, other in buffers)
+    return None if is_same else "its buffers depend on the rows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,18 @@ import os
 import sys
 import tempfile
 import threading
-import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from rankwise.comm.backends.protocol import NOTE_BYTES
 from rankwise.comm.collectives.objects import broadcast_object
 from rankwise.comm.session import current_or_none
-from rankwise.health.call_site import responsible_module
+from rankwise.errors import ConfigurationError, fold_values
+from rankwise.health.call_site import responsible_module, user_call_site
+from rankwise.health.call_site import words as words_of
 from rankwise.tools.auto.replacing import replaced
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class RankZeroFiles:
         self._process = os.getpid()
         self._is_inside = False
         self._open = builtins.open
+        self._num_changes = 0
 
     def replacing(self) -> AbstractContextManager[None]:
         """Change files on rank zero alone inside the block."""
@@ -68,9 +71,14 @@ class RankZeroFiles:
             (io, ["open"], lambda _: self._opened),
         )
 
+    def num_changes(self) -> int:
+        """Return how often the script has changed files."""
+        return self._num_changes
+
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
-            if not self._counts(path) or not self._is_one_file(path, function.__name__):
+            folder = next((kwargs[name] for name in ("dir_fd", "src_dir_fd") if kwargs.get(name) is not None), None)
+            if not self._counts(path) or not self._is_one_file(path, function.__name__, folder):
                 return function(path, *args, **kwargs)
             return self._by_rank_zero(lambda: function(path, *args, **kwargs))
 
@@ -134,12 +142,35 @@ class RankZeroFiles:
         inside = os.path.realpath(name).removeprefix(f"{Path.cwd()}/")
         return not any(part.startswith(".") for part in Path(inside).parts)
 
-    def _is_one_file(self, path: Any, words: str) -> bool:  # noqa: ANN401 - any path
-        """Return whether all ranks name the same file. Called by: every rank."""
-        name = os.fsdecode(path)
-        own = zlib.crc32(os.path.realpath(name).encode(errors="surrogateescape")).to_bytes(4, "little")
+    def _is_one_file(self, path: Any, words: str, folder: int | None = None) -> bool:  # noqa: ANN401 - any path
+        """Return whether all ranks name the same file. Called by: every rank.
+
+        Args:
+            path: that this rank names.
+            words: the call.
+            folder: descriptor of the folder that the path is relative to.
+
+        Raises:
+            ConfigurationError: they do not, though it is not a temporary file.
+        """
+        self._num_changes += 1
+        name = os.path.realpath(os.fsdecode(path))
+        if folder is not None:
+            name = os.path.join(os.path.realpath(f"/proc/self/fd/{folder}"), os.fsdecode(path))  # noqa: PTH118 - as text
+        own = name.encode(errors="surrogateescape")[-NOTE_BYTES:]
         notes = self._exchange.gather_notes(own, what=words)
-        return len({note[:4] for note in notes}) == 1
+        names = {rank: note.rstrip(b"\0").decode(errors="replace") for rank, note in enumerate(notes)}
+        if len(set(names.values())) == 1:
+            return True
+        temporary = os.path.realpath(tempfile.gettempdir())
+        if all(one.startswith(temporary) and not one.startswith(str(Path.cwd())) for one in names.values()):
+            return False
+        raise ConfigurationError(
+            f"{words} names different files on different ranks, which all run the whole script.",
+            where=words_of(user_call_site()),
+            evidence=fold_values(names),
+            do="put neither the time nor the process nor unseeded numbers into the name; pass it as an argument",
+        )
 
     def _by_rank_zero(self, action: Callable[[], Any], *, keeps: bool = False) -> Any:  # noqa: ANN401 - the action's own
         """Return what an action returns on rank zero, or raise what it raises there. Called by: every rank."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script for one device must not do on several ranks: start programs, or join ranks itself."""
+"""What a script for one device must not do or see on several ranks: start programs, join ranks, find a group open."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +47,27 @@ def refusing(world_size: int) -> Generator[None]:
     try:
         with replaced(
             (dist, ["init_process_group"], lambda _: _opens_group),
+            (dist, ["is_initialized"], partial(_for_script, lambda: False)),
+            (dist, ["get_rank", "get_world_size"], partial(_for_script, _has_no_group)),
             (BaseProcess, ["start"], checked),
         ):
             yield
     finally:
         is_over = True
+
+
+def _for_script(answer: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that answers the script and its libraries; torch and rankwise get torch's own answer."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+        is_own = responsible_module().partition(".")[0] in {"torch", "rankwise"}
+        return function(*args, **kwargs) if is_own else answer()
+
+    return call
+
+
+def _has_no_group() -> None:
+    raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
 
 
 def _starts_program(world_size: int) -> ConfigurationError:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rankwise.launch.fork_server.entrypoint import run_as_main
@@ -33,15 +33,21 @@ class AutoScript:
         from rankwise.tools.auto.generators import start_alike  # noqa: PLC0415
         from rankwise.tools.auto.rank_zero import RankZeroFiles, output_of_rank_zero  # noqa: PLC0415
         from rankwise.tools.auto.refusing import refusing  # noqa: PLC0415
+        from rankwise.tools.auto.replacing import exit_functions_called  # noqa: PLC0415
+        from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
 
+        # An option that torch's old launcher passed: the script is to see one process.
+        target = replace(self.target, local_rank_option=None)
         with join() as world:
             session = current()
             exchange = session.exchange
             if exchange is None:
-                run_as_main(self.target)
+                run_as_main(target)
                 return
             start_alike(torch.device(world.device))
-            calls, files = SplitCalls(session, exchange), RankZeroFiles(exchange)
+            files = RankZeroFiles(exchange)
+            calls = SplitCalls(session, exchange, files.num_changes)
             with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), refusing(exchange.world_size):
-                run_as_main(self.target)
+                with of_one_process(), exit_functions_called():
+                    run_as_main(target)
                 calls.check_parameters()

@@ -33,6 +33,23 @@ STOP_SIGNAL = "SIGUSR2"
 """The signal that rankwise's own batch scripts have Slurm send before the time limit."""
 
 
+SEEN_BY_SCRIPTS = frozenset(
+    {
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "WORLD_SIZE",
+    }
+)
+"""Variables of torchrun, which scripts read themselves."""
+
+
 def read_process(environment: str | None = None) -> Reading:
     """Return what started this process. ``environment`` names the row of the table to use, whatever the others give.
 
@@ -166,6 +183,19 @@ def replaced(variables: Mapping[str, str]) -> Generator[None]:
     finally:
         unset(name for name, value in before.items() if value is None)
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@contextmanager
+def of_one_process() -> Generator[None]:
+    """Remove inside the block the variables by which a script recognizes that it is one of several ranks."""
+    hidden = {
+        name: value for name, value in os.environ.items() if name in SEEN_BY_SCRIPTS or name.startswith("TORCHELASTIC_")
+    }
+    unset(hidden)
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def checks_collectives() -> bool:

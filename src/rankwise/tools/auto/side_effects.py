@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call does beside its result: attributes, globals, hooks and output that it changes.
+
+A trial would do it twice, and a split call with a part of the batch only. So the call that runs whole is looked at
+first, and a module that does anything but compute is not split.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rankwise.tools.auto.proof import PLAIN
+from rankwise.tools.auto.replacing import replaced
+from rankwise.torch_private.autograd import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+
+LARGEST = 1000
+"""Entries of a container that are looked at; of a larger one only their number."""
+DEEPEST = 4
+_OF_TORCH = frozenset(vars(nn.Module()))
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class Effects:
+    """What one call has done that can be seen while it does it."""
+
+    def __init__(self) -> None:
+        self.found: str | None = None
+        """In words that follow a colon."""
+
+    @contextmanager
+    def noted(self) -> Generator[None]:
+        """Note output and hooks on tensors inside the block."""
+        with replaced(
+            (sys, ["stdout", "stderr"], lambda stream: _Noting(stream, self)),
+            (torch.Tensor, ["register_hook", "register_post_accumulate_grad_hook", "retain_grad"], self._noting),
+        ):
+            yield
+
+    def note(self, text: str) -> None:
+        """Note an effect, if it is the first one."""
+        self.found = self.found or text
+
+    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+            self.note(f"it calls Tensor.{method.__name__}, which would see a part of the batch")
+            return method(*args, **kwargs)
+
+        return call
+
+
+class _Noting:
+    """A stream that notes that it is written to."""
+
+    def __init__(self, stream: Any, effects: Effects) -> None:  # noqa: ANN401 - any stream
+        self._stream = stream
+        self._effects = effects
+
+    def write(self, text: str) -> int:
+        """Write, and note it."""
+        self._effects.note("it prints")
+        return int(self._stream.write(text) or 0)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the stream's own
+        return getattr(self._stream, name)
+
+
+def python_state(module: nn.Module) -> dict[str, object]:
+    """Return what a call of ``module`` could change in Python, by name: attributes, of its classes too, and globals.
+
+    Tensors that are attributes of modules are left out.
+    """
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    parts = list(module.named_modules())
+    for name, part in parts:
+        for key, value in vars(part).items():
+            if key not in _OF_TORCH and not isinstance(value, torch.Tensor):
+                _add(f"{name}.{key}" if name else f".{key}", value, found, seen, DEEPEST)
+    kinds = {kind for _, part in parts for kind in type(part).__mro__ if _is_of_user(kind)}
+    for kind in kinds:
+        for key, value in vars(kind).items():
+            if not key.startswith("__"):
+                _add(f"{kind.__name__}.{key}", value, found, seen, DEEPEST)
+    for name in {"__main__", *(kind.__module__ for kind in kinds)}:
+        for key, value in vars(sys.modules.get(name, sys)).items():
+            if not key.startswith("__"):
+                _add(f"the global {key}", value, found, seen, DEEPEST)
+    return found
+
+
+def changed(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
+    """Return the name of what differs between two states, if anything does."""
+    for name in (*after, *before):
+        if name not in before or name not in after or before[name] != after[name]:
+            return name
+    return None
+
+
+def _add(name: str, value: object, found: dict[str, object], seen: set[int], depth: int) -> None:
+    fact = _fact_of(value)
+    if fact is not None:
+        found[name] = fact
+        return
+    if depth == 0 or id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, inner in _within(value):
+        _add(f"{name}{key}", inner, found, seen, depth - 1)
+
+
+def _fact_of(value: object) -> object:
+    """Return what can be compared later, for a value without parts."""
+    if isinstance(value, (*PLAIN, np.generic)):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value)
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes() if value.size <= LARGEST else 0
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState | torch.Generator):
+        return repr(value.get_state())
+    return repr(value.getstate()) if isinstance(value, random.Random) else None
+
+
+class _Tensor:
+    """A tensor, as it is now."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = 0 if tensor.is_inference() else version_of(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Tensor) and (self._tensor is other._tensor) and self._version == other._version
+
+    def __hash__(self) -> int:
+        return id(self._tensor)
+
+
+def _within(value: object) -> Iterable[tuple[str, object]]:
+    """Yield the parts of a value, and names for them."""
+    if isinstance(value, Mapping):
+        yield " has", len(value)
+        if len(value) <= LARGEST:
+            yield from ((f"[{key!r}]", inner) for key, inner in list(value.items()))
+    elif isinstance(value, list | tuple | deque):
+        yield " has", len(value)
+        if len(value) <= LARGEST:
+            yield from ((f"[{number}]", inner) for number, inner in enumerate(list(value)))
+    elif isinstance(value, set | frozenset):
+        yield " has", sorted(map(repr, value)) if len(value) <= LARGEST else len(value)
+    elif _is_of_user(type(value)) and not isinstance(value, nn.Module | type | ModuleType):
+        yield from ((f".{key}", inner) for key, inner in list(getattr(value, "__dict__", {}).items()))
+
+
+def _is_of_user(kind: type) -> bool:
+    """Return whether a class is the script's, not a library's."""
+    root = kind.__module__.partition(".")[0]
+    if kind.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None)
+    is_library = root in sys.stdlib_module_names or root in {"torch", "rankwise"} or file is None
+    return not is_library and not any(folder in str(file) for folder in _INSTALLED)

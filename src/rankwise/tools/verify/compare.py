@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far apart N ranks and one rank are, in the order in which one quantity follows from another.
+
+Values only; imports no torch. What each rank has a share of is added up over ranks; what all hold is compared on each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from rankwise.tools.verify.records import summed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from rankwise.tools.verify.records import ModuleOutput, Parameter, RankRun, Sketch, Step
+
+Phase = Literal["data", "initial parameters", "forward", "gradient", "hyperparameters", "update", "buffers"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""In the order of cause and effect within a step."""
+EXACT: tuple[Phase, ...] = ("data", "hyperparameters")
+"""Not subject to rounding."""
+
+BASE = {"float64": 1e-10, "as-is": 3e-5}
+"""Relative differences that are always rounding."""
+ASSUMED = {"float64": 1e-8, "as-is": 1e-2}
+"""The same where the rounding of the script cannot be measured."""
+PLAUSIBLE = {"float64": 1e-7, "as-is": 3e-3}
+"""A measured difference beyond this, in the first step, is no rounding."""
+LARGEST = {"float64": 1e-4, "as-is": 5e-2}
+"""No tolerance is larger, however far rounding has grown."""
+FACTOR = 30.0
+"""How many times the measured rounding still counts as rounding."""
+_SMALL_SHARE = 1e-4
+"""A gradient this much smaller than the whole one is compared relative to the whole one."""
+_SMALL_UPDATE = {"float64": 1e-5, "as-is": 2e-3}
+"""An update this much smaller than its parameter is compared relative to the parameter, which is rounded."""
+WHOLLY = 1.0
+"""The relative difference of values that have no measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far apart one quantity is in one step."""
+
+    step: int
+    phase: Phase
+    name: str
+    kind: str
+    """Of a module: the name of its class."""
+    ranks: tuple[int, ...]
+    """The ranks on which it is, or all if it is a sum over them."""
+    error: float
+    """Relative to the size of the quantity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What counts as rounding: measured on one rank with each batch permuted, or assumed."""
+
+    dtype: str
+    measured: Mapping[tuple[int, Phase], float] | None
+    """The largest difference of each step and phase; ``None``: not measured."""
+    why_assumed: str = ""
+
+    def tolerance(self, step: int, phase: Phase) -> float:
+        """Return the relative difference up to which two values are equal."""
+        if phase in EXACT:
+            return 1e-12
+        if self.measured is None:
+            return ASSUMED[self.dtype]
+        return min(max(BASE[self.dtype], FACTOR * self.measured.get((step, phase), 0.0)), LARGEST[self.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A gap that is more than rounding."""
+
+    gap: Gap
+    tolerance: float
+
+    @property
+    def multiple(self) -> float:
+        """How many times the tolerance it is."""
+        return self.gap.error / self.tolerance
+
+
+# -- the floor -----------------------------------------------------------------------------------------------
+
+
+def measured_floor(one: RankRun, permuted: RankRun) -> Floor:
+    """Return the floor, from a run on one rank and another one in which the rows of each batch were permuted."""
+    dtype = one.facts.dtype
+    worst: dict[tuple[int, Phase], float] = {}
+    for gap in gaps(one, [permuted]):
+        key = gap.step, gap.phase
+        worst[key] = max(worst.get(key, 0.0), gap.error)
+    # An update may be larger: Adam makes full steps of gradients that are rounding alone.
+    first = max((worst.get((1, phase), 0.0) for phase in ("forward", "gradient")), default=0.0)
+    if first > PLAUSIBLE[dtype]:
+        return Floor(dtype, None, "the result depends on the order of samples within a batch")
+    return Floor(dtype, worst)
+
+
+def is_unseeded(one: RankRun, again: RankRun) -> Gap | None:
+    """Return the gap between two runs on one rank, if data or initial parameters differ."""
+    mine, theirs = (_samples(rank.steps[:1]) for rank in (one, again))
+    # Noise that the script adds to equal samples belongs to other rows where they are permuted.
+    phases = ("initial parameters",) if mine and mine == theirs else ("data", "initial parameters")
+    first = (gap for gap in gaps(one, [again]) if gap.step == 1 and gap.phase in phases)
+    return next((gap for gap in first if gap.error > PLAUSIBLE[one.facts.dtype]), None)
+
+
+# -- differences ---------------------------------------------------------------------------------------------
+
+
+def differences(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> list[Difference]:
+    """Return all gaps that are more than rounding, the first one first."""
+    found: list[Difference] = []
+    for gap in gaps(reference, many):
+        tolerance = floor.tolerance(gap.step, gap.phase)
+        if gap.phase == "data" and gap.kind == "computed":
+            tolerance = floor.tolerance(gap.step, "forward")
+        if gap.error > tolerance:
+            found.append(Difference(gap, tolerance))
+    return found
+
+
+def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
+    """Yield how far apart each quantity is, in causal order."""
+    for number, one in enumerate(reference.steps):
+        if any(number >= len(rank.steps) for rank in many):
+            return
+        theirs = [rank.steps[number] for rank in many]
+        yield from _data(one, theirs)
+        if number == 0:
+            yield from _initial(one, theirs)
+        yield from _forward(one, theirs)
+        yield from _gradients(one, theirs)
+        yield from _hyperparameters(one, theirs)
+        yield from _updates(one, theirs, _SMALL_UPDATE[reference.facts.dtype])
+        yield from _buffers(one, theirs)
+
+
+def _data(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    everyone = tuple(range(len(theirs)))
+    mine, total = Counter(one.inputs), sum((Counter(step.inputs) for step in theirs), Counter[int]())
+    if mine != total and not all(Counter(step.inputs) == mine for step in theirs):
+        name = f"{len(list((total - mine).elements()))} of {sum(total.values())} samples passed to the model"
+        yield _computed_inputs(one, theirs, name) or Gap(one.number, "data", name, "", everyone, WHOLLY)
+        return
+    yield Gap(one.number, "data", "samples passed to the model", "", everyone, 0.0)
+    batches, taken = _samples([one]), _samples(theirs)
+    if batches.total() == taken.total() and batches != taken:
+        name = f"{(taken - batches).total()} of {taken.total()} samples of the batch"
+        yield Gap(one.number, "data", name, "batch", everyone, WHOLLY)
+
+
+def _samples(steps: Iterable[Step]) -> Counter[int]:
+    return Counter(digest for step in steps for batch in step.batches for digest in batch.digests)
+
+
+def _computed_inputs(one: Step, theirs: Sequence[Step], name: str) -> Gap | None:
+    """Return the gap of inputs that another model computed, which are subject to rounding."""
+    worst = 0.0
+    has_any = False
+    for module in one.modules:
+        if module.inputs is None:
+            continue
+        has_any = True
+        total = summed(_inputs_of(step, module.name) for step in theirs)
+        if total is None or total.rows != module.inputs.rows:
+            return None
+        worst = max(worst, _rows_apart(module.inputs, total))
+    return Gap(one.number, "data", name, "computed", tuple(range(len(theirs))), worst) if has_any else None
+
+
+def _inputs_of(step: Step, name: str) -> Sketch | None:
+    return next((module.inputs for module in step.modules if module.name == name), None)
+
+
+def _initial(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    for parameter, values in _parameters(one, theirs):
+        errors = [_apart(parameter.before, value.before, parameter.before.norm) for value in values]
+        yield _worst(1, "initial parameters", parameter.name, errors)
+
+
+def _forward(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    everyone = tuple(range(len(theirs)))
+    for module in one.modules:
+        found = [_output_of(step, module.name) for step in theirs]
+        outputs = [other.output for other in found if other is not None]
+        total = summed(outputs)
+        if total is None or total.shape != module.output.shape:
+            continue
+        if total.rows == module.output.rows:
+            error = _rows_apart(module.output, total)
+            yield Gap(one.number, "forward", module.name, module.kind, everyone, error)
+        elif all(output.rows == module.output.rows for output in outputs):
+            # Each rank computes the whole batch.
+            errors = [_rows_apart(module.output, output) for output in outputs]
+            yield _worst(one.number, "forward", module.name, errors, module.kind)
+
+
+def _output_of(step: Step, name: str) -> ModuleOutput | None:
+    return next((module for module in step.modules if module.name == name), None)
+
+
+def _gradients(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    whole = whole_norm(one)
+    for parameter, values in _parameters(one, theirs):
+        if parameter.gradient is None and all(value.gradient is None for value in values):
+            continue
+        norm = 0.0 if parameter.gradient is None else parameter.gradient.norm
+        scale = norm + _SMALL_SHARE * whole
+        errors = [_apart(parameter.gradient, value.gradient, scale) for value in values]
+        yield _worst(one.number, "gradient", parameter.name, errors)
+
+
+def whole_norm(step: Step) -> float:
+    """Return the norm of all gradients of a step together."""
+    return sum(one.gradient.squares for one in step.parameters if one.gradient is not None) ** 0.5
+
+
+def _hyperparameters(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    for number, group in enumerate(one.hyperparameters):
+        for key, value in group.items():
+            held = [_held(step, number, key) for step in theirs]
+            errors = [_relative(value, other) for other in held]
+            yield _worst(one.number, "hyperparameters", key, errors, one.optimizer)
+
+
+def _held(step: Step, number: int, key: str) -> float | None:
+    return step.hyperparameters[number].get(key) if number < len(step.hyperparameters) else None
+
+
+def _relative(value: float, other: float | None) -> float:
+    if other is None:
+        return WHOLLY
+    # Two that are not a number are equal.
+    if value == other or (value != value and other != other):  # noqa: PLR0124
+        return 0.0
+    return abs(value - other) / max(abs(value), abs(other))
+
+
+def _updates(one: Step, theirs: Sequence[Step], small: float) -> Iterator[Gap]:
+    # As for gradients: what is small beside the whole update is compared relative to that.
+    whole = sum(_size(p.after.minus(p.before)) ** 2 for p in one.parameters) ** 0.5
+    for parameter, values in _parameters(one, theirs):
+        update = parameter.after.minus(parameter.before)
+        scale = max(_size(update) + _SMALL_SHARE * whole, small * parameter.before.norm)
+        changes = [value.after.minus(value.before) for value in values]
+        errors = [_ratio(_size(tuple(a - b for a, b in zip(update, other, strict=True))), scale) for other in changes]
+        yield _worst(one.number, "update", parameter.name, errors)
+
+
+def _buffers(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    for name, buffer in one.buffers.items():
+        held = [step.buffers.get(name) for step in theirs]
+        if all(value is not None and value.shape == buffer.shape for value in held):
+            yield _worst(one.number, "buffers", name, [_apart(buffer, value, buffer.norm) for value in held])
+
+
+def _parameters(one: Step, theirs: Sequence[Step]) -> Iterator[tuple[Parameter, list[Parameter]]]:
+    by_name = [{parameter.name: parameter for parameter in step.parameters} for step in theirs]
+    for parameter in one.parameters:
+        values = [names[parameter.name] for names in by_name if parameter.name in names]
+        # Ranks that hold parts of it are not compared.
+        if len(values) == len(theirs) and all(value.before.shape == parameter.before.shape for value in values):
+            yield parameter, values
+
+
+def _worst(step: int, phase: Phase, name: str, errors: Sequence[float], kind: str = "") -> Gap:
+    worst = max(errors)
+    ranks = tuple(rank for rank, error in enumerate(errors) if error > worst / 2)
+    return Gap(step, phase, name, kind, ranks, worst)
+
+
+def _apart(one: Sketch | None, other: Sketch | None, scale: float) -> float:
+    if one is None or other is None:
+        existing = one or other
+        return 0.0 if existing is None else _ratio(existing.norm, max(scale, existing.norm))
+    return _ratio(_size(one.minus(other)), scale)
+
+
+def _rows_apart(one: Sketch, other: Sketch) -> float:
+    bends = tuple(mine - theirs for mine, theirs in zip(one.bends, other.bends, strict=True))
+    return max(_ratio(_size(one.minus(other)), (one.rows * one.squares) ** 0.5), _ratio(_size(bends), one.squares))
+
+
+def _size(projections: Sequence[float]) -> float:
+    """Estimate the norm of a tensor from its projections."""
+    return (sum(value * value for value in projections) / max(1, len(projections))) ** 0.5
+
+
+def _ratio(size: float, scale: float) -> float:
+    if size == 0.0:
+        return 0.0
+    # A size that is not a number on one side only.
+    if size != size:  # noqa: PLR0124
+        return WHOLLY
+    return size / scale if scale > 0.0 else WHOLLY

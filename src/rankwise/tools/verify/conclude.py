@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the records of one rank and of N ranks to a verdict: the first difference, its cause, what agreed.
+
+Values only; imports no torch. ``procedure`` decides with it which runs are needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rankwise.errors import fold_ranks
+from rankwise.tools.verify import causes, compare
+from rankwise.tools.verify.causes import Cause, Evidence
+from rankwise.tools.verify.verdict import First, Verdict, modules_at, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rankwise.tools.verify.causes import Finding
+    from rankwise.tools.verify.compare import Floor
+    from rankwise.tools.verify.records import RankRun, Run, Step
+
+TIMED_OUT = 124
+"""Exit code of a run that took longer than its limit, as of the command ``timeout``."""
+NUM_COMPARED = 2
+"""In how many steps batches are looked at to tell whose they are."""
+_ENDED = ("script", "steps")
+_UNSEEDED = Cause(
+    "unseeded",
+    "two runs on one rank already differ: something is drawn from a generator that is not seeded",
+    "call torch.manual_seed(0), random.seed(0) and numpy.random.seed(0) before data and model are made",
+)
+
+
+def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Finding], *, is_joined: bool) -> Verdict:
+    """Return the verdict on N ranks, each of which took a step.
+
+    Args:
+        reference: one rank, on the same batches.
+        many: the run on N ranks.
+        floor: what counts as rounding.
+        found: mistakes that show in the run on N ranks alone.
+        is_joined: whether the reference took the batches of the ranks together.
+    """
+    num_steps = min(len(reference.steps), *(len(rank.steps) for rank in many.ranks))
+    verdict = Verdict(
+        num_ranks=len(many.ranks),
+        status="differs",
+        num_steps=num_steps,
+        rows=table(reference, many.ranks, floor),
+        modules=modules_at(reference, many.ranks, floor, num_steps),
+    )
+    found = sorted(found, key=lambda finding: finding.step or num_steps + 1)
+    different = next(iter(compare.differences(reference, many.ranks, floor)), None)
+    if different is not None:
+        gap = different.gap
+        evidence = Evidence(gap, reference, many.ranks, is_joined)
+        if is_joined and gap.phase == "forward" and _draws_otherwise(evidence.theirs):
+            why = "the model draws random numbers in a way that one rank cannot repeat for the samples of several"
+            return replace(verdict, status="not compared", why=why)
+        # A mistake in the data explains what follows from it.
+        earlier = next((one.cause for one in found if 0 < one.step <= gap.step), None)
+        cause = earlier or causes.explain(evidence)
+        return replace(
+            verdict,
+            first=First(gap.step, gap.phase, gap.name, gap.ranks, gap.error, different.multiple),
+            cause=cause,
+            also=tuple(one.cause for one in found if one.cause is not cause),
+            modules=modules_at(reference, many.ranks, floor, gap.step),
+        )
+    if found:
+        phase = "data" if found[0].step else "files"
+        first = First(found[0].step, phase, found[0].cause.key, (), 0.0, 0.0)
+        return replace(verdict, first=first, cause=found[0].cause, also=tuple(one.cause for one in found[1:]))
+    ended = end_differs(reference, many)
+    if ended is not None:
+        return replace(verdict, first=First(num_steps + 1, "steps", ended.key, (), 0.0, 0.0), cause=ended)
+    return replace(verdict, status="equal")
+
+
+def _draws_otherwise(steps: Sequence[Step]) -> bool:
+    return any(call.drew and not call.drew_by_rows for step in steps for call in step.calls)
+
+
+def unseeded(one: RankRun, again: RankRun) -> Verdict | None:
+    """Return the verdict if two runs on one rank already differ in their data or initial parameters."""
+    gap = compare.is_unseeded(one, again)
+    if gap is None:
+        return None
+    first = First(gap.step, gap.phase, gap.name, (0,), gap.error, 0.0)
+    return Verdict(num_ranks=1, status="differs", first=first, cause=_UNSEEDED)
+
+
+def has_same_batches(one: RankRun, many: Sequence[RankRun]) -> bool:
+    """Return whether N ranks together take the batches of one rank, or each rank computes all of them."""
+    num_steps = min(len(one.steps), *(len(rank.steps) for rank in many))
+    for number in range(min(num_steps, NUM_COMPARED)):
+        mine, theirs = one.steps[number], [rank.steps[number] for rank in many]
+        if all(step.inputs == mine.inputs for step in theirs):
+            continue
+        if sum(step.rows for step in theirs) != mine.rows:
+            return False
+        given, loaded = _total(step.inputs for step in theirs), _total(map(_loaded, theirs))
+        # Batches that each rank cuts by itself are the same whole batch on all ranks.
+        is_cut = all(Counter(_loaded(step)) == Counter(_loaded(mine)) for step in theirs)
+        is_same = Counter(mine.inputs) == given or Counter(_loaded(mine)) == loaded or is_cut
+        if not is_same and not many[0].facts.uses_rankwise:
+            return False
+    return True
+
+
+def _total(digests: Iterable[Sequence[int]]) -> Counter[int]:
+    return sum(map(Counter, digests), Counter[int]())
+
+
+def _loaded(step: Step) -> list[int]:
+    return [digest for batch in step.batches for digest in batch.digests]
+
+
+# -- how runs ended ------------------------------------------------------------------------------------------
+
+
+def has_ended_well(run: Run) -> bool:
+    """Return whether the script ran to its end, or for as many steps as were asked for."""
+    return run.exit_code == 0 and all(rank.end in _ENDED for rank in run.ranks)
+
+
+def error_of(run: Run) -> str:
+    """Return the first line of the error that ended a run."""
+    if run.exit_code == TIMED_OUT:
+        return "it took longer than the limit"
+    errors = [rank.end for rank in run.ranks if rank.end not in {"", *_ENDED}]
+    if errors:
+        return errors[0].splitlines()[0]
+    last = run.output.strip().splitlines()
+    return last[-1] if last else f"exit code {run.exit_code}"
+
+
+def not_compared(num_ranks: int, why: str, run: Run) -> Verdict:
+    """Return the verdict where runs cannot be compared."""
+    tail = run.output.strip().splitlines()[-5:]
+    return Verdict(num_ranks=num_ranks, status="not compared", why=why, notes=tuple(tail))
+
+
+def without_steps(num_ranks: int, many: Run) -> Verdict:
+    """Return the verdict where some rank took no step."""
+    if not many.ranks:
+        said = [line for line in many.output.splitlines() if line and not line.startswith("[rankwise]")]
+        return not_compared(num_ranks, f"the ranks could not be started: {said[0] if said else error_of(many)}", many)
+    if has_ended_well(many):
+        return not_compared(num_ranks, "some rank takes no step of a torch optimizer", many)
+    cause = _failed(many, num_ranks)
+    return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key, (), 0.0, 0.0), cause=cause)
+
+
+def end_differs(reference: RankRun, many: Run) -> Cause | None:
+    """Return why the ranks took fewer or more steps than one rank, or failed after them."""
+    counts = [len(rank.steps) for rank in many.ranks]
+    mine, line = len(reference.steps), reference.steps[-1].step_line
+    evidence = tuple(f"rank {rank}: {count} steps" for rank, count in enumerate(counts))
+    stopped = [rank for rank, run in enumerate(many.ranks) if run.end in _ENDED]
+    if len(set(counts)) > 1 or (stopped and len(stopped) < len(counts)):
+        ended = f", where {fold_ranks(stopped)} ended" if stopped and len(stopped) < len(counts) else ""
+        return Cause(
+            "local stop",
+            f"ranks take different numbers of steps{ended}: a rank decides to stop, or to skip a step, from its own "
+            "value",
+            "decide from a value that is equal on all ranks: rankwise.mean(loss, num_samples), or all_reduce it first",
+            evidence,
+            line,
+        )
+    if many.exit_code == TIMED_OUT:
+        return Cause(
+            "hang",
+            f"the ranks make no progress after step {counts[0]}",
+            "run it with `rankwise run`, and look at what each rank waits for with `rankwise stacks`",
+            evidence,
+        )
+    if not has_ended_well(many):
+        return _failed(many, len(counts))
+    if counts[0] != mine:
+        return Cause(
+            "number of steps",
+            f"one rank takes {mine} steps and {len(counts)} ranks take {counts[0]}",
+            "divide the samples of an epoch over the ranks, by rankwise.DataLoader(global_batch_size=...)",
+            evidence,
+            line,
+        )
+    return None
+
+
+def _failed(many: Run, num_ranks: int) -> Cause:
+    words = f"it runs on one rank and fails on {num_ranks} ranks: {error_of(many)}"
+    return Cause("failed", words, _advice(many) or "fix this error")
+
+
+def _advice(run: Run) -> str | None:
+    """Return what rankwise's own error says to do."""
+    for rank in run.ranks:
+        _, found, rest = rank.end.partition("\n  do  ")
+        if found:
+            return " ".join(line.strip() for line in rest.splitlines())
+    return None

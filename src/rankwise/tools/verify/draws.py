@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers that belong to rows: dropout's masks and noise move with the rows of a batch, or come from N ranks.
+
+Used in a run whose batches are permuted or joined, so that its masks are those of the run that it is compared with.
+Only calls of torch's own functions are followed; ``drew_by_rows`` says whether that was all that a model drew.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from rankwise.tensors.as_bytes import memory_of
+from rankwise.tools.verify.sketches import inverse_permutation, permutation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+_OF_A_TENSOR = (
+    (functional, ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")),
+    (torch, ("dropout", "randn_like", "rand_like", "bernoulli")),
+)
+_OF_A_SIZE = ("randn", "rand")
+
+
+def state_digests() -> dict[str, int]:
+    """Return a digest of the state of each generator: torch's, Python's, NumPy's."""
+    digests = {"torch": torch_digest(), "random": hash(random.getstate())}
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        _, keys, position, *_ = numpy_random.get_state()
+        digests["numpy"] = zlib.crc32(keys.tobytes(), position)
+    return digests
+
+
+def drawn_from(before: dict[str, int], after: dict[str, int]) -> str:
+    """Return the generators that were drawn from, with their states before; empty if none was."""
+    names = [name for name, state in before.items() if after[name] != state]
+    return " ".join(f"{name}:{before[name]:x}" for name in names)
+
+
+State = tuple[torch.Tensor, ...]
+"""Of torch's generators: the processor's, and the accelerator's if the process uses one."""
+
+
+def torch_state() -> State:
+    """Return the state of torch's generators."""
+    module = _accelerator()
+    own = torch.get_rng_state()
+    return (own,) if module is None else (own, module.get_rng_state())
+
+
+def set_torch_state(state: State) -> None:
+    """Put torch's generators into a state that :func:`torch_state` returned."""
+    torch.set_rng_state(state[0])
+    module = _accelerator()
+    if module is not None and len(state) > 1:
+        module.set_rng_state(state[1])
+
+
+def torch_digest() -> int:
+    """Return a digest of the state of torch's generators alone."""
+    digest = 0
+    for one in torch_state():
+        digest = zlib.crc32(memory_of(one.cpu()), digest)
+    return digest
+
+
+def _accelerator() -> ModuleType | None:
+    """Return torch's module for the accelerator that this process has used, such as ``torch.cuda``."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return None
+    module = torch.get_device_module(kind)
+    is_initialized = getattr(module, "is_initialized", None)
+    return module if is_initialized is not None and is_initialized() else None
+
+
+class RowDraws:
+    """The draws of one process: during a call of a model, from :meth:`begin` to :meth:`end`."""
+
+    def __init__(self, *, permutes: bool) -> None:
+        self._permutes = permutes
+        self._rows: int | None = None
+        self._parts: Sequence[int] = ()
+        self._states: list[State] = []
+        self._digest = 0
+        self._before = 0
+        self._is_by_rows = True
+        self._is_inside = False
+
+    def install(self) -> None:
+        """Replace torch's functions that draw, before the script imports them."""
+        for module, names in _OF_A_TENSOR:
+            for name in names:
+                self._replace(module, name, _rows_of_tensor)
+        for name in _OF_A_SIZE:
+            self._replace(torch, name, _rows_of_size)
+
+    def begin(self, rows: int, parts: Sequence[int] = (), states: Sequence[State] = ()) -> None:
+        """Begin a call of a model.
+
+        Args:
+            rows: samples of the batch.
+            parts: of each rank whose batch was joined into this one.
+            states: the state of torch's generators on each of these ranks; empty if they drew nothing.
+        """
+        self._rows = rows
+        self._parts = parts
+        self._states = list(states)
+        self._before = self._digest = torch_digest()
+        self._is_by_rows = True
+
+    def end(self) -> tuple[bool, bool]:
+        """End the call; return whether it drew, and whether all that it drew belonged to rows."""
+        self._rows = None
+        now = torch_digest()
+        return now != self._before, self._is_by_rows and now == self._digest
+
+    def _replace(self, module: ModuleType, name: str, rows_of: Callable[..., int | None]) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+
+        @wraps(original)
+        def draw(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's function
+            if self._rows is None or self._is_inside:
+                return original(*args, **kwargs)
+            self._is_inside = True
+            try:
+                return self._draw(original, rows_of(args, kwargs), args, kwargs)
+            finally:
+                self._is_inside = False
+
+        setattr(module, name, draw)
+
+    def _draw(
+        self, original: Callable[..., Any], rows: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 - as torch's function
+        if torch_digest() != self._digest:
+            self._is_by_rows = False
+        if rows != self._rows or not rows:
+            result = original(*args, **kwargs)
+            if torch_digest() != self._digest:
+                self._is_by_rows = False
+        elif self._states and sum(self._parts) == rows:
+            result = self._draw_for_ranks(original, args, kwargs)
+        elif self._permutes:
+            device = args[0].device if args and isinstance(args[0], torch.Tensor) else None
+            inverse, forward = inverse_permutation(rows).to(device), permutation(rows).to(device)
+            result = original(*_taken(args, lambda tensor: tensor[inverse]), **kwargs)[forward]
+        else:
+            result = original(*args, **kwargs)
+        self._digest = torch_digest()
+        return result
+
+    def _draw_for_ranks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as torch's function
+        own = torch_state()
+        results: list[Any] = []
+        start = 0
+        for rank, size in enumerate(self._parts):
+            set_torch_state(self._states[rank])
+            results.append(original(*_part(args, start, size), **kwargs))
+            self._states[rank] = torch_state()
+            start += size
+        set_torch_state(own)
+        return torch.cat(results)
+
+
+def _rows_of_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    if not args or not isinstance(args[0], torch.Tensor) or not args[0].dim() or kwargs.get("inplace"):
+        return None
+    return args[0].shape[0]
+
+
+def _rows_of_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    if kwargs.get("generator") is not None or not args:
+        return None
+    first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
+    return first if isinstance(first, int) else None
+
+
+def _taken(args: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    if args and isinstance(args[0], torch.Tensor):
+        return (change(args[0]), *args[1:])
+    return args
+
+
+def _part(args: tuple[Any, ...], start: int, size: int) -> tuple[Any, ...]:
+    """Return the arguments for some rows: of the tensor, or of the size."""
+    if isinstance(args[0], torch.Tensor):
+        return (args[0][start : start + size], *args[1:])
+    if isinstance(args[0], list | tuple):
+        return ((size, *args[0][1:]), *args[1:])
+    return (size, *args[1:])

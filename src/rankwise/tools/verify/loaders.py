@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches that a script takes from its loaders: recorded, permuted, or those of N ranks joined into one.
+
+Replaces the iteration of torch's loaders and of rankwise's, before the script runs. Imported by ``recorder``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils import data
+
+from rankwise.data import loader as own_loader
+from rankwise.tools.verify import sketches
+from rankwise.tools.verify.draws import drawn_from, state_digests
+from rankwise.tools.verify.records import Batch, Loader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+MOST_BYTES = 2**30
+"""Of the batches of one rank that are kept for a run on one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPlan:
+    """What is done with batches."""
+
+    float64: bool = False
+    permute: bool = False
+    keep: str | None = None
+    """A folder for this rank's batches."""
+    join: tuple[str, ...] = ()
+    """The folders of the ranks whose batches are taken instead of the loader's own."""
+
+
+class Listener(Protocol):
+    """Receives what the loaders of the script do."""
+
+    def on_loader(self, loader: Loader) -> None:
+        """Note a loader that is iterated for the first time."""
+        ...
+
+    def on_batch(self, batch: Batch) -> None:
+        """Note a batch that is about to be given to the script."""
+        ...
+
+    def line(self) -> str:
+        """Return the line of the script that is running."""
+        ...
+
+    def stop(self) -> None:
+        """End the script: there are no more batches of the other run."""
+        ...
+
+
+class Loaders:
+    """The loaders of one process."""
+
+    def __init__(self, plan: LoaderPlan, listener: Listener) -> None:
+        self._plan = plan
+        self._listener = listener
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._epochs: dict[int, int] = {}
+        self._bytes = 0
+        self.batches_kept = True
+        self.is_inside = False
+
+    def install(self) -> None:
+        """Replace the iteration of loaders."""
+        for kind in (data.DataLoader, own_loader.DataLoader):
+            self._replace(kind)
+
+    def _replace(self, kind: type[Any]) -> None:
+        original: Callable[[Any], Iterator[Any]] = kind.__iter__
+
+        @wraps(original)
+        def iterate(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - any loader
+            number, epoch = self._place(loader)
+            if self._plan.join:
+                return self._joined(number, epoch)
+            return self._followed(original(loader), number, epoch)
+
+        kind.__iter__ = iterate
+
+    def _place(self, loader: Any) -> tuple[int, int]:  # noqa: ANN401 - any loader
+        if loader not in self._numbers:
+            self._numbers[loader] = len(self._numbers)
+            self._listener.on_loader(_described(loader, self._numbers[loader], self._listener.line()))
+        number = self._numbers[loader]
+        epoch = self._epochs.get(number, 0)
+        self._epochs[number] = epoch + 1
+        return number, epoch
+
+    def _followed(self, batches: Iterator[Any], number: int, epoch: int) -> Generator[Any]:
+        position = 0
+        try:
+            while True:
+                before = state_digests()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                # The first one also draws the order and the seed of the workers.
+                drawn = drawn_from(before, state_digests()) if position else ""
+                if self._plan.float64:
+                    batch = sketches.in_float64(batch)
+                if self._plan.permute:
+                    batch = sketches.permuted(batch)
+                self._keep(batch, f"{number}-{epoch}-{position}")
+                self._listener.on_batch(_recorded(batch, number, epoch, position, drawn))
+                yield batch
+                position += 1
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+        if self._plan.keep is not None:
+            Path(self._plan.keep, f"{number}-{epoch}.end").touch()
+
+    def _keep(self, batch: Any, name: str) -> None:  # noqa: ANN401 - any batch
+        if self._plan.keep is None or not self.batches_kept:
+            return
+        self._bytes += sum(one.numel() * one.element_size() for one in sketches.tensors_in(batch))
+        if self._bytes > MOST_BYTES:
+            self.batches_kept = False
+            return
+        try:
+            torch.save(batch, Path(self._plan.keep, f"{name}.pt"))
+        except Exception:  # noqa: BLE001 - objects of the script that cannot be pickled
+            self.batches_kept = False
+
+    def _joined(self, number: int, epoch: int) -> Generator[Any]:
+        position = 0
+        while True:
+            paths = [Path(folder, f"{number}-{epoch}-{position}.pt") for folder in self._plan.join]
+            found = [path for path in paths if path.exists()]
+            if not found:
+                if all(Path(folder, f"{number}-{epoch}.end").exists() for folder in self._plan.join):
+                    return
+                self._listener.stop()
+            parts = [torch.load(path, weights_only=False) for path in found]
+            batch = sketches.joined(parts)
+            self._listener.on_batch(_recorded(batch, number, epoch, position, ""))
+            yield batch
+            position += 1
+
+
+def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:  # noqa: ANN401 - any batch
+    rows = sketches.with_rows(sketches.tensors_in(batch))
+    digests = sketches.digests_of_rows(rows) if rows else ()
+    return Batch(loader, epoch, number, digests, drawn)
+
+
+def _described(loader: Any, number: int, line: str) -> Loader:  # noqa: ANN401 - any loader
+    try:
+        length = len(loader)
+    except TypeError:
+        length = None
+    sampler = getattr(loader, "sampler", None)
+    shuffles = callable(getattr(sampler, "set_epoch", None)) and bool(getattr(sampler, "shuffle", False))
+    return Loader(
+        number,
+        type(loader).__name__,
+        length,
+        getattr(loader, "batch_size", None),
+        type(sampler).__name__,
+        shuffles,
+        line,
+    )

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the runs: a report on every number of ranks.
+
+One rank, one rank with each batch permuted (the rounding of the script), N ranks; and where the script's batch size is
+per rank, one rank on the batches of the N ranks together.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.tools.verify import causes, compare, conclude
+from rankwise.tools.verify.compare import Floor
+from rankwise.tools.verify.runs import LEAST_LIMIT_SECONDS, TIMES_SLOWER, Workspace
+from rankwise.tools.verify.verdict import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.tools.verify.records import RankRun, Run
+    from rankwise.tools.verify.runs import Script
+    from rankwise.tools.verify.verdict import Verdict
+
+
+def verify(script: Script, numbers_of_ranks: Sequence[int], *, as_is: bool, show: Callable[[str], None]) -> Report:
+    """Run the script on one rank and on each of ``numbers_of_ranks``, and compare.
+
+    Args:
+        script: what is verified.
+        numbers_of_ranks: each at least 2.
+        as_is: whether the script computes in its own precision, not in float64.
+        show: receives what is being run, one line each.
+
+    Raises:
+        ConfigurationError: the working folder cannot be copied.
+    """
+    began = time.monotonic()
+    folder, pid = tempfile.mkdtemp(prefix="rankwise-verify-"), os.getpid()
+    try:
+        verification = _Verification(script, Workspace(Path(folder), script), show)
+        verdicts = None if as_is else verification.verdicts(numbers_of_ranks, float64=True)
+        has_failed = verdicts is None and not as_is
+        if verdicts is None:
+            verdicts = verification.verdicts(numbers_of_ranks, float64=False) or []
+    finally:
+        # Ranks leave through here too.
+        if os.getpid() == pid:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Report(
+        script=shlex.join([script.target, *script.arguments]),
+        dtype="its own precision" if as_is or has_failed else "float64",
+        verdicts=tuple(verdicts),
+        notes=tuple(verification.notes),
+        runs=tuple(verification.runs),
+        seconds=time.monotonic() - began,
+    )
+
+
+class _Verification:
+    """The runs of one script so far."""
+
+    def __init__(self, script: Script, workspace: Workspace, show: Callable[[str], None]) -> None:
+        self._script = script
+        self._workspace = workspace
+        self._show = show
+        self.runs: list[tuple[str, float]] = []
+        self.notes: list[str] = []
+
+    def verdicts(self, numbers_of_ranks: Sequence[int], *, float64: bool) -> list[Verdict] | None:
+        """Run and compare; return ``None`` if the script fails in float64."""
+        one, _ = self._run("1 rank", 1, float64=float64)
+        if not conclude.has_ended_well(one):
+            error = conclude.error_of(one)
+            if float64:
+                self.notes.append(f"the script fails in float64 ({error}): compared in its own precision")
+                return None
+            return [conclude.not_compared(n, f"it fails on one rank: {error}", one) for n in numbers_of_ranks]
+        if not one.ranks or not one.ranks[0].steps:
+            why = "it takes no step of a torch optimizer"
+            return [conclude.not_compared(number, why, one) for number in numbers_of_ranks]
+        floor, unseeded = self._floor(one.ranks[0], float64=float64)
+        if unseeded is not None:
+            return [replace(unseeded, num_ranks=number) for number in numbers_of_ranks]
+        found: list[Verdict] = []
+        limit = _limit(self._script, one)
+        for number in numbers_of_ranks:
+            many, record = self._run(f"{number} ranks", number, float64=float64, limit=limit)
+            if float64 and not conclude.has_ended_well(many) and self._runs_as_is(number, limit):
+                self.notes.append(f"the script fails on {number} ranks in float64: compared in its own precision")
+                return None
+            found.append(self._verdict(number, one.ranks[0], many, record, floor, float64=float64))
+        return found
+
+    def _runs_as_is(self, number: int, limit: float) -> bool:
+        run, _ = self._run(f"{number} ranks in its own precision", number, float64=False, limit=limit)
+        return conclude.has_ended_well(run)
+
+    def _run(
+        self,
+        words: str,
+        num_ranks: int,
+        *,
+        float64: bool,
+        permute: bool = False,
+        join: tuple[str, int] | None = None,
+        limit: float | None = None,
+    ) -> tuple[Run, str]:
+        self._show(f"running on {words}")
+        run, record = self._workspace.run(num_ranks, float64=float64, permute=permute, join=join, limit_seconds=limit)
+        self.runs.append((words, run.seconds))
+        return run, record
+
+    def _floor(self, one: RankRun, *, float64: bool) -> tuple[Floor, Verdict | None]:
+        """Measure the rounding of the script; also return a verdict if two runs on one rank differ."""
+        again, _ = self._run("1 rank, each batch permuted", 1, float64=float64, permute=True)
+        if conclude.has_ended_well(again) and again.ranks:
+            return compare.measured_floor(one, again.ranks[0]), conclude.unseeded(one, again.ranks[0])
+        floor = Floor(one.facts.dtype, None, "the script does not run with permuted batches")
+        again, _ = self._run("1 rank once more", 1, float64=float64)
+        return floor, conclude.unseeded(one, again.ranks[0]) if again.ranks else None
+
+    def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
+        if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
+            return conclude.without_steps(number, many)
+        found = list(causes.findings(one, many.ranks))
+        notes = () if floor.measured is not None else (f"rounding is assumed, not measured: {floor.why_assumed}",)
+        is_unsharded = any(finding.cause.key == "same samples" for finding in found)
+        is_promised = many.ranks[0].facts.uses_rankwise and not one.loaders
+        if is_unsharded or is_promised or conclude.has_same_batches(one, many.ranks):
+            verdict = conclude.conclusion(one, many, floor, found, is_joined=False)
+            return replace(verdict, notes=notes)
+        if not one.loaders:
+            why = "each rank takes batches of its own, and not from a DataLoader: they cannot be joined for one rank"
+            return conclude.not_compared(number, why, many)
+        if not all(rank.batches_kept for rank in many.ranks):
+            why = "the batches of the ranks cannot be joined: they are too large, or cannot be saved"
+            return conclude.not_compared(number, why, many)
+        words = f"1 rank, on the batches of {number} ranks together"
+        joined, _ = self._run(words, 1, float64=float64, join=(record, number))
+        if not conclude.has_ended_well(joined) or not joined.ranks or not joined.ranks[0].steps:
+            why = f"one rank cannot train on the batches of {number} ranks: {conclude.error_of(joined)}"
+            return conclude.not_compared(number, why, joined)
+        verdict = conclude.conclusion(joined.ranks[0], many, floor, found, is_joined=True)
+        note = (
+            f"each rank takes batches of its own: compared with one rank that takes those of {number} ranks together, "
+            "with their learning rate"
+        )
+        return replace(verdict, notes=(*notes, note))
+
+
+def _limit(script: Script, one: Run) -> float:
+    return min(script.timeout_seconds, max(LEAST_LIMIT_SECONDS, TIMES_SLOWER * one.seconds))

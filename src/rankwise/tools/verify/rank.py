@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of the script: a process that launches its ranks, each of which records what the script does.
+
+Imported by ``runs``, which forks that process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import torch
+
+from rankwise.errors import RankwiseError
+from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
+from rankwise.launch.options import LaunchOptions
+from rankwise.launch.report.failure_report import TerminalReporter
+from rankwise.launch.start import launch
+from rankwise.tools.verify.recorder import Plan, Recorder, StepsTaken
+from rankwise.world.environments.process import read_process
+
+if TYPE_CHECKING:
+    from rankwise.launch.fork_server.entrypoint import Module, Script
+
+
+@dataclass(frozen=True, slots=True)
+class RunOrder:
+    """One run of the script: what runs, on how many ranks, and how it is recorded."""
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    num_ranks: int
+    device: Literal["auto", "cpu"]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A script that is recorded while it runs: what each rank runs."""
+
+    target: Script | Module
+    plan: Plan
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """``sys.argv[1:]`` of the script."""
+        return self.target.arguments
+
+    @property
+    def local_rank_option(self) -> str | None:
+        """The option that passes each rank its local rank."""
+        return self.target.local_rank_option
+
+    def __str__(self) -> str:
+        """Return the command line."""
+        return str(self.target)
+
+    def run(self) -> None:
+        """Record the script as it runs."""
+        reading = read_process()
+        recorder = Recorder(self.plan, reading.rank, reading.world_size)
+        recorder.install()
+        how = "script"
+        try:
+            run_as_main(self.target)
+        except StepsTaken:
+            how = "steps"
+        except SystemExit as error:
+            how = "script" if error.code in {None, 0} else f"SystemExit: {error.code}"
+            raise
+        except BaseException as error:
+            how = "".join(traceback.format_exception_only(error)).rstrip()
+            raise
+        finally:
+            recorder.finish(how)
+
+
+def launch_ranks(order: RunOrder) -> NoReturn:
+    """Run the ranks, and end this process with their exit code; a rank leaves with SystemExit."""
+    # As in a new process: forks of one process would otherwise all draw the same unseeded numbers.
+    torch.default_generator.seed()
+    random.seed()
+    target = find_target(order.target, order.arguments, is_module=order.is_module)
+    options = LaunchOptions(num_ranks=order.num_ranks, device=order.device)
+    try:
+        exit_code = launch(Recorded(target, order.plan), options, TerminalReporter())
+    except RankwiseError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        exit_code = 2
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,546 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records what the script does in each step: hooks on torch, installed before the script runs.
+
+Every value is reduced to a sketch or a digest at once; nothing communicates. Imported by ``rank``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rankwise.comm.session import current_or_none
+from rankwise.tools.verify import sketches
+from rankwise.tools.verify.draws import RowDraws, State, torch_state
+from rankwise.tools.verify.loaders import LoaderPlan, Loaders
+from rankwise.tools.verify.records import (
+    Batch,
+    Call,
+    Facts,
+    Loader,
+    ModuleOutput,
+    Parameter,
+    Sketch,
+    Step,
+    Written,
+    line_of,
+    read,
+)
+from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.saving import on_save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from rankwise.tools.verify.records import RankRun
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+"""Modules that hold the script's own module, which is recorded instead."""
+MOST_FILES = 1000
+_LIBRARIES = ("site-packages", "dist-packages")
+
+
+class StepsTaken(SystemExit):
+    """Ends the script: it has taken as many steps as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one run of the script is recorded."""
+
+    record: str
+    """A folder; each rank writes a file into it."""
+    working_folder: str
+    """The folder whose files are the script's, to which names of files are relative."""
+    steps: int
+    float64: bool
+    permute: bool = False
+    """Whether the rows of each batch are put in another order."""
+    keep: bool = False
+    """Whether batches are kept for a run on one rank."""
+    join: str | None = None
+    """The record of a run whose ranks' batches and hyperparameters are taken; for a run on one rank."""
+    num_joined: int = 0
+    """How many ranks it had."""
+
+    def path(self, rank: int) -> Path:
+        """Return the file of a rank."""
+        return Path(self.record, f"rank-{rank}.jsonl")
+
+    def loaders(self, rank: int) -> LoaderPlan:
+        """Return what is done with the batches of a rank."""
+        join = () if self.join is None else tuple(_batches(self.join, one) for one in range(self.num_joined))
+        return LoaderPlan(self.float64, self.permute, _batches(self.record, rank) if self.keep else None, join)
+
+
+def _batches(record: str, rank: int) -> str:
+    return str(Path(record, f"batches-{rank}"))
+
+
+class Recorder:
+    """What one rank records, from :meth:`install` to :meth:`finish`."""
+
+    def __init__(self, plan: Plan, rank: int, world_size: int) -> None:
+        Path(plan.record).mkdir(parents=True, exist_ok=True)
+        self._plan = plan
+        self._rank = rank
+        self._pid = os.getpid()
+        self._file = plan.path(rank).open("w", encoding="utf-8")
+        self._root = f"{Path(plan.working_folder).resolve()}{os.sep}"
+        self._draws = RowDraws(permutes=plan.permute)
+        self._loaders = Loaders(plan.loaders(rank), self)
+        self._names = _Names()
+        self._joined: list[RankRun] = []
+        self._steps = 0
+        self._num_calls = 0
+        self._depth = 0
+        self._is_recording = False
+        self._schedulers = 0
+        self._scheduler_depth = 0
+        self._paths: set[str] = set()
+        self._optimizers: dict[int, tuple[Optimizer, str]] = {}
+        self._own: list[dict[str, Any]] = []
+        self._unused: list[Batch] = []
+        self._hooked: dict[int, torch.Tensor] = {}
+        self._rankwise_noted = False
+        self._clear()
+        self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is"))
+        if plan.keep:
+            Path(_batches(plan.record, rank)).mkdir(exist_ok=True)
+        if plan.join is not None:
+            found = [read(Path(plan.join, f"rank-{one}.jsonl")) for one in range(plan.num_joined)]
+            self._joined = [one for one in found if one is not None]
+
+    def _clear(self) -> None:
+        self._rows = 0
+        self._inputs: list[int] = []
+        self._batches: list[Batch] = []
+        self._calls: list[Call] = []
+        self._modules: dict[str, ModuleOutput] = {}
+        self._losses: list[float] = []
+        self._local: dict[int, Sketch] = {}
+        self._clipped: list[float] = []
+        self._loss_line = ""
+        self._before: dict[int, tuple[Sketch, Sketch | None]] = {}
+
+    # -- torch ---------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Follow the script from now on. Called once, before it runs."""
+        if self._plan.float64:
+            torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Compiled graphs would hide the modules.
+        torch.compile = _uncompiled
+        self._loaders.install()
+        self._draws.install()
+        nn.Module.__call__ = self._around_module(nn.Module.__call__)
+        torch.Tensor.backward = self._around_backward(torch.Tensor.backward)
+        nn.utils.clip_grad_norm_ = self._around_clipping(nn.utils.clip_grad_norm_)
+        Optimizer.add_param_group = self._around_groups(Optimizer.add_param_group)
+        for kind in (LRScheduler, ReduceLROnPlateau):
+            kind.step = self._around_scheduler(kind.step)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        on_save(self._note_file)
+        sys.addaudithook(self._audit)
+
+    def finish(self, how: str) -> None:
+        """Write how the script ended."""
+        self._end(how)
+        self._file.close()
+
+    def _end(self, how: str) -> None:
+        self._write(
+            "end", {"how": how, "batches_kept": self._loaders.batches_kept, "uses_rankwise": self._rankwise_noted}
+        )
+
+    def stop(self) -> NoReturn:
+        """End the script: it has taken all steps, or there are no more batches."""
+        raise StepsTaken(0)
+
+    def line(self) -> str:
+        """Return the line of the script that is running, ``train.py:31``."""
+        frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.startswith(self._root) and not any(word in name for word in _LIBRARIES):
+                return f"{name.removeprefix(self._root)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _write(self, kind: str, value: Facts | Step | Loader | Written | Mapping[str, object]) -> None:
+        if os.getpid() == self._pid and not self._file.closed:
+            self._file.write(line_of(kind, value))
+            self._file.flush()
+
+    # -- loaders and files ---------------------------------------------------------------------------------
+
+    def on_loader(self, loader: Loader) -> None:
+        """Note a loader that is iterated for the first time."""
+        self._write("loader", loader)
+
+    def on_batch(self, batch: Batch) -> None:
+        """Note a batch that is about to be given to the script."""
+        self._unused.append(batch)
+
+    def _note_use(self, *, is_trained: bool) -> None:
+        """Note that a model is called, with the batches that were taken since the last call."""
+        self._batches += [replace(batch, is_trained=is_trained) for batch in self._unused]
+        self._unused = []
+
+    def _audit(self, event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+"):
+            self._note_file(args[0])
+
+    def _note_file(self, name: object) -> None:
+        if self._is_recording or not isinstance(name, str | bytes | os.PathLike):
+            return
+        self._is_recording = True
+        try:
+            given = Path(os.fsdecode(name)).absolute()
+            _own_copy(given, self._root)
+            path = str(given.resolve())
+            line = self.line()
+            if path.startswith(self._root) and path not in self._paths and line and len(self._paths) < MOST_FILES:
+                self._paths.add(path)
+                shown = path.removeprefix(self._root)
+                if not any(part.startswith((".", "__")) for part in Path(shown).parts):
+                    self._write("written", Written(shown, line))
+        except OSError:
+            pass
+        finally:
+            self._is_recording = False
+
+    # -- models --------------------------------------------------------------------------------------------
+
+    def _around_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
+            if self._is_recording or not self._names.has_parameters(module):
+                return self._parameterless(original, module, args, kwargs)
+            if self._depth or not torch.is_grad_enabled() or in_backward():
+                return self._inner(original, module, args, kwargs)
+            return self._outermost(original, module, args, kwargs)
+
+        return call
+
+    def _parameterless(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 - any module
+        result = original(module, *args, **kwargs)
+        if self._depth and not self._is_recording and "Dropout" in type(module).__name__:
+            self._note_output(module, result)
+        return result
+
+    def _inner(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 - any module
+        if not self._depth:
+            if not in_backward():
+                self._note_use(is_trained=False)
+            if self._plan.float64:
+                args, kwargs = self._names.cast(module, args, kwargs)
+            return original(module, *args, **kwargs)
+        result = original(module, *args, **kwargs)
+        if not in_backward():
+            self._note_output(module, result)
+        return result
+
+    def _outermost(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401 - any module
+        root = self._names.add_root(module)
+        self._note_use(is_trained=True)
+        if self._plan.float64:
+            args, kwargs = self._names.cast(root, args, kwargs)
+        self._follow_gradients(root.parameters())
+        given = sketches.with_rows(sketches.tensors_in((args, kwargs)))
+        rows = given[0].shape[0] if given else 0
+        floats = [one for one in given if one.is_floating_point()]
+        states = torch_state()
+        parts, joined_states = self._draws_of_ranks()
+        self._draws.begin(rows, parts, joined_states)
+        self._depth += 1
+        try:
+            result = original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            drew, by_rows = self._draws.end()
+        self._keep_state(states, drew=drew)
+        self._num_calls += 1
+        self._rows += rows
+        if given:
+            self._inputs += sketches.digests_of_rows(given)
+        self._calls.append(Call(rows, drew, by_rows, self.line()))
+        self._note_output(root, result, sketches.of_rows(floats[0]) if floats else None)
+        return result
+
+    def _note_output(self, module: nn.Module, result: object, inputs: Sketch | None = None) -> None:
+        if type(module).__name__ in WRAPPERS:
+            return
+        tensors = [one for one in sketches.tensors_in(result) if one.dim() > 0 and one.is_floating_point()]
+        name = self._names.of(module)
+        if not tensors or name is None:
+            return
+        output = sketches.of_rows(tensors[0])
+        earlier = self._modules.get(name)
+        if earlier is None:
+            self._modules[name] = ModuleOutput(name, type(module).__name__, output, inputs)
+        elif earlier.output.shape == output.shape:
+            both = inputs if earlier.inputs is None else earlier.inputs
+            if inputs is not None and earlier.inputs is not None and earlier.inputs.shape == inputs.shape:
+                both = earlier.inputs + inputs
+            self._modules[name] = ModuleOutput(name, earlier.kind, earlier.output + output, both)
+
+    def _keep_state(self, state: State, *, drew: bool) -> None:
+        if self._plan.keep and drew and not current_or_none():
+            torch.save(state, Path(_batches(self._plan.record, self._rank), f"call-{self._num_calls}.state"))
+
+    def _draws_of_ranks(self) -> tuple[list[int], list[State]]:
+        if self._plan.join is None:
+            return [], []
+        folders = [_batches(self._plan.join, rank) for rank in range(self._plan.num_joined)]
+        paths = [Path(folder, f"call-{self._num_calls}.state") for folder in folders]
+        calls = [[call for step in rank.steps for call in step.calls] for rank in self._joined]
+        if not all(path.exists() for path in paths) or any(len(one) <= self._num_calls for one in calls):
+            return [], []
+        return [one[self._num_calls].rows for one in calls], [torch.load(path) for path in paths]
+
+    # -- loss and gradients --------------------------------------------------------------------------------
+
+    def _around_groups(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def add(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+            original(optimizer, param_group)
+            # Also those that are in no module.
+            self._follow_gradients(optimizer.param_groups[-1]["params"])
+
+        return add
+
+    def _follow_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            key = id(parameter)
+            if parameter.requires_grad and key not in self._hooked:
+                self._hooked[key] = parameter
+                parameter.register_hook(self._hook_of(key))
+
+    def _hook_of(self, key: int) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            sketch = sketches.of_tensor(gradient)
+            earlier = self._local.get(key)
+            self._local[key] = sketch if earlier is None else earlier + sketch
+
+        return note
+
+    def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            if tensor.numel() == 1:
+                self._losses.append(float(tensor.detach()))
+            self._loss_line = self.line() or self._loss_line
+            return original(tensor, *args, **kwargs)
+
+        return backward
+
+    def _around_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def clip(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            norm = original(*args, **kwargs)
+            self._clipped.append(float(norm))
+            return norm
+
+        return clip
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def _around_scheduler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            # A scheduler of schedulers steps its own.
+            self._scheduler_depth += 1
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._scheduler_depth -= 1
+                self._schedulers += self._scheduler_depth == 0
+
+        return step
+
+    def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        if id(optimizer) not in self._optimizers:
+            same = sum(type(one) is type(optimizer) for one, _ in self._optimizers.values())
+            name = type(optimizer).__name__ + (f"#{same + 1}" if same else "")
+            self._optimizers[id(optimizer)] = optimizer, name
+        self._impose(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
+                self._before[id(parameter)] = sketches.of_tensor(parameter), gradient
+
+    def _impose(self, optimizer: Optimizer) -> None:
+        """Take the hyperparameters of the run whose batches were joined."""
+        self._own = []
+        if self._joined and self._steps < len(self._joined[0].steps):
+            theirs = self._joined[0].steps[self._steps].hyperparameters
+            for group, values in zip(optimizer.param_groups, theirs, strict=False):
+                self._own.append({key: group[key] for key in values if key in group})
+                for key, value in values.items():
+                    _set(group, key, value)
+
+    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        # Those of a model that is called in parts, or is no module.
+        self._note_use(is_trained=True)
+        name = self._optimizers[id(optimizer)][1]
+        hyperparameters = tuple(_numbers(group) for group in optimizer.param_groups)
+        for group, own in zip(optimizer.param_groups, self._own, strict=False):
+            for key, value in own.items():
+                if not isinstance(group[key], torch.Tensor):
+                    group[key] = value
+        parameters: list[Parameter] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                before, gradient = self._before[id(parameter)]
+                known = self._names.parameter(parameter) or f"parameter {len(parameters)} of {name}"
+                local = self._local.get(id(parameter))
+                parameters.append(Parameter(known, gradient, local, before, sketches.of_tensor(parameter)))
+        self._steps += 1
+        if not self._rankwise_noted and current_or_none() is not None:
+            self._rankwise_noted = True
+        self._write(
+            "step",
+            Step(
+                self._steps,
+                name,
+                self._rows,
+                tuple(self._inputs),
+                tuple(self._batches),
+                tuple(self._calls),
+                tuple(self._modules.values()),
+                tuple(self._losses),
+                tuple(parameters),
+                self._names.buffers(),
+                hyperparameters,
+                tuple(self._clipped),
+                self._schedulers,
+                self._loss_line,
+                self.line(),
+            ),
+        )
+        self._clear()
+        if self._steps >= self._plan.steps:
+            self._end("steps")
+            self.stop()
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """Return the hyperparameters of a parameter group that are numbers."""
+    found: dict[str, float] = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            found[key] = float(value)
+        elif isinstance(value, tuple) and all(isinstance(one, int | float) for one in value):
+            found |= {f"{key}[{number}]": float(one) for number, one in enumerate(value)}
+    return found
+
+
+def _set(group: dict[str, Any], key: str, value: float) -> None:
+    if isinstance(group.get(key), torch.Tensor):
+        group[key].fill_(value)
+    elif isinstance(group.get(key), float):
+        group[key] = value
+
+
+def _own_copy(path: Path, root: str) -> None:
+    """Replace a link to one of the user's large files by a copy, before the script writes to it."""
+    if path.is_symlink() and str(path).startswith(root):
+        content = path.resolve()
+        path.unlink()
+        if content.is_file():
+            path.write_bytes(content.read_bytes())
+
+
+def _uncompiled(model: Any = None, **_: object) -> Any:  # noqa: ANN401 - as torch.compile
+    """Stand in for ``torch.compile``: return the model or function as it is."""
+    return (lambda one: one) if model is None else model
+
+
+class _Names:
+    """The names of modules, parameters and buffers, from the outermost modules that the script has called."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, nn.Module] = {}
+        self._modules: dict[int, tuple[nn.Module, str]] = {}
+        self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
+        self._has: dict[int, tuple[nn.Module, bool]] = {}
+
+    def has_parameters(self, module: nn.Module) -> bool:
+        """Return whether a module has parameters, its own or of modules in it."""
+        known = self._has.get(id(module))
+        if known is None:
+            known = module, next(module.parameters(), None) is not None
+            self._has[id(module)] = known
+        return known[1]
+
+    def add_root(self, module: nn.Module) -> nn.Module:
+        """Name a module that the script calls, and all in it; return the script's own within a wrapper."""
+        while type(module).__name__ in WRAPPERS:
+            module = next(iter(module.children()))
+        if id(module) not in self._roots:
+            self._roots[id(module)] = module
+            self._name(module)
+        return module
+
+    def _name(self, root: nn.Module) -> None:
+        kind = type(root).__name__
+        same = sum(type(one).__name__ == kind for one in self._roots.values())
+        base = kind if same == 1 else f"{kind}#{same}"
+        for name, module in root.named_modules():
+            self._modules.setdefault(id(module), (module, f"{base}.{name}" if name else base))
+        for name, parameter in root.named_parameters():
+            self._parameters.setdefault(id(parameter), (parameter, f"{base}.{name}"))
+
+    def of(self, module: nn.Module) -> str | None:
+        """Return the name of a module, if it is in one that the script called."""
+        known = self._modules.get(id(module))
+        return None if known is None else known[1]
+
+    def parameter(self, parameter: torch.Tensor) -> str | None:
+        """Return the name of a parameter, if its module was called."""
+        known = self._parameters.get(id(parameter))
+        return None if known is None else known[1]
+
+    def cast(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with floating-point tensors in the dtype of the module's parameters."""
+        dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
+        tensors = sketches.tensors_in((args, kwargs))
+        if dtype is None or not any(one.is_floating_point() and one.dtype != dtype for one in tensors):
+            return args, kwargs
+
+        def change(leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        return sketches.mapped(args, change), sketches.mapped(kwargs, change)
+
+    def buffers(self) -> dict[str, Sketch]:
+        """Return the floating-point buffers of all modules that were called."""
+        found: dict[str, Sketch] = {}
+        for root in self._roots.values():
+            base = self.of(root)
+            for name, buffer in root.named_buffers():
+                if buffer.is_floating_point():
+                    found[f"{base}.{name}"] = sketches.of_tensor(buffer)
+        return found

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank records of each step, and the file that holds it: one JSON value per line.
+
+Values only; imports no torch. Written by ``recorder``, read by ``compare``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A tensor, or the sum of its rows, as a few numbers that add up where tensors do."""
+
+    shape: tuple[int, ...]
+    """Of the tensor, or of one row."""
+    rows: int
+    """How many rows were summed; 1 for a tensor that was not."""
+    squares: float
+    """The sum of the squares of all elements."""
+    projections: tuple[float, ...]
+    """On random directions, which depend on the number of elements alone."""
+    bends: tuple[float, ...] = ()
+    """Of summed rows: the projections of each row, squared with their signs. Normalized rows have equal sums."""
+
+    @property
+    def norm(self) -> float:
+        """The root of the sum of squares."""
+        return self.squares**0.5
+
+    def __add__(self, other: Sketch) -> Sketch:
+        """Return the sketch of the sum: of the rows of both, where rows were summed."""
+        return Sketch(
+            self.shape,
+            self.rows + other.rows,
+            self.squares + other.squares,
+            _sums(self.projections, other.projections),
+            _sums(self.bends, other.bends),
+        )
+
+    def minus(self, other: Sketch) -> tuple[float, ...]:
+        """Return the projections of the difference."""
+        return tuple(one - two for one, two in zip(self.projections, other.projections, strict=True))
+
+
+def _sums(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+    return tuple(mine + theirs for mine, theirs in zip(one, other, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleOutput:
+    """What the calls of one module in a step returned, their rows summed."""
+
+    name: str
+    kind: str
+    """Name of its class."""
+    output: Sketch
+    inputs: Sketch | None = None
+    """Of the outermost module alone: what the script passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter in one step of its optimizer."""
+
+    name: str
+    gradient: Sketch | None
+    """When the optimizer took the step; ``None`` if it had none."""
+    local: Sketch | None
+    """As backward computed it on this rank, before any exchange."""
+    before: Sketch
+    after: Sketch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch that the script took from a loader."""
+
+    loader: int
+    epoch: int
+    number: int
+    digests: tuple[int, ...]
+    """One per sample, of the bits of its tensors."""
+    drawn: str = ""
+    """The generators of this process that reading it drew from, with their states before; empty if from none."""
+    is_trained: bool = True
+    """Whether a model was then called with gradients, not for an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a model by the script, with gradients."""
+
+    rows: int
+    drew: bool
+    drew_by_rows: bool
+    """Whether all these draws were ones that can be repeated for the rows of several ranks."""
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an optimizer, and all that happened since the step before."""
+
+    number: int
+    optimizer: str
+    rows: int
+    """Samples that the script passed to its models."""
+    inputs: tuple[int, ...]
+    """One digest per sample passed to a model."""
+    batches: tuple[Batch, ...]
+    calls: tuple[Call, ...]
+    modules: tuple[ModuleOutput, ...]
+    losses: tuple[float, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: Mapping[str, Sketch]
+    hyperparameters: tuple[Mapping[str, float], ...]
+    """One mapping per parameter group."""
+    clipped: tuple[float, ...]
+    """Norms that ``clip_grad_norm_`` returned."""
+    num_scheduler_steps: int
+    """Since the start."""
+    loss_line: str
+    step_line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A loader that the script iterated."""
+
+    number: int
+    kind: str
+    length: int | None
+    batch_size: int | None
+    sampler: str
+    shuffles: bool
+    """Whether its sampler shuffles and has a ``set_epoch`` to be called."""
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that the script opened for writing."""
+
+    path: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What holds for the whole run of a rank."""
+
+    rank: int
+    world_size: int
+    dtype: str
+    uses_rankwise: bool = False
+    """Whether it called ``rankwise.join()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRun:
+    """Everything that one rank recorded."""
+
+    facts: Facts
+    steps: tuple[Step, ...] = ()
+    loaders: tuple[Loader, ...] = ()
+    written: tuple[Written, ...] = ()
+    end: str = ""
+    """How the script ended: ``"script"``, ``"steps"`` (as many as asked for), or its error; empty if it was killed."""
+    batches_kept: bool = True
+    """Whether its batches are on disk, for a run on one rank to take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all ranks of a run recorded, and how the run ended."""
+
+    ranks: tuple[RankRun, ...]
+    exit_code: int
+    output: str = field(default="", repr=False)
+    """The last lines that it wrote."""
+    seconds: float = 0.0
+
+
+# -- the file ------------------------------------------------------------------------------------------------
+
+
+def line_of(kind: str, value: Facts | Step | Loader | Written | Mapping[str, object]) -> str:
+    """Return one line of the file."""
+    content = value if isinstance(value, dict) else asdict(value)  # pyright: ignore[reportArgumentType]
+    return json.dumps([kind, content], separators=(",", ":")) + "\n"
+
+
+def read(path: Path) -> RankRun | None:
+    """Read what a rank recorded; ``None`` if it recorded nothing. A last line that was cut off is left out."""
+    found: dict[str, list[Any]] = {}
+    if not path.exists():
+        return None
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                kind, content = json.loads(line)
+                found.setdefault(kind, []).append(content)
+    if "facts" not in found:
+        return None
+    end = found.get("end", [{}])[-1]
+    return RankRun(
+        facts=Facts(**{**found["facts"][0], "uses_rankwise": end.get("uses_rankwise", False)}),
+        steps=tuple(map(_step, found.get("step", []))),
+        loaders=tuple(Loader(**one) for one in found.get("loader", [])),
+        written=tuple(Written(**one) for one in found.get("written", [])),
+        end=end.get("how", ""),
+        batches_kept=end.get("batches_kept", True),
+    )
+
+
+def _step(content: dict[str, Any]) -> Step:
+    read_back: dict[str, Any] = {
+        "inputs": tuple(content["inputs"]),
+        "batches": tuple(map(_batch, content["batches"])),
+        "calls": tuple(Call(**one) for one in content["calls"]),
+        "modules": tuple(_module(one) for one in content["modules"]),
+        "losses": tuple(content["losses"]),
+        "parameters": tuple(_parameter(one) for one in content["parameters"]),
+        "buffers": {name: _sketch(one) for name, one in content["buffers"].items()},
+        "hyperparameters": tuple(content["hyperparameters"]),
+        "clipped": tuple(content["clipped"]),
+    }
+    return Step(**(content | read_back))
+
+
+def _batch(content: dict[str, Any]) -> Batch:
+    read_back: dict[str, Any] = {"digests": tuple(content["digests"])}
+    return Batch(**(content | read_back))
+
+
+def _sketch(content: dict[str, Any]) -> Sketch:
+    read_back: dict[str, Any] = {key: tuple(content[key]) for key in ("shape", "projections", "bends")}
+    return Sketch(**(content | read_back))
+
+
+def _optional(content: dict[str, Any] | None) -> Sketch | None:
+    return None if content is None else _sketch(content)
+
+
+def _module(content: dict[str, Any]) -> ModuleOutput:
+    return ModuleOutput(content["name"], content["kind"], _sketch(content["output"]), _optional(content["inputs"]))
+
+
+def _parameter(content: dict[str, Any]) -> Parameter:
+    return Parameter(
+        content["name"],
+        _optional(content["gradient"]),
+        _optional(content["local"]),
+        _sketch(content["before"]),
+        _sketch(content["after"]),
+    )
+
+
+def summed(sketches: Iterable[Sketch | None]) -> Sketch | None:
+    """Return the sum of those that exist; ``None`` if none does or their shapes differ."""
+    existing: Sequence[Sketch] = [one for one in sketches if one is not None]
+    if not existing or any(one.shape != existing[0].shape for one in existing):
+        return None
+    total = existing[0]
+    for one in existing[1:]:
+        total += one
+    return total

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise verify`` on whole scripts: correct ones, ones with a mistake, and ones that cannot be compared."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.faults.run import cases
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
+
+pytestmark = pytest.mark.timeout(150)
+LIMIT_SECONDS = 140
+CASES = {(case.script, case.name): case for case in cases()}
+CORRECT = [
+    ("rankwise_conv", "rankwise_conv"),
+    ("ddp", "dropout, seeded by rank"),
+    ("all_reduce", "all_reduce"),
+    ("with_accelerate", "with_accelerate"),
+]
+MISTAKES = [
+    ("rankwise_mlp", "stop after a rank's own loss"),
+    ("rankwise_conv", "a log that all ranks write"),
+    ("ddp", "BatchNorm in DistributedDataParallel"),
+    ("ddp", "equal augmentations"),
+    ("all_reduce", "mean of means"),
+    ("with_accelerate", "not seeded"),
+]
+
+
+def verdict_of(command: Command, *words: str) -> tuple[int, dict[str, Any]]:
+    """Verify ``train.py``; return the exit code and the verdict on two ranks."""
+    done = command.rankwise("verify", "--json", "-", *words, "train.py", seconds=LIMIT_SECONDS)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)["verdicts"][0]
+
+
+@pytest.mark.parametrize("case", CORRECT, ids=" ".join)
+def test_a_correct_script_is_equal(command: Command, case: tuple[str, str]) -> None:
+    command.write("train.py", CASES[case].text)
+    exit_code, verdict = verdict_of(command, "--steps", "8")
+    assert (exit_code, verdict["status"]) == (0, "equal"), verdict
+    assert verdict["num_steps"] == 8
+    # Everything that the script wrote is in the copies.
+    assert [path.name for path in command.folder.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("case", MISTAKES, ids=" ".join)
+def test_a_mistake_is_found_with_its_cause(command: Command, case: tuple[str, str]) -> None:
+    command.write("train.py", CASES[case].text)
+    exit_code, verdict = verdict_of(command)
+    assert exit_code == 1, verdict
+    assert verdict["cause"]["key"] == CASES[case].cause
+    assert verdict["cause"]["fix"]
+
+
+def test_it_is_shown_as_text_and_as_a_page(command: Command) -> None:
+    text = CASES["all_reduce", "gradients divided twice"].text
+    command.write("train.py", text)
+    words = ["--steps", "2", "-n", "2,3", "--json", "report.json", "--html", "report.html"]
+    done = command.rankwise("verify", *words, "train.py", seconds=LIMIT_SECONDS)
+    assert done.returncode == 1
+    assert "2 ranks do not compute what one rank computes" in done.stdout
+    assert "every gradient is 1/3 of that of one rank" in done.stdout
+    line = next(number for number, line in enumerate(text.splitlines(), start=1) if ".backward()" in line)
+    assert f"(train.py:{line})" in done.stdout
+    report = json.loads((command.folder / "report.json").read_text())
+    assert [verdict["num_ranks"] for verdict in report["verdicts"]] == [2, 3]
+    assert "3 ranks do not compute" in (command.folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("print('no training')", "it takes no step of a torch optimizer"),
+        ("raise ValueError('no data')", "it fails on one rank: ValueError: no data"),
+    ],
+)
+def test_what_cannot_be_compared_says_why(command: Command, text: str, why: str) -> None:
+    command.write("train.py", text)
+    exit_code, verdict = verdict_of(command)
+    assert (exit_code, verdict["status"], verdict["why"]) == (2, "not compared", why)
+
+
+def test_a_script_that_needs_its_own_precision(command: Command) -> None:
+    text = CASES["all_reduce", "all_reduce"].text
+    loss = "loss = nn.functional.mse_loss(model(mine), wanted)"
+    assert loss in text
+    command.write("train.py", text.replace(loss, f"{loss}\n        assert loss.dtype == torch.float32"))
+    done = command.rankwise("verify", "--steps", "3", "train.py", seconds=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stdout
+    assert "fails in float64" in done.stdout
+    assert "in its own precision" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["-n", "1"], ["-n", "two"], ["--steps", "0"]])
+def test_numbers_are_checked_first(command: Command, words: list[str]) -> None:
+    done = command.rankwise("verify", *words, "train.py")
+    assert done.returncode == 2
+    assert "is not a" in done.stderr

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call changes in Python is found, by name: attributes, classes, globals, generators, output and hooks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rankwise.tools.auto.side_effects import Effects, changed, python_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COUNTS: Counter[str] = Counter()
+DRAWS = np.random.default_rng(0)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total = 0
+
+
+class Net(nn.Module):
+    num_seen = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.meter = Meter()
+        self.sizes: list[int] = []
+        self.last: deque[torch.Tensor] = deque([torch.zeros(2)])
+        self.draws = random.Random(0)
+        self.temperature = 1.0
+        self.itself = self
+
+
+def _count_in_class() -> None:
+    Net.num_seen += 1
+
+
+CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
+    "list": (lambda net: net.sizes.append(3), ".sizes has"),
+    "object": (lambda net: setattr(net.meter, "total", 4), ".meter.total"),
+    "class": (lambda _: _count_in_class(), "Net.num_seen"),
+    "float": (lambda net: setattr(net, "temperature", 0.5), ".temperature"),
+    "generator": (lambda net: net.draws.random(), ".draws"),
+    "kept tensor": (lambda net: net.last.append(torch.zeros(2)), ".last has"),
+    "other tensor": (lambda net: net.last.__setitem__(0, torch.zeros(2)), ".last[0]"),
+    "tensor in place": (lambda net: net.last[0].add_(1), ".last[0]"),
+    "global counts": (lambda _: COUNTS.update(["x"]), "the global COUNTS has"),
+    "global generator": (lambda _: DRAWS.random(), "the global DRAWS"),
+    "new attribute": (lambda net: setattr(net, "cache", {}), ".cache has"),
+    "removed": (lambda net: delattr(net, "temperature"), ".temperature"),
+    "part": (lambda net: setattr(net.layer, "calls", 1), "layer.calls"),
+}
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES.values(), ids=CHANGES)
+def test_a_change_is_named(change: Callable[[Net], Any], name: str) -> None:
+    net = Net()
+    before = python_state(net)
+    net.layer(torch.zeros(3, 2))
+    assert changed(before, python_state(net)) is None
+    change(net)
+    assert changed(before, python_state(net)) == name
+
+
+def test_output_and_hooks_are_noted() -> None:
+    x = torch.ones(2, requires_grad=True)
+
+    def retain() -> None:
+        x.square().retain_grad()
+
+    actions: list[tuple[Callable[[], object], str | None]] = [
+        (x.square, None),
+        (lambda: sys.stdout.write("a line"), "it prints"),
+        (lambda: sys.stderr.write("a line"), "it prints"),
+        (lambda: x.register_hook(lambda _: None), "it calls Tensor.register_hook"),
+        (retain, "it calls Tensor.retain_grad"),
+    ]
+    for action, expected in actions:
+        effects = Effects()
+        with effects.noted():
+            action()
+        assert (effects.found or "").startswith(expected or "")
+        assert (effects.found is None) == (expected is None)

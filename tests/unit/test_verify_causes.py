@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a difference to its cause: each signature of rankwise verify on records made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from recorded import FLOOR, GRADIENT, LINE, one_rank, parameter, rank_run, sketch, step, two_ranks
+
+from rankwise.tools.verify import causes, conclude
+from rankwise.tools.verify.page import page_of
+from rankwise.tools.verify.records import Batch, Call, ModuleOutput, RankRun, Run, Written
+from rankwise.tools.verify.terminal import text_of
+from rankwise.tools.verify.verdict import Report, Verdict
+
+
+def concluded(one: RankRun, many: Run, *, is_joined: bool = False) -> Verdict:
+    found = list(causes.findings(one, many.ranks))
+    return conclude.conclusion(one, many, FLOOR, found, is_joined=is_joined)
+
+
+def key_of(one: RankRun, many: Run) -> str | None:
+    cause = concluded(one, many).cause
+    return None if cause is None else cause.key
+
+
+def both(gradient: float, local: float) -> dict[str, Any]:
+    return {"parameters": tuple(parameter(f"Net.{name}.weight", gradient, local) for name in ("first", "last"))}
+
+
+def only_last(gradient: float, local: float) -> dict[str, Any]:
+    return {"parameters": (parameter("Net.first.weight"), parameter("Net.last.weight", gradient, local))}
+
+
+def module(name: str, kind: str) -> dict[str, Any]:
+    return {"modules": (ModuleOutput(name, kind, sketch(GRADIENT, 5.0, 2)),)}
+
+
+DREW = (Call(2, drew=True, drew_by_rows=True, line=LINE),)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key"),
+    [
+        (both(2.0, 1.0), None, "summed"),
+        (both(0.5, 1.0), None, "divided twice"),
+        (both(1.7, 1.0), None, "scaled"),
+        (both(0.4, 0.4), both(1.6, 1.6), "not exchanged"),
+        (only_last(0.4, 0.4), only_last(1.6, 1.6), "bypassed"),
+        (only_last(0.0, 0.0), None, "unused"),
+        ({**both(0.3, 0.4), "clipped": (3.0,)}, {**both(0.7, 1.6), "clipped": (4.0,)}, "local clipping"),
+        ({"hyperparameters": ({"lr": 0.2},)}, None, "scaled setting"),
+        ({"hyperparameters": ({"lr": 0.2},)}, {"hyperparameters": ({"lr": 0.1},)}, "local decision"),
+        ({"hyperparameters": ({"lr": 0.05},), "num_scheduler_steps": 2}, None, "scheduler"),
+        (module("Net.norm", "BatchNorm2d"), None, "batchnorm"),
+        (module("Net.first", "Dropout"), None, "dropout masks"),
+        ({**module("Net.first", "Linear"), "calls": DREW}, None, "dropout masks"),
+        (module("Net.first", "Linear"), None, "coupled samples"),
+        ({"inputs": (8, 9), "modules": ()}, None, "noise in the loop"),
+        ({"inputs": (8, 9), "modules": (), "batches": (Batch(0, 0, 0, (8, 9)),)}, None, "other samples"),
+        ({"parameters": (parameter("Net.first.weight", start=2.0),)}, {}, "different start"),
+        ({"parameters": (parameter("Net.first.weight", start=2.0),)}, None, "seeded by rank"),
+        ({"parameters": (parameter("Net.first.weight", lr=0.3),)}, None, "update"),
+    ],
+)
+def test_the_cause_of_a_difference(first: dict[str, Any], second: dict[str, Any] | None, key: str) -> None:
+    one = one_rank()
+    if first.get("modules"):
+        name = first["modules"][0]
+        one = one_rank(modules=(replace(name, output=sketch(GRADIENT, 1.0, 4)),))
+    if second is None and "inputs" in first:
+        second = {**first, "inputs": (10, 11)}
+        if "batches" in first:
+            second["batches"] = (Batch(0, 0, 0, (10, 11)),)
+    assert key_of(one, two_ranks(first, second)) == key
+
+
+def test_a_mean_of_means_of_unequal_shares() -> None:
+    # Three samples with a gradient of 1 and one with 5: their mean is 2, the mean of the ranks' means 3.
+    one = one_rank(**both(2.0, 2.0))
+    ranks = (
+        rank_run(step((1, 2, 3), **both(3.0, 1.0))),
+        rank_run(step((4,), **both(3.0, 5.0)), rank=1),
+    )
+    verdict = concluded(one, Run(ranks, 0))
+    assert verdict.cause is not None
+    assert verdict.cause.key == "mean of means"
+    # With layers that are not all scaled alike.
+    mixed = {"parameters": (parameter("Net.first.weight", 2.0, 2.0), parameter("Net.last.weight", 4.25, 4.25))}
+    ranks = tuple(
+        replace(rank, steps=(replace(rank.steps[0], parameters=(rank.steps[0].parameters[0], other)),))
+        for rank, other in zip(
+            ranks, (parameter("Net.last.weight", 3.5, 5.0), parameter("Net.last.weight", 3.5, 2.0)), strict=True
+        )
+    )
+    verdict = concluded(one_rank(**mixed), Run(ranks, 0))
+    assert verdict.cause is not None
+    assert verdict.cause.key == "mean of means"
+    assert "3, 1 samples" in verdict.cause.words
+
+
+def test_buffers_of_batchnorm() -> None:
+    one = one_rank(buffers={"Net.norm.running_mean": sketch(GRADIENT)})
+    many = two_ranks({"buffers": {"Net.norm.running_mean": sketch(GRADIENT, 1.5)}})
+    assert key_of(one, many) == "batchnorm"
+    one = one_rank(buffers={"Net.codes": sketch(GRADIENT)})
+    many = two_ranks({"buffers": {"Net.codes": sketch(GRADIENT, 2)}})
+    assert key_of(one, many) == "buffers"
+
+
+def test_the_same_samples_on_every_rank() -> None:
+    whole = step((1, 2, 3, 4))
+    assert key_of(one_rank(), Run((rank_run(whole), rank_run(whole, rank=1)), 0)) == "same samples"
+
+
+def test_a_loader_that_is_as_long_on_two_ranks_as_on_one() -> None:
+    one = rank_run(step((1, 2)), step((3, 4)), world_size=1)
+    many = (rank_run(step((1, 2)), step((3, 4))), rank_run(step((3, 4)), step((1, 2)), rank=1))
+    found = {finding.cause.key for finding in causes.findings(one, many)}
+    assert "same samples" in found
+
+
+def test_samples_that_are_repeated_to_fill_the_last_batch() -> None:
+    one = rank_run(step((1, 2, 3)), world_size=1)
+    many = (rank_run(step((1, 2))), rank_run(step((3, 1)), rank=1))
+    assert [finding.cause.key for finding in causes.findings(one, many)] == ["repeated samples"]
+    # Samples that the data itself repeats are no mistake.
+    twice = rank_run(step((1, 2, 3, 1)), world_size=1)
+    assert list(causes.findings(twice, many)) == []
+
+
+def epochs(*orders: tuple[int, ...]) -> RankRun:
+    steps = [step(order, batches=(Batch(0, epoch, 0, order),)) for epoch, order in enumerate(orders)]
+    return rank_run(*steps)
+
+
+def test_a_sampler_without_set_epoch() -> None:
+    order = tuple(range(8))
+    other = tuple(range(8, 16))
+    many = (epochs(order, order), replace(epochs(other, other), facts=replace(epochs().facts, rank=1)))
+    assert "same order" in [finding.cause.key for finding in causes.findings(epochs(order, order), many)]
+    # Nor is an evaluation an epoch.
+    first, second = epochs(order, order).steps
+    evaluated = replace(second, batches=tuple(replace(batch, is_trained=False) for batch in second.batches))
+    many = (rank_run(first, evaluated), rank_run(first, evaluated, rank=1))
+    assert "same order" not in [finding.cause.key for finding in causes.findings(many[0], many)]
+    changed = (epochs(order, order[::-1]), epochs(other, other[::-1]))
+    assert "same order" not in [finding.cause.key for finding in causes.findings(epochs(order, order), changed)]
+
+
+def test_ranks_that_draw_alike_while_they_read() -> None:
+    def drawn(samples: tuple[int, ...], state: str) -> RankRun:
+        return rank_run(step(samples, batches=(Batch(0, 0, 1, samples, drawn=state),)))
+
+    alike, apart = (drawn((1, 2), "a"), drawn((3, 4), "a")), (drawn((1, 2), "a"), drawn((3, 4), "b"))
+    assert [finding.cause.key for finding in causes.findings(one_rank(), alike)] == ["equal augmentations"]
+    assert list(causes.findings(one_rank(), apart)) == []
+
+
+def test_a_file_that_two_ranks_write() -> None:
+    written = (Written("model.pt", "train.py:9"),)
+    many = two_ranks()
+    many = replace(many, ranks=tuple(replace(rank, written=written) for rank in many.ranks))
+    verdict = concluded(one_rank(), many)
+    assert verdict.cause is not None
+    assert (verdict.cause.key, verdict.cause.line) == ("written twice", "train.py:9")
+    assert "ranks 0-1" in verdict.cause.words
+    one_only = replace(many, ranks=(many.ranks[0], replace(many.ranks[1], written=())))
+    assert concluded(one_rank(), one_only).status == "equal"
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "exit_code", "key"),
+    [
+        ((2, 1), "script", 0, "local stop"),
+        ((1, 1), "", 124, "hang"),
+        ((1, 1), "ValueError: no\n  do        pass another", 1, "failed"),
+        ((1, 1), "script", 0, "number of steps"),
+    ],
+)
+def test_how_ranks_end(steps: tuple[int, int], end: str, exit_code: int, key: str) -> None:
+    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)), world_size=1)
+    parts = ((1, 2), (3, 4))
+    ranks = tuple(rank_run(*[step(parts[rank])] * count, rank=rank, end=end) for rank, count in enumerate(steps))
+    verdict = conclude.conclusion(one, Run(ranks, exit_code), FLOOR, [], is_joined=False)
+    assert verdict.cause is not None
+    assert verdict.cause.key == key
+    if key == "failed":
+        assert verdict.cause.fix == "pass another"
+
+
+def test_draws_that_one_rank_cannot_repeat_are_no_difference() -> None:
+    drew = (Call(2, drew=True, drew_by_rows=False, line=LINE),)
+    many = two_ranks({**module("Net.first", "Linear"), "calls": drew})
+    verdict = concluded(one_rank(), many, is_joined=True)
+    assert verdict.status == "not compared"
+    assert "random numbers" in verdict.why
+
+
+def test_what_is_shown() -> None:
+    differs = concluded(one_rank(), two_ranks(both(2.0, 1.0)))
+    equal = replace(concluded(one_rank(), two_ranks()), num_ranks=3, notes=("a <note>",))
+    unknown = Verdict(num_ranks=4, status="not compared", why="it fails")
+    report = Report(
+        script="train.py --name '<b>'",
+        dtype="float64",
+        verdicts=(differs, equal, unknown),
+        notes=(),
+        runs=(("1 rank", 1.0),),
+        seconds=3.0,
+    )
+    text = text_of(report)
+    assert "2 ranks do not compute what one rank computes" in text
+    assert "first     step 1, gradient: Net.first.weight, relative difference 1.0e+00 (rounding explains 1e-10)" in text
+    assert "equal     until then: data, initial parameters, forward" in text
+    assert f"({LINE})" in text
+    assert "3 ranks compute what one rank computes, over 1 step\n" in text
+    assert "4 ranks could not be compared with one\n  why       it fails" in text
+    page = page_of(report)
+    assert "<b>" not in page
+    assert "http" not in page
+    assert page.count("<section>") == 3
+    assert "Net.first" in page
