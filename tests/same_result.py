@@ -15,6 +15,7 @@ import pickle
 import re
 import sqlite3
 import types
+import warnings
 import weakref
 import zipfile
 from dataclasses import dataclass
@@ -125,7 +126,8 @@ def _content(path: Path) -> Any:
         if any(name.endswith(".npy") for name in names):
             return dict(np.load(path, allow_pickle=True))
         if any("/code/" in name for name in names):
-            return torch.jit.load(path).state_dict()
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # scripts still use it
+                return torch.jit.load(path).state_dict()
         if any(name.endswith("data.pkl") for name in names):
             return torch.load(path, weights_only=False, pickle_module=_PICKLE)
         return {name: archive.read(name) for name in names}

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import sqlite3
 import tempfile
 import zipfile
 from pathlib import Path
@@ -65,12 +64,6 @@ with tempfile.TemporaryDirectory() as tmp:
     torch.save(model, path)
     again = torch.load(path, weights_only=False)
     print("same", torch.equal(again.weight, model.weight))
-db = sqlite3.connect(out / "runs.db")
-db.execute("create table loss (step integer, value real)")
-db.executemany("insert into loss values (?, ?)", enumerate(losses))
-db.commit()
-print(db.execute("select count(*), min(value) from loss").fetchone())
-db.close()
 plt.plot(losses)
 plt.savefig(out / "curve.png")
 print(json.loads((out / "renamed.json").read_text()), sorted(p.name for p in out.iterdir()))

@@ -33,7 +33,7 @@ TOLERANCE = {
     "amp_bf16": 0.03,  # it computes in bfloat16, with 8 bits: sums of fewer rows round to other numbers
 }
 EXIT_CODE = {"early_exit": 3, "uncaught_error": 1}
-ON_EACH = {"digits_mlp", "lstm_lm", "nanogpt", "tiny_resnet", "wgan_gp", "resume_training"}
+ON_EACH = {"digits_mlp", "lstm_lm", "tiny_resnet", "wgan_gp", "resume_training"}
 """Scripts that run on 2, 3 and 4 ranks; the others on 2 or 3."""
 CASES = [
     (name, ranks) for index, name in enumerate(SCRIPTS) for ranks in ([2, 3, 4] if name in ON_EACH else [2 + index % 2])
@@ -41,10 +41,12 @@ CASES = [
 PROGRAM = "ConfigurationError: The script starts a program"
 DIFFER = "ReplicasDiffer: Linear has different arguments on different ranks"
 REFUSED = {
+    "dated_folder": "ConfigurationError: mkdir names different files on different ranks",
     "own_process_group": "ConfigurationError: The script opens a process group of its own",
     "own_subprocess": PROGRAM,
     "shared_processes": PROGRAM,
     "spawn_workers": PROGRAM,
+    "sqlite_log": "sqlite3",
     "time_budget": DIFFER,
     "unseeded_initialisation": "ReplicasDiffer: Linear has different parameters on different ranks",
     "unseeded_numpy": DIFFER,
