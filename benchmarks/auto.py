@@ -55,7 +55,7 @@ from torch.utils.data.distributed import DistributedSampler
 dist.init_process_group("gloo")
 model = DistributedDataParallel(model)
 """,
-    "loader": "DataLoader(dataset, batch_size=batch_size // dist.get_world_size(), sampler=DistributedSampler(dataset))",
+    "loader": "DataLoader(dataset, batch_size=batch_size // 2, sampler=DistributedSampler(dataset))",
     "after": "dist.destroy_process_group()",
 }
 MODELS = {

@@ -148,6 +148,11 @@ REFUSED = {
         CALL,
         "ConfigurationError: This process has already joined a world.",
     ),
+    "database": (
+        "import sqlite3; sqlite3.connect(':memory:'); sqlite3.connect('log.db')",
+        CALL,
+        "ConfigurationError: The script opens a database with sqlite3, which every rank would write.",
+    ),
     "file": (
         "import os; open(f'log-{os.getpid()}.txt', 'w')",
         CALL,
@@ -187,7 +192,7 @@ WHOLE = {
     "prints": (NET.format("x + len(str(print('here')))"), "Net runs whole on every rank: it prints"),
     "counts": (
         "steps = []\n" + NET.format("x + len(steps.append(1) or steps)"),
-        "Net runs whole on every rank: it changes the global steps has",
+        "Net runs whole on every rank: it changes the global steps",
     ),
     "pairs": (
         NET.format("(x @ x.T).softmax(1) @ x"),
@@ -245,6 +250,9 @@ try:
     open("out/b.bin", "x")
 except FileExistsError as error:
     print("exists")
+import numpy
+numpy.savetxt("out/numbers.txt", [rank + 1])
+assert numpy.loadtxt("out/numbers.txt") == 1
 own = tempfile.mkdtemp()
 Path(own, "rank").write_text(str(rank))
 assert Path(own, "rank").read_text() == str(rank)
@@ -261,5 +269,5 @@ def test_rank_zero_writes_and_all_ranks_read_what_it_wrote(command: Command) -> 
     assert done.stdout.splitlines() == ["only once", "FileExistsError", "nowhere/x", "exists"]
     assert done.stderr.count("not the script's own output") == 1
     out = command.folder / "out"
-    assert sorted(path.name for path in out.rglob("*")) == ["b.bin", "deep", "log.txt", "model.pt"]
+    assert sorted(path.name for path in out.rglob("*")) == ["b.bin", "deep", "log.txt", "model.pt", "numbers.txt"]
     assert (out / "log.txt").read_text() == "first\nsecond\nthird\n"

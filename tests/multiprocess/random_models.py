@@ -135,6 +135,17 @@ def _twice_the_batch(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.b(first + second)
 
 
+class _Dropped(nn.Module):
+    """Dropout of the outputs of a recurrent layer."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.layer(x)[0], 0.4)
+
+
 DRAWING: dict[str, Callable[[], nn.Module]] = {
     "dropout": _within(lambda h: functional.dropout(h, 0.4)),
     "dropout1d": _within(lambda h: functional.dropout1d(h, 0.4)),
@@ -167,5 +178,6 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
     "attention with weights": _through(lambda: _Attention(WIDTH, 2, dropout=0.3, batch_first=True)),
     "LSTM": _through(lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True)),
     "LSTM of as many layers as samples": _through(lambda: nn.LSTM(WIDTH, WIDTH, 4, dropout=0.4, batch_first=True)),
+    "dropout after a GRU": _through(lambda: _Dropped(nn.GRU(WIDTH, WIDTH, batch_first=True))),
     "GRU, sequence first": _sequence_first(lambda: nn.GRU(WIDTH, WIDTH, 2, dropout=0.4)),
 }

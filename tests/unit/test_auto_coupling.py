@@ -28,6 +28,7 @@ def _watched(call: Callable[[torch.Tensor], object], *, dim: int = 0) -> str | N
     return watch.found
 
 
+GRU = nn.GRU(WIDTH, WIDTH, batch_first=True).double()
 LSTM = nn.LSTM(WIDTH, WIDTH, 4, batch_first=True).double()
 SEPARATE: dict[str, Callable[[torch.Tensor], object]] = {
     "mean over time": lambda x: x.mean(1) - x.amax(1),
@@ -37,6 +38,7 @@ SEPARATE: dict[str, Callable[[torch.Tensor], object]] = {
     ),
     "attention": lambda x: functional.scaled_dot_product_attention(x, x, x, torch.ones(LENGTH, LENGTH).bool().tril()),
     "recurrent": LSTM,
+    "recurrent, then more": lambda x: GRU(x)[0].softmax(-1).cumsum(1).mean(1),
     "dropout": lambda x: functional.dropout1d(functional.dropout(x), 0.5),
     "embedding": lambda x: functional.embedding(x.detach().long().abs().clamp(max=4), torch.zeros(5, 3)),
     "values of weights": lambda x: x * 2 if torch.ones(3).max() > 0 else x,

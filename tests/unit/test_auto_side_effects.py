@@ -46,17 +46,17 @@ def _count_in_class() -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
-    "list": (lambda net: net.sizes.append(3), ".sizes has"),
+    "list": (lambda net: net.sizes.append(3), ".sizes"),
     "object": (lambda net: setattr(net.meter, "total", 4), ".meter.total"),
     "class": (lambda _: _count_in_class(), "Net.num_seen"),
     "float": (lambda net: setattr(net, "temperature", 0.5), ".temperature"),
     "generator": (lambda net: net.draws.random(), ".draws"),
-    "kept tensor": (lambda net: net.last.append(torch.zeros(2)), ".last has"),
+    "kept tensor": (lambda net: net.last.append(torch.zeros(2)), ".last"),
     "other tensor": (lambda net: net.last.__setitem__(0, torch.zeros(2)), ".last[0]"),
     "tensor in place": (lambda net: net.last[0].add_(1), ".last[0]"),
-    "global counts": (lambda _: COUNTS.update(["x"]), "the global COUNTS has"),
+    "global counts": (lambda _: COUNTS.update(["x"]), "the global COUNTS"),
     "global generator": (lambda _: DRAWS.random(), "the global DRAWS"),
-    "new attribute": (lambda net: setattr(net, "cache", {}), ".cache has"),
+    "new attribute": (lambda net: setattr(net, "cache", {}), ".cache"),
     "removed": (lambda net: delattr(net, "temperature"), ".temperature"),
     "part": (lambda net: setattr(net.layer, "calls", 1), "layer.calls"),
 }

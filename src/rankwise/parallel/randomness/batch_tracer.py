@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _SIZED = {"empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
 _SLICES = {"select", "slice", "narrow"}
+_RESHAPES = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+"""Views in place."""
 _FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 
 
@@ -112,6 +114,8 @@ class BatchTracer(DispatchMode):
             self._note_new(call, out)
             return out
         layouts = self._settle(call, found)
+        if call.name in _RESHAPES:
+            return self._reshape(call, layouts)
         out = func(*args, **call.given)
         self._note(call, layouts, out)
         return out
@@ -216,6 +220,18 @@ class BatchTracer(DispatchMode):
             self.set_fact(one, KnownLayout(layout, guess) if layout is not None or guess is not None else None)
         if call.is_pointwise:
             self._note_changed(call, out)
+
+    def _reshape(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> Any:  # noqa: ANN401 - as torch
+        """Run an operation that gives its input another shape, in place, and note where samples are now."""
+        first = call.tensors[0]
+        layout, fact = layouts.get(identity_of(first)), self._facts.get(identity_of(first))
+        grown = None if layout is None else self._grown(call, layouts)
+        out = call.func(*call.args, **call.given)
+        now = None
+        if layout is not None and grown:
+            now = _growing(out.shape, grown[0], [(first, layout)], call.name)
+        self.set_fact(out, None if fact is None or now is None else replace(fact, layout=now, is_direct=False))
+        return out
 
     def _note_changed(self, call: TracedCall, out: object) -> None:
         """Note that a tensor whose layout was assumed now holds the samples of another one, which was added to it."""

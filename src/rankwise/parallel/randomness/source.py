@@ -9,6 +9,7 @@ for the whole batch.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from rankwise.parallel.randomness.scope import drawing
 from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from rankwise.comm.session import CurrentBatch
     from rankwise.parallel.randomness.counter import Key
@@ -84,6 +85,18 @@ def forget() -> None:
     _remembered.clear()
     _remembered_longer.clear()
     _random.clear()
+
+
+@contextmanager
+def draws_forgotten() -> Generator[None]:
+    """Forget the draws inside the block after it: no backward will repeat them."""
+    before, before_longer = dict(_remembered), dict(_remembered_longer)
+    try:
+        yield
+    finally:
+        for kept, state in ((_remembered, before), (_remembered_longer, before_longer)):
+            kept.clear()
+            kept.update(state)
 
 
 def _remember(known_by: int, source: NumberSource) -> None:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError, ReplicasDiffer, fold_values
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log
 from rankwise.parallel.randomness.model_draws import DrawsOfModel
+from rankwise.parallel.randomness.source import draws_forgotten
 from rankwise.tensors.checksum import checksums_of_each, combined
 from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.generators import GeneratorStates
@@ -168,6 +170,8 @@ class SplitCalls:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         known = self._modules.get(module)
         if known is None:
+            if any(map(is_lazy, module.parameters())):
+                return self._calls.whole(module, args, kwargs)[0]  # parameters and class are made in this call
             known = self._modules[module] = KnownModule()
         name = _kind_of(module, leaves, tree)
         sizes = tuple(one.shape for one in leaves if isinstance(one, torch.Tensor))
@@ -303,7 +307,8 @@ class SplitCalls:
         """Run a copy on this rank's rows; return why that is not the same, and where the outputs' rows lie."""
         whole_run.before.restore(self._device)
         try:
-            return self._compared(call, copy, batch, given, whole_run)
+            with draws_forgotten():
+                return self._compared(call, copy, batch, given, whole_run)
         finally:
             whole_run.after.restore(self._device)
 

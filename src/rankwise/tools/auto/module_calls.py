@@ -11,11 +11,13 @@ import threading
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 
+from rankwise.comm.session import CurrentBatch
 from rankwise.parallel.core.global_statistics import normalised
+from rankwise.parallel.randomness.scope import DrawScope, enter, leave
 from rankwise.tools.auto.replacing import replaced
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
@@ -24,8 +26,6 @@ from rankwise.torch_private.modules import check_input_dim
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
-
-    import torch
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.tools.auto.coupling import CouplingWatch
@@ -58,8 +58,10 @@ class ModuleCalls:
 
         def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
             self._checkpoints.append(kwargs.get("use_reentrant") is not False)
-            # What is computed again in backward runs whole there.
-            with nullcontext() if self._is_inside else self._inside(is_split=False):
+            if self._is_split:
+                return plain_checkpoint(*args, **kwargs)
+            # What is computed again in backward runs whole there, and draws the same for the whole batch.
+            with nullcontext() if self._is_inside else self._inside(is_split=False), _drawing_for_all():
                 return plain_checkpoint(*args, **kwargs)
 
         return replaced((nn.Module, ["__call__"], lambda _: call), (checkpoint, ["checkpoint"], lambda _: noted))
@@ -98,8 +100,7 @@ class ModuleCalls:
 
     def _counts(self, module: nn.Module) -> bool:
         return (
-            (first := next(module.parameters(), None)) is not None
-            and not is_lazy(first)  # its class changes in the call
+            next(module.parameters(), None) is not None
             and threading.current_thread() is threading.main_thread()
             and os.getpid() == self._process  # no worker of a loader
             and not in_backward()  # not a recomputation
@@ -125,6 +126,16 @@ class ModuleCalls:
             yield
         finally:
             self._is_inside = self._is_split = False
+
+
+@contextmanager
+def _drawing_for_all() -> Generator[None]:
+    """Draw as torch does inside the block, and remember that: a state of the generator may occur again."""
+    enter(DrawScope(CurrentBatch(0, 0, 0, 1, 1, 0), "torch", 0, has_graph=torch.is_grad_enabled()))
+    try:
+        yield
+    finally:
+        leave()
 
 
 class _AllRanks:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
 import torch
 
 from rankwise.comm.backends.protocol import NOTE_BYTES
@@ -69,6 +70,7 @@ class RankZeroFiles:
             (torch, ["save"], self._once_saved),
             (builtins, ["open"], lambda _: self._opened),
             (io, ["open"], lambda _: self._opened),
+            (np, ["savetxt"], _through_open),
         )
 
     def num_changes(self) -> int:
@@ -191,6 +193,19 @@ class RankZeroFiles:
     def _meet(self) -> None:
         if os.getpid() == self._process and current_or_none() is not None:
             self._exchange.barrier("closing a file")
+
+
+def _through_open(savetxt: Callable[..., None]) -> Callable[..., None]:
+    """Return NumPy's function so that it opens files by the built-in ``open``; it keeps one of its own."""
+
+    def call(fname: Any, X: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N803 - as NumPy's own
+        if not isinstance(fname, str | os.PathLike) or os.fspath(fname).endswith((".gz", ".bz2", ".xz")):
+            savetxt(fname, X, *args, **kwargs)
+            return
+        with open(fname, "w", encoding=kwargs.get("encoding") or "latin1") as file:  # noqa: PTH123 - the replaced one
+            savetxt(file, X, *args, **kwargs)
+
+    return call
 
 
 def _closed_together(file: Any, meet: Callable[[], None]) -> Any:  # noqa: ANN401 - any file

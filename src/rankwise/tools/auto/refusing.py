@@ -29,10 +29,16 @@ def refusing(world_size: int) -> Generator[None]:
     process = os.getpid()
     is_over = False
 
-    def look(event: str, _: tuple[object, ...]) -> None:
+    def look(event: str, args: tuple[object, ...]) -> None:
         # An audit hook stays until the process ends.
         if event in _STARTS and not is_over and os.getpid() == process and responsible_module() == "__main__":
             raise _starts_program(world_size)
+        if event == "sqlite3.connect" and not is_over and os.getpid() == process and args[0] != ":memory:":
+            raise ConfigurationError(
+                "The script opens a database with sqlite3, which every rank would write.",
+                where=words(user_call_site()),
+                do="write to a file, or run without --auto",
+            )
 
     def checked(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
         def check(started: BaseProcess) -> None:

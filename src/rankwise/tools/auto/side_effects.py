@@ -141,10 +141,12 @@ class _Tensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._version = 0 if tensor.is_inference() else version_of(tensor)
+        self._num_changes = 0 if tensor.is_inference() else version_of(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Tensor) and (self._tensor is other._tensor) and self._version == other._version
+        if not isinstance(other, _Tensor):
+            return False
+        return self._tensor is other._tensor and self._num_changes == other._num_changes
 
     def __hash__(self) -> int:
         return id(self._tensor)
@@ -153,15 +155,15 @@ class _Tensor:
 def _within(value: object) -> Iterable[tuple[str, object]]:
     """Yield the parts of a value, and names for them."""
     if isinstance(value, Mapping):
-        yield " has", len(value)
+        yield "", len(value)
         if len(value) <= LARGEST:
             yield from ((f"[{key!r}]", inner) for key, inner in list(value.items()))
     elif isinstance(value, list | tuple | deque):
-        yield " has", len(value)
+        yield "", len(value)
         if len(value) <= LARGEST:
             yield from ((f"[{number}]", inner) for number, inner in enumerate(list(value)))
     elif isinstance(value, set | frozenset):
-        yield " has", sorted(map(repr, value)) if len(value) <= LARGEST else len(value)
+        yield "", sorted(map(repr, value)) if len(value) <= LARGEST else len(value)
     elif _is_of_user(type(value)) and not isinstance(value, nn.Module | type | ModuleType):
         yield from ((f".{key}", inner) for key, inner in list(getattr(value, "__dict__", {}).items()))
 
