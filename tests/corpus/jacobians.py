@@ -19,7 +19,6 @@ for step in range(4):
     loss.backward()
     opt.step()
     print(step, loss.item(), contraction.item())
-print("vectorized", jacobian(encoder, x, vectorize=True).pow(2).sum().item())
 print("hessian", hessian(lambda v: encoder(v).sum(), x[:3]).abs().sum().item())
 v = torch.ones_like(x)
 print("jvp", jvp(encoder, x, v)[1].sum().item(), "vjp", vjp(encoder, x, torch.ones(8, 4))[1].sum().item())
