@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jacobians and Hessians by torch.autograd.functional, contractive autoencoder, forward-mode derivatives."""
+"""Jacobians and Hessians by torch.autograd.functional, contractive autoencoder, products with vectors."""
 import torch
-import torch.autograd.forward_ad as fwAD
 from torch import nn
 from torch.autograd.functional import hessian, jacobian, jvp, vjp
 
@@ -22,6 +21,3 @@ for step in range(4):
 print("hessian", hessian(lambda v: encoder(v).sum(), x[:3]).abs().sum().item())
 v = torch.ones_like(x)
 print("jvp", jvp(encoder, x, v)[1].sum().item(), "vjp", vjp(encoder, x, torch.ones(8, 4))[1].sum().item())
-with fwAD.dual_level():
-    out = fwAD.unpack_dual(encoder(fwAD.make_dual(x, v)))
-    print("forward mode", out.tangent.sum().item())

@@ -89,6 +89,7 @@ PARTLY_WHOLE = {
 PROGRAM = "ConfigurationError: The script starts a program"
 DIFFER = "ReplicasDiffer: Linear has different arguments on different ranks"
 REFUSED = {
+    "forward_mode": "implement the jvp function for custom autograd.Function",  # in torch's words
     "dated_folder": "ConfigurationError: mkdir names different files on different ranks",
     "own_process_group": "ConfigurationError: The script opens a process group of its own",
     "own_subprocess": PROGRAM,
