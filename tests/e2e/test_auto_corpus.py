@@ -68,6 +68,7 @@ PARTLY_WHOLE = {
     "nanogpt",
     "neural_ode",
     "norms",
+    "old_weight_norm",
     "padded_mean",
     "print_in_forward",
     "progan_minibatch_std",
