@@ -86,6 +86,43 @@ def test_what_cannot_be_compared_says_why(command: Command, text: str, why: str)
     assert (exit_code, verdict["status"], verdict["why"]) == (2, "not compared", why)
 
 
+AUTO = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(50, 1, 8, 8), torch.randint(0, 4, (50,)))
+net = nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(216, 4))
+optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+for images, labels in DataLoader(data, batch_size=15, shuffle=True):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(images), labels).backward()
+    optimizer.step()
+    torch.save(net.state_dict(), "net.pt")
+"""
+
+
+def test_a_script_for_one_device_is_equal_as_auto_runs_it(command: Command) -> None:
+    command.write("train.py", AUTO)
+    exit_code, verdict = verdict_of(command, "--auto")
+    assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 4), verdict
+    # Without it, each rank trains on all samples.
+    exit_code, verdict = verdict_of(command, "--steps", "2")
+    assert (exit_code, verdict["cause"]["key"]) == (1, "same samples")
+
+
+def test_a_script_elsewhere_is_copied_too(command: Command) -> None:
+    text = CASES["all_reduce", "all_reduce"].text
+    command.write("elsewhere/train.py", f"import beside\n{text}")
+    command.write("elsewhere/beside.py", "")
+    command.write("here/data.txt", "")
+    script = command.folder / "here" / ".." / "elsewhere" / "train.py"
+    done = command.rankwise("verify", "--steps", "2", str(script), seconds=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stdout
+    assert sorted(path.name for path in (command.folder / "elsewhere").iterdir()) == ["beside.py", "train.py"]
+
+
 def test_a_script_that_needs_its_own_precision(command: Command) -> None:
     text = CASES["all_reduce", "all_reduce"].text
     loss = "loss = nn.functional.mse_loss(model(mine), wanted)"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recorded import FLOOR, GRADIENT, LINE, one_rank, parameter, rank_run, sketch, step, two_ranks
 
-from rankwise.tools.verify import causes, conclude
+from rankwise.tools.verify import conclude, mistakes
 from rankwise.tools.verify.page import page_of
 from rankwise.tools.verify.records import Batch, Call, ModuleOutput, RankRun, Run, Written
 from rankwise.tools.verify.terminal import text_of
@@ -17,7 +17,7 @@ from rankwise.tools.verify.verdict import Report, Verdict
 
 
 def concluded(one: RankRun, many: Run, *, is_joined: bool = False) -> Verdict:
-    found = list(causes.findings(one, many.ranks))
+    found = list(mistakes.findings(one, many.ranks))
     return conclude.conclusion(one, many, FLOOR, found, is_joined=is_joined)
 
 
@@ -118,17 +118,17 @@ def test_the_same_samples_on_every_rank() -> None:
 def test_a_loader_that_is_as_long_on_two_ranks_as_on_one() -> None:
     one = rank_run(step((1, 2)), step((3, 4)), world_size=1)
     many = (rank_run(step((1, 2)), step((3, 4))), rank_run(step((3, 4)), step((1, 2)), rank=1))
-    found = {finding.cause.key for finding in causes.findings(one, many)}
+    found = {finding.cause.key for finding in mistakes.findings(one, many)}
     assert "same samples" in found
 
 
 def test_samples_that_are_repeated_to_fill_the_last_batch() -> None:
     one = rank_run(step((1, 2, 3)), world_size=1)
     many = (rank_run(step((1, 2))), rank_run(step((3, 1)), rank=1))
-    assert [finding.cause.key for finding in causes.findings(one, many)] == ["repeated samples"]
+    assert [finding.cause.key for finding in mistakes.findings(one, many)] == ["repeated samples"]
     # Samples that the data itself repeats are no mistake.
     twice = rank_run(step((1, 2, 3, 1)), world_size=1)
-    assert list(causes.findings(twice, many)) == []
+    assert list(mistakes.findings(twice, many)) == []
 
 
 def epochs(*orders: tuple[int, ...]) -> RankRun:
@@ -140,14 +140,14 @@ def test_a_sampler_without_set_epoch() -> None:
     order = tuple(range(8))
     other = tuple(range(8, 16))
     many = (epochs(order, order), replace(epochs(other, other), facts=replace(epochs().facts, rank=1)))
-    assert "same order" in [finding.cause.key for finding in causes.findings(epochs(order, order), many)]
+    assert "same order" in [finding.cause.key for finding in mistakes.findings(epochs(order, order), many)]
     # Nor is an evaluation an epoch.
     first, second = epochs(order, order).steps
     evaluated = replace(second, batches=tuple(replace(batch, is_trained=False) for batch in second.batches))
     many = (rank_run(first, evaluated), rank_run(first, evaluated, rank=1))
-    assert "same order" not in [finding.cause.key for finding in causes.findings(many[0], many)]
+    assert "same order" not in [finding.cause.key for finding in mistakes.findings(many[0], many)]
     changed = (epochs(order, order[::-1]), epochs(other, other[::-1]))
-    assert "same order" not in [finding.cause.key for finding in causes.findings(epochs(order, order), changed)]
+    assert "same order" not in [finding.cause.key for finding in mistakes.findings(epochs(order, order), changed)]
 
 
 def test_ranks_that_draw_alike_while_they_read() -> None:
@@ -155,8 +155,8 @@ def test_ranks_that_draw_alike_while_they_read() -> None:
         return rank_run(step(samples, batches=(Batch(0, 0, 1, samples, drawn=state),)))
 
     alike, apart = (drawn((1, 2), "a"), drawn((3, 4), "a")), (drawn((1, 2), "a"), drawn((3, 4), "b"))
-    assert [finding.cause.key for finding in causes.findings(one_rank(), alike)] == ["equal augmentations"]
-    assert list(causes.findings(one_rank(), apart)) == []
+    assert [finding.cause.key for finding in mistakes.findings(one_rank(), alike)] == ["equal augmentations"]
+    assert list(mistakes.findings(one_rank(), apart)) == []
 
 
 def test_a_file_that_two_ranks_write() -> None:

@@ -82,7 +82,27 @@ def test_rounding_is_measured_and_has_limits() -> None:
     assert floor.tolerance(2, "gradient") == 1e-10
     assert floor.tolerance(1, "data") < 1e-11
     grown = Floor("float64", {(9, "update"): 0.5})
-    assert grown.tolerance(9, "update") == 1e-4
+    assert grown.tolerance(9, "update") > 1e6
+    assert grown.last_step is None
+
+
+def test_steps_in_which_rounding_has_grown_too_far_are_not_compared() -> None:
+    floor = Floor("float64", {(1, "gradient"): 1e-12, (2, "gradient"): 1e-2})
+    assert (floor.last_step, FLOOR.last_step) == (1, None)
+    good, bad = step((1, 2)), step((1, 2), parameters=(parameter("Net.first.weight", 5.0),))
+    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)), world_size=1)
+    rest = step((3, 4))
+    many = (rank_run(good, bad), rank_run(rest, rest, rank=1))
+    assert differences(one, many, floor) == []
+    assert differences(one, many, FLOOR)[0].gap.step == 2
+    # Settings are not subject to rounding.
+    other = replace(good, hyperparameters=({"lr": 9.0},))
+    assert differences(one, (rank_run(good, other), many[1]), floor)[0].gap.name == "lr"
+
+
+def test_a_first_step_that_is_all_rounding_cannot_be_compared() -> None:
+    verdict = conclude.conclusion(one_rank(), two_ranks(), Floor("as-is", {(1, "gradient"): 0.1}), [], is_joined=False)
+    assert (verdict.status, verdict.why[:8]) == ("not compared", "rounding")
 
 
 def test_a_result_that_depends_on_the_order_of_samples_has_no_measured_floor() -> None:

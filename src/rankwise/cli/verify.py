@@ -39,6 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=_positive, default=20, help="optimizer steps to compare (default: 20)")
     parser.add_argument(
+        "--auto", action="store_true", help="run a script for one device on N ranks as `rankwise run --auto` does"
+    )
+    parser.add_argument(
         "--as-is", action="store_true", help="compute in the script's own precision (default: in float64)"
     )
     parser.add_argument(
@@ -75,6 +78,7 @@ def execute(options: argparse.Namespace) -> int:
         arguments=tuple(options.arguments),
         device=options.device,
         steps=options.steps,
+        auto=options.auto,
         timeout_seconds=options.timeout_seconds,
     )
     report = verify(script, options.numbers_of_ranks, as_is=options.as_is, show=_show)

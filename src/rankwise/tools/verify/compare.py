@@ -30,11 +30,15 @@ ASSUMED = {"float64": 1e-8, "as-is": 1e-2}
 PLAUSIBLE = {"float64": 1e-7, "as-is": 3e-3}
 """A measured difference beyond this, in the first step, is no rounding."""
 LARGEST = {"float64": 1e-4, "as-is": 5e-2}
-"""No tolerance is larger, however far rounding has grown."""
+"""Where rounding has grown beyond this, nothing can be told."""
+UNLIMITED = 1e9
+"""The tolerance there."""
 FACTOR = 30.0
 """How many times the measured rounding still counts as rounding."""
-_SMALL_SHARE = 1e-4
+_SMALL_SHARE = {"float64": 1e-4, "as-is": 1e-2}
 """A gradient this much smaller than the whole one is compared relative to the whole one."""
+_NOISE = {"float64": 1e-10, "as-is": 1e-5}
+"""A gradient this much smaller than the whole one is rounding, of which Adam makes a whole update."""
 _SMALL_UPDATE = {"float64": 1e-5, "as-is": 2e-3}
 """An update this much smaller than its parameter is compared relative to the parameter, which is rounded."""
 WHOLLY = 1.0
@@ -65,13 +69,26 @@ class Floor:
     """The largest difference of each step and phase; ``None``: not measured."""
     why_assumed: str = ""
 
+    @property
+    def last_step(self) -> int | None:
+        """The last step before rounding has grown so far that nothing can be told; ``None`` if it never has."""
+        phases = ("forward", "gradient")
+        grown = [
+            step
+            for (step, phase), error in (self.measured or {}).items()
+            if phase in phases and FACTOR * error > LARGEST[self.dtype]
+        ]
+        return min(grown) - 1 if grown else None
+
     def tolerance(self, step: int, phase: Phase) -> float:
         """Return the relative difference up to which two values are equal."""
         if phase in EXACT:
             return 1e-12
         if self.measured is None:
             return ASSUMED[self.dtype]
-        return min(max(BASE[self.dtype], FACTOR * self.measured.get((step, phase), 0.0)), LARGEST[self.dtype])
+        rounding = FACTOR * self.measured.get((step, phase), 0.0)
+        # Adam makes whole updates of gradients that are rounding: they tell nothing.
+        return max(BASE[self.dtype], rounding) if rounding <= LARGEST[self.dtype] else UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +136,10 @@ def is_unseeded(one: RankRun, again: RankRun) -> Gap | None:
 def differences(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> list[Difference]:
     """Return all gaps that are more than rounding, the first one first."""
     found: list[Difference] = []
+    last_step = floor.last_step
     for gap in gaps(reference, many):
+        if last_step is not None and gap.step > last_step and gap.phase not in EXACT:
+            continue
         tolerance = floor.tolerance(gap.step, gap.phase)
         if gap.phase == "data" and gap.kind == "computed":
             tolerance = floor.tolerance(gap.step, "forward")
@@ -130,6 +150,7 @@ def differences(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> li
 
 def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
     """Yield how far apart each quantity is, in causal order."""
+    dtype = reference.facts.dtype
     for number, one in enumerate(reference.steps):
         if any(number >= len(rank.steps) for rank in many):
             return
@@ -138,9 +159,9 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         if number == 0:
             yield from _initial(one, theirs)
         yield from _forward(one, theirs)
-        yield from _gradients(one, theirs)
+        yield from _gradients(one, theirs, _SMALL_SHARE[dtype])
         yield from _hyperparameters(one, theirs)
-        yield from _updates(one, theirs, _SMALL_UPDATE[reference.facts.dtype])
+        yield from _updates(one, theirs, dtype)
         yield from _buffers(one, theirs)
 
 
@@ -208,13 +229,13 @@ def _output_of(step: Step, name: str) -> ModuleOutput | None:
     return next((module for module in step.modules if module.name == name), None)
 
 
-def _gradients(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+def _gradients(one: Step, theirs: Sequence[Step], small: float) -> Iterator[Gap]:
     whole = whole_norm(one)
     for parameter, values in _parameters(one, theirs):
         if parameter.gradient is None and all(value.gradient is None for value in values):
             continue
         norm = 0.0 if parameter.gradient is None else parameter.gradient.norm
-        scale = norm + _SMALL_SHARE * whole
+        scale = norm + small * whole
         errors = [_apart(parameter.gradient, value.gradient, scale) for value in values]
         yield _worst(one.number, "gradient", parameter.name, errors)
 
@@ -245,12 +266,15 @@ def _relative(value: float, other: float | None) -> float:
     return abs(value - other) / max(abs(value), abs(other))
 
 
-def _updates(one: Step, theirs: Sequence[Step], small: float) -> Iterator[Gap]:
+def _updates(one: Step, theirs: Sequence[Step], dtype: str) -> Iterator[Gap]:
     # As for gradients: what is small beside the whole update is compared relative to that.
     whole = sum(_size(p.after.minus(p.before)) ** 2 for p in one.parameters) ** 0.5
+    noise = _NOISE[dtype] * whole_norm(one)
     for parameter, values in _parameters(one, theirs):
+        if parameter.gradient is not None and parameter.gradient.norm <= noise:
+            continue
         update = parameter.after.minus(parameter.before)
-        scale = max(_size(update) + _SMALL_SHARE * whole, small * parameter.before.norm)
+        scale = max(_size(update) + _SMALL_SHARE[dtype] * whole, _SMALL_UPDATE[dtype] * parameter.before.norm)
         changes = [value.after.minus(value.before) for value in values]
         errors = [_ratio(_size(tuple(a - b for a, b in zip(update, other, strict=True))), scale) for other in changes]
         yield _worst(one.number, "update", parameter.name, errors)

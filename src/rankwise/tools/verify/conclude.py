@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
 from rankwise.tools.verify import causes, compare
-from rankwise.tools.verify.causes import Cause, Evidence
+from rankwise.tools.verify.evidence import Cause, Evidence
 from rankwise.tools.verify.verdict import First, Verdict, modules_at, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rankwise.tools.verify.causes import Finding
     from rankwise.tools.verify.compare import Floor
+    from rankwise.tools.verify.mistakes import Finding
     from rankwise.tools.verify.records import RankRun, Run, Step
 
 TIMED_OUT = 124
@@ -74,10 +74,12 @@ def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Find
         phase = "data" if found[0].step else "files"
         first = First(found[0].step, phase, found[0].cause.key, (), 0.0, 0.0)
         return replace(verdict, first=first, cause=found[0].cause, also=tuple(one.cause for one in found[1:]))
+    if floor.last_step == 0:
+        return replace(verdict, status="not compared", why="rounding alone makes two runs on one rank differ in step 1")
     ended = end_differs(reference, many)
     if ended is not None:
         return replace(verdict, first=First(num_steps + 1, "steps", ended.key, (), 0.0, 0.0), cause=ended)
-    return replace(verdict, status="equal")
+    return replace(verdict, status="equal", num_steps=min(num_steps, floor.last_step or num_steps))
 
 
 def _draws_otherwise(steps: Sequence[Step]) -> bool:

@@ -12,7 +12,7 @@ from rankwise.tools.verify.terminal import agreeing_before, difference_in_words
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rankwise.tools.verify.causes import Cause
+    from rankwise.tools.verify.evidence import Cause
     from rankwise.tools.verify.verdict import Modules, Report, Row, Verdict
 
 _STYLE = """

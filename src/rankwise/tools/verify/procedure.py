@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.tools.verify import causes, compare, conclude
+from rankwise.tools.verify import compare, conclude, mistakes
 from rankwise.tools.verify.compare import Floor
 from rankwise.tools.verify.runs import LEAST_LIMIT_SECONDS, TIMES_SLOWER, Workspace
 from rankwise.tools.verify.verdict import Report
@@ -54,7 +54,7 @@ def verify(script: Script, numbers_of_ranks: Sequence[int], *, as_is: bool, show
         if os.getpid() == pid:
             shutil.rmtree(folder, ignore_errors=True)
     return Report(
-        script=shlex.join([script.target, *script.arguments]),
+        script=shlex.join([*["-m"] * script.is_module, script.target, *script.arguments]),
         dtype="its own precision" if as_is or has_failed else "float64",
         verdicts=tuple(verdicts),
         notes=tuple(verification.notes),
@@ -92,7 +92,8 @@ class _Verification:
         limit = _limit(self._script, one)
         for number in numbers_of_ranks:
             many, record = self._run(f"{number} ranks", number, float64=float64, limit=limit)
-            if float64 and not conclude.has_ended_well(many) and self._runs_as_is(number, limit):
+            has_failed = not conclude.has_ended_well(many) and many.exit_code != conclude.TIMED_OUT
+            if float64 and has_failed and self._runs_as_is(number, limit):
                 self.notes.append(f"the script fails on {number} ranks in float64: compared in its own precision")
                 return None
             found.append(self._verdict(number, one.ranks[0], many, record, floor, float64=float64))
@@ -129,8 +130,9 @@ class _Verification:
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
             return conclude.without_steps(number, many)
-        found = list(causes.findings(one, many.ranks))
-        notes = () if floor.measured is not None else (f"rounding is assumed, not measured: {floor.why_assumed}",)
+        # Ranks that all run the whole script take the same samples on purpose.
+        found = [] if self._script.auto else list(mistakes.findings(one, many.ranks))
+        notes = _notes_on(floor)
         is_unsharded = any(finding.cause.key == "same samples" for finding in found)
         is_promised = many.ranks[0].facts.uses_rankwise and not one.loaders
         if is_unsharded or is_promised or conclude.has_same_batches(one, many.ranks):
@@ -153,6 +155,14 @@ class _Verification:
             "with their learning rate"
         )
         return replace(verdict, notes=(*notes, note))
+
+
+def _notes_on(floor: Floor) -> tuple[str, ...]:
+    if floor.measured is None:
+        return (f"rounding is assumed, not measured: {floor.why_assumed}",)
+    if floor.last_step is not None:
+        return (f"numbers are compared up to step {floor.last_step}: after it, rounding has grown too far",)
+    return ()
 
 
 def _limit(script: Script, one: Run) -> float:

@@ -11,7 +11,7 @@ import random
 import sys
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
+from rankwise.tools.auto.script import AutoScript
 from rankwise.tools.verify.recorder import Plan, Recorder, StepsTaken
 from rankwise.world.environments.process import read_process
 
@@ -37,6 +38,8 @@ class RunOrder:
     num_ranks: int
     device: Literal["auto", "cpu"]
     plan: Plan
+    auto: bool = False
+    """Whether several ranks run it as ``rankwise run --auto`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,11 @@ def launch_ranks(order: RunOrder) -> NoReturn:
     random.seed()
     target = find_target(order.target, order.arguments, is_module=order.is_module)
     options = LaunchOptions(num_ranks=order.num_ranks, device=order.device)
+    recorded = Recorded(target, order.plan)
     try:
-        exit_code = launch(Recorded(target, order.plan), options, TerminalReporter())
+        # The recorder is installed last: it sees the calls that the script makes, not their parts.
+        runnable = AutoScript(cast("Script", recorded)) if order.auto and order.num_ranks > 1 else recorded
+        exit_code = launch(runnable, options, TerminalReporter())
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         exit_code = 2

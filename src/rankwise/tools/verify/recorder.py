@@ -22,6 +22,7 @@ from rankwise.comm.session import current_or_none
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import RowDraws, State, torch_state
 from rankwise.tools.verify.loaders import LoaderPlan, Loaders
+from rankwise.tools.verify.names import WRAPPERS, Names
 from rankwise.tools.verify.records import (
     Batch,
     Call,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
     from rankwise.tools.verify.records import RankRun
 
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-"""Modules that hold the script's own module, which is recorded instead."""
 MOST_FILES = 1000
 _LIBRARIES = ("site-packages", "dist-packages")
 
@@ -98,7 +97,7 @@ class Recorder:
         self._root = f"{Path(plan.working_folder).resolve()}{os.sep}"
         self._draws = RowDraws(permutes=plan.permute)
         self._loaders = Loaders(plan.loaders(rank), self)
-        self._names = _Names()
+        self._names = Names()
         self._joined: list[RankRun] = []
         self._steps = 0
         self._num_calls = 0
@@ -474,73 +473,3 @@ def _own_copy(path: Path, root: str) -> None:
 def _uncompiled(model: Any = None, **_: object) -> Any:  # noqa: ANN401 - as torch.compile
     """Stand in for ``torch.compile``: return the model or function as it is."""
     return (lambda one: one) if model is None else model
-
-
-class _Names:
-    """The names of modules, parameters and buffers, from the outermost modules that the script has called."""
-
-    def __init__(self) -> None:
-        self._roots: dict[int, nn.Module] = {}
-        self._modules: dict[int, tuple[nn.Module, str]] = {}
-        self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
-        self._has: dict[int, tuple[nn.Module, bool]] = {}
-
-    def has_parameters(self, module: nn.Module) -> bool:
-        """Return whether a module has parameters, its own or of modules in it."""
-        known = self._has.get(id(module))
-        if known is None:
-            known = module, next(module.parameters(), None) is not None
-            self._has[id(module)] = known
-        return known[1]
-
-    def add_root(self, module: nn.Module) -> nn.Module:
-        """Name a module that the script calls, and all in it; return the script's own within a wrapper."""
-        while type(module).__name__ in WRAPPERS:
-            module = next(iter(module.children()))
-        if id(module) not in self._roots:
-            self._roots[id(module)] = module
-            self._name(module)
-        return module
-
-    def _name(self, root: nn.Module) -> None:
-        kind = type(root).__name__
-        same = sum(type(one).__name__ == kind for one in self._roots.values())
-        base = kind if same == 1 else f"{kind}#{same}"
-        for name, module in root.named_modules():
-            self._modules.setdefault(id(module), (module, f"{base}.{name}" if name else base))
-        for name, parameter in root.named_parameters():
-            self._parameters.setdefault(id(parameter), (parameter, f"{base}.{name}"))
-
-    def of(self, module: nn.Module) -> str | None:
-        """Return the name of a module, if it is in one that the script called."""
-        known = self._modules.get(id(module))
-        return None if known is None else known[1]
-
-    def parameter(self, parameter: torch.Tensor) -> str | None:
-        """Return the name of a parameter, if its module was called."""
-        known = self._parameters.get(id(parameter))
-        return None if known is None else known[1]
-
-    def cast(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with floating-point tensors in the dtype of the module's parameters."""
-        dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
-        tensors = sketches.tensors_in((args, kwargs))
-        if dtype is None or not any(one.is_floating_point() and one.dtype != dtype for one in tensors):
-            return args, kwargs
-
-        def change(leaf: Any) -> Any:  # noqa: ANN401 - any leaf
-            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-        return sketches.mapped(args, change), sketches.mapped(kwargs, change)
-
-    def buffers(self) -> dict[str, Sketch]:
-        """Return the floating-point buffers of all modules that were called."""
-        found: dict[str, Sketch] = {}
-        for root in self._roots.values():
-            base = self.of(root)
-            for name, buffer in root.named_buffers():
-                if buffer.is_floating_point():
-                    found[f"{base}.{name}"] = sketches.of_tensor(buffer)
-        return found

@@ -38,6 +38,8 @@ class Script:
     arguments: tuple[str, ...]
     device: Literal["auto", "cpu"]
     steps: int
+    auto: bool
+    """Whether several ranks run it as ``rankwise run --auto`` does."""
     timeout_seconds: float
     """Limit of one run."""
 
@@ -82,7 +84,15 @@ class Workspace:
             join=None if join is None else join[0],
             num_joined=0 if join is None else join[1],
         )
-        order = RunOrder(target, self._script.is_module, self._script.arguments, num_ranks, self._script.device, plan)
+        order = RunOrder(
+            target,
+            self._script.is_module,
+            self._script.arguments,
+            num_ranks,
+            self._script.device,
+            plan,
+            self._script.auto,
+        )
         began = time.monotonic()
         exit_code = _run(order, working, here / "output", limit_seconds or self._script.timeout_seconds)
         seconds = time.monotonic() - began
@@ -101,7 +111,7 @@ def _copies(script: Script, folder: Path) -> tuple[Path, Path, str]:
     copy_folder(here, folder / here.name)
     if script.is_module or not Path(script.target).absolute().is_file():
         return folder / here.name, folder / here.name, script.target
-    path = Path(script.target).absolute()
+    path = Path(os.path.normpath(Path(script.target).absolute()))
     if path.is_relative_to(here):
         return folder / here.name, folder / here.name, str(path.relative_to(here))
     copy_folder(path.parent, folder / "script" / path.parent.name)

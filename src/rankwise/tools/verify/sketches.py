@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 NUM_DIRECTIONS = 8
-WIDTH = 1024
-"""Elements are added up, with random signs, into this many before they are projected."""
+WIDTH = 2**16
+"""More elements than this are added up, with random signs, into as many, before they are projected."""
 _SEED = 20_240_229
 
 

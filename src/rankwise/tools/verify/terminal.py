@@ -9,7 +9,7 @@ from rankwise.errors import fold_ranks
 from rankwise.tools.verify.compare import PHASES
 
 if TYPE_CHECKING:
-    from rankwise.tools.verify.causes import Cause
+    from rankwise.tools.verify.evidence import Cause
     from rankwise.tools.verify.verdict import First, Report, Verdict
 
 _INDENT = " " * 12

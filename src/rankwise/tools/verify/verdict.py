@@ -14,8 +14,8 @@ from rankwise.tools.verify.compare import EXACT, PHASES, gaps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.tools.verify.causes import Cause
     from rankwise.tools.verify.compare import Floor, Phase
+    from rankwise.tools.verify.evidence import Cause
     from rankwise.tools.verify.records import RankRun
 
 Status = Literal["equal", "differs", "not compared"]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of modules, parameters and buffers, which are the same on any number of ranks. Imported by ``recorder``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.tools.verify import sketches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rankwise.tools.verify.records import Sketch
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+"""Modules that hold the script's own module, which is recorded instead."""
+
+
+class Names:
+    """The names of modules, parameters and buffers, from the outermost modules that the script has called."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, nn.Module] = {}
+        self._modules: dict[int, tuple[nn.Module, str]] = {}
+        self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
+        self._has: dict[int, tuple[nn.Module, bool]] = {}
+
+    def has_parameters(self, module: nn.Module) -> bool:
+        """Return whether a module has parameters, its own or of modules in it."""
+        known = self._has.get(id(module))
+        if known is None:
+            known = module, next(module.parameters(), None) is not None
+            self._has[id(module)] = known
+        return known[1]
+
+    def add_root(self, module: nn.Module) -> nn.Module:
+        """Name a module that the script calls, and all in it; return the script's own within a wrapper."""
+        while type(module).__name__ in WRAPPERS:
+            module = next(iter(module.children()))
+        if id(module) not in self._roots:
+            self._roots[id(module)] = module
+            self._name(module)
+        return module
+
+    def _name(self, root: nn.Module) -> None:
+        kind = type(root).__name__
+        same = sum(type(one).__name__ == kind for one in self._roots.values())
+        base = kind if same == 1 else f"{kind}#{same}"
+        for name, module in root.named_modules():
+            self._modules.setdefault(id(module), (module, f"{base}.{name}" if name else base))
+        for name, parameter in root.named_parameters():
+            self._parameters.setdefault(id(parameter), (parameter, f"{base}.{name}"))
+
+    def of(self, module: nn.Module) -> str | None:
+        """Return the name of a module, if it is in one that the script called."""
+        known = self._modules.get(id(module))
+        return None if known is None else known[1]
+
+    def parameter(self, parameter: torch.Tensor) -> str | None:
+        """Return the name of a parameter, if its module was called."""
+        known = self._parameters.get(id(parameter))
+        return None if known is None else known[1]
+
+    def cast(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with floating-point tensors in the dtype of the module's parameters."""
+        dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), None)
+        tensors = sketches.tensors_in((args, kwargs))
+        if dtype is None or not any(one.is_floating_point() and one.dtype != dtype for one in tensors):
+            return args, kwargs
+
+        def change(leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+            return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+        return sketches.mapped(args, change), sketches.mapped(kwargs, change)
+
+    def buffers(self) -> dict[str, Sketch]:
+        """Return the floating-point buffers of all modules that were called."""
+        found: dict[str, Sketch] = {}
+        for root in self._roots.values():
+            base = self.of(root)
+            for name, buffer in root.named_buffers():
+                if buffer.is_floating_point():
+                    found[f"{base}.{name}"] = sketches.of_tensor(buffer)
+        return found
