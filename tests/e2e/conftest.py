@@ -26,10 +26,16 @@ if TYPE_CHECKING:
 class Command:
     """Runs ``rankwise`` in a folder of its own; knows every process that came of it."""
 
-    def __init__(self, folder: Path, warm_python: WarmPython) -> None:
+    def __init__(self, folder: Path, warm_python: WarmPython, mark: str | None = None) -> None:
         self.folder = folder
-        self._mark = uuid.uuid4().hex
+        self._mark = mark or uuid.uuid4().hex
         self._warm_python = warm_python
+
+    def inside(self, name: str) -> Command:
+        """Return the same command in a new folder of this one."""
+        ours = Command(self.folder / name, self._warm_python, self._mark)
+        ours.folder.mkdir()
+        return ours
 
     def write(self, name: str, text: str) -> Path:
         """Write a file of the test's program."""

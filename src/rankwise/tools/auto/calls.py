@@ -331,7 +331,8 @@ class SplitCalls:
         if structure != structure_of_rows:
             return "it returns something else for a part of the batch", ()
         reason, places = difference(whole, outputs, share)
-        kept = next((name for name, one in tensors_kept(copy) if watch.holds_samples(one)), None)
+        # What is made of parameters alone would pass its gradient back once per rank.
+        kept = next((name for name, one in tensors_kept(copy) if one.requires_grad or watch.holds_samples(one)), None)
         if kept is not None:
             reason = f"it keeps tensors of its batch, in {kept}"
         reason = reason or difference_beside(call.module, copy) or watch.found

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directional derivatives of a network in forward mode."""
+import torch
+import torch.autograd.forward_ad as fwAD
+
+torch.manual_seed(26)
+encoder = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Sigmoid())
+for step in range(4):
+    x = torch.randn(8, 5)
+    with fwAD.dual_level():
+        out = fwAD.unpack_dual(encoder(fwAD.make_dual(x, torch.ones_like(x))))
+        print(step, out.tangent.sum().item())
