@@ -143,13 +143,14 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def tensors_kept(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors that modules hold in attributes, beside parameters and buffers, and the names of these."""
+    own = set(map(id, parameters_of(module)))  # of which recurrent layers hold a list
     return [
         (f"{name}.{key}", held)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in _OF_TORCH
         for held in pytree.tree_leaves(value)
-        if isinstance(held, torch.Tensor)
+        if isinstance(held, torch.Tensor) and id(held) not in own
     ]
 
 

@@ -6,17 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rankwise.launch.fork_server.entrypoint import run_as_main
+from rankwise.launch.fork_server.entrypoint import Module, Script, run_as_main
 
 if TYPE_CHECKING:
-    from rankwise.launch.fork_server.entrypoint import Module, Script
+    from rankwise.launch.fork_server.entrypoint import Target
 
 
 @dataclass(frozen=True, slots=True)
 class AutoScript:
-    """A script or a module that knows no ranks."""
+    """A script or a module that knows no ranks, or what runs one."""
 
-    target: Script | Module
+    target: Target
 
     def __str__(self) -> str:
         """Return the command line."""
@@ -37,7 +37,9 @@ class AutoScript:
         from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
 
         # An option that torch's old launcher passed: the script is to see one process.
-        target = replace(self.target, local_rank_option=None)
+        target = self.target
+        if isinstance(target, Script | Module):
+            target = replace(target, local_rank_option=None)
         with join() as world:
             session = current()
             exchange = session.exchange

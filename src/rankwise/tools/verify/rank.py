@@ -10,11 +10,12 @@ import os
 import random
 import sys
 import traceback
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NoReturn, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
+from rankwise.comm.session import current_or_none
 from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
 from rankwise.launch.options import LaunchOptions
@@ -49,24 +50,16 @@ class Recorded:
     target: Script | Module
     plan: Plan
 
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """``sys.argv[1:]`` of the script."""
-        return self.target.arguments
-
-    @property
-    def local_rank_option(self) -> str | None:
-        """The option that passes each rank its local rank."""
-        return self.target.local_rank_option
-
     def __str__(self) -> str:
         """Return the command line."""
         return str(self.target)
 
     def run(self) -> None:
         """Record the script as it runs."""
-        reading = read_process()
-        recorder = Recorder(self.plan, reading.rank, reading.world_size)
+        session = current_or_none()
+        # With --auto the ranks have joined, and the script does not see that there are several.
+        place = read_process() if session is None else session.world
+        recorder = Recorder(self.plan, place.rank, place.world_size)
         recorder.install()
         how = "script"
         try:
@@ -90,11 +83,12 @@ def launch_ranks(order: RunOrder) -> NoReturn:
     random.seed()
     target = find_target(order.target, order.arguments, is_module=order.is_module)
     options = LaunchOptions(num_ranks=order.num_ranks, device=order.device)
-    recorded = Recorded(target, order.plan)
+    is_auto = order.auto and order.num_ranks > 1
+    # The recorder is installed last: it sees the calls that the script makes, not their parts. Under --auto the script
+    # sees one process, which is given no local rank.
+    recorded = Recorded(replace(target, local_rank_option=None) if is_auto else target, order.plan)
     try:
-        # The recorder is installed last: it sees the calls that the script makes, not their parts.
-        runnable = AutoScript(cast("Script", recorded)) if order.auto and order.num_ranks > 1 else recorded
-        exit_code = launch(runnable, options, TerminalReporter())
+        exit_code = launch(AutoScript(recorded) if is_auto else recorded, options, TerminalReporter())
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         exit_code = 2
