@@ -174,6 +174,14 @@ def test_what_cannot_be_kept_is_refused_in_words(command: Command, before: str, 
     assert trace.splitlines()[1].strip().startswith(f'File "{command.folder}/train.py"')
 
 
+def test_parameters_are_compared_at_the_end(command: Command) -> None:
+    before = f"{LINEAR}; import atexit, os; atexit.register(lambda: model.weight.data.fill_(os.getpid()))"
+    command.write("train.py", STEP.format(before=before, call=CALL))
+    done = command.run("-n", "2", "--auto", "train.py")
+    assert done.returncode == 1
+    assert "ReplicasDiffer: The parameters of Linear differ between ranks at the end of the script." in done.stderr
+
+
 NET = """
 class Net(nn.Linear):
     def forward(self, x):

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from rankwise.errors import ConfigurationError
 from rankwise.tools.auto.proof import (
     OutputRows,
     agree,
     batch_dims,
+    check_device,
     copy_of,
     difference,
     difference_beside,
@@ -104,6 +106,17 @@ class _Keeps(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.features.append(x)
         return x
+
+
+def test_a_device_of_another_rank_is_named() -> None:
+    # There may be no accelerator here.
+    parameter = SimpleNamespace(device=torch.device("cuda:0"))
+    module = cast("nn.Module", SimpleNamespace(parameters=lambda: iter([parameter])))
+    for device in ("cuda:0", "cuda", "cpu"):
+        check_device(module, torch.device(device))
+    with pytest.raises(ConfigurationError, match="is on cuda:0, but the device of this rank is cuda:1") as raised:
+        check_device(module, torch.device("cuda:1"))
+    assert raised.value.do == 'write "cuda" in the script, not "cuda:0": that is the device of each rank'
 
 
 def test_tensors_kept_in_attributes_are_found() -> None:

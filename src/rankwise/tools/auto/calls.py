@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parameter import is_lazy
 
+from rankwise.comm.collectives.objects import gather_json
 from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError, ReplicasDiffer, fold_values
 from rankwise.health.call_site import user_call_site, words
@@ -31,6 +32,7 @@ from rankwise.tools.auto.proof import (
     PLAIN,
     WRONG_VALUES,
     batch_dims,
+    check_device,
     copy_of,
     difference,
     difference_beside,
@@ -61,6 +63,12 @@ if TYPE_CHECKING:
     """Calls that are proved together: modes of the module and its parts, and the arguments but for their sizes."""
 
 LONGEST_REASON = 160
+MOST_KINDS = 64
+"""Kinds of calls of a module that are proved: where sizes differ in each call, proofs cost more than they save."""
+SAME_ON_ALL = (
+    "seed what the script draws (torch.manual_seed, random.seed, numpy.random.seed, numpy.random.default_rng(0)), sort "
+    "what it lists, and decide nothing by time"
+)
 
 
 @dataclass(slots=True)
@@ -88,6 +96,8 @@ class KindOfCall:
 class KnownModule:
     """A module that the script has called."""
 
+    number: int
+    """In the order of first calls, the same on every rank."""
     kinds: dict[Kind, KindOfCall] = field(default_factory=dict)
     is_random: bool = False
     """Whether it draws random numbers. Which dims of a draw hold the rows is then known for equal sizes only."""
@@ -155,6 +165,7 @@ class SplitCalls:
         self._device = torch.device(session.world.device)
         self._calls = ModuleCalls(exchange)
         self._modules: WeakKeyDictionary[nn.Module, KnownModule] = WeakKeyDictionary()
+        self._num_modules = 0
         self._logged: set[str] = set()
 
     def replacing(self) -> AbstractContextManager[None]:
@@ -163,8 +174,20 @@ class SplitCalls:
 
     def check_parameters(self) -> None:
         """Raise if a module's parameters differ between ranks. Called by: every rank, at the end of the script."""
-        for module in list(self._modules):
-            self._agreed(type(module).__name__, None, (0, checksum(parameters_of(module))))
+        # The memory of a module that the script has dropped may not be free on every rank yet.
+        held = {
+            f"{known.number}. {type(module).__name__}": checksum(parameters_of(module))
+            for module, known in list(self._modules.items())
+        }
+        on_ranks: list[dict[str, int]] = gather_json(held, what="parameters at the end of the script")
+        for name in held:
+            values = {rank: f"checksum {of_rank[name]:x}" for rank, of_rank in enumerate(on_ranks) if name in of_rank}
+            if len(set(values.values())) > 1:
+                raise ReplicasDiffer(
+                    f"The parameters of {name.partition(' ')[2]} differ between ranks at the end of the script.",
+                    evidence=fold_values(values),
+                    do=SAME_ON_ALL,
+                )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -172,10 +195,14 @@ class SplitCalls:
         if known is None:
             if any(map(is_lazy, module.parameters())):
                 return self._calls.whole(module, args, kwargs)[0]  # parameters and class are made in this call
-            known = self._modules[module] = KnownModule()
+            check_device(module, self._device)
+            self._num_modules += 1
+            known = self._modules[module] = KnownModule(self._num_modules)
         name = _kind_of(module, leaves, tree)
         sizes = tuple(one.shape for one in leaves if isinstance(one, torch.Tensor))
         kind = known.kinds.get((*name, sizes) if known.is_random else name)
+        if kind is None and len(known.kinds) >= MOST_KINDS:
+            return self._calls.whole(module, args, kwargs)[0]
         if kind is None:
             kind = KindOfCall(DrawsOfModel(self._session, "torch", type(module).__name__))
             known.kinds[(*name, sizes) if known.is_random else name] = kind
@@ -356,8 +383,7 @@ class SplitCalls:
                     f"{name} has different {fact} on different ranks, which all run the whole script.",
                     where=words(user_call_site()),
                     evidence=fold_values({rank: f"checksum {value}" for rank, value in enumerate(values)}),
-                    do="seed what the script draws (torch.manual_seed, random.seed, numpy.random.seed, "
-                    "numpy.random.default_rng(0)), sort what it lists, and decide nothing by time",
+                    do=SAME_ON_ALL,
                 )
         return [text[2] for text in texts]
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.randomness.scope import memory_order
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
@@ -95,6 +97,22 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
         if any(_is_of_user(hook) for hook in hooks_of(part)):
             return f"{part_of_it} has hooks, which would see a part of the batch"
     return None
+
+
+def check_device(module: nn.Module, device: torch.device) -> None:
+    """Raise if a module is on another device of the same kind than this rank's.
+
+    Raises:
+        ConfigurationError: the script names a device by its number, which then belongs to rank zero.
+    """
+    first = next(module.parameters()).device
+    numbers: set[int | None] = {first.index, device.index}
+    if first.type == device.type and None not in numbers and len(numbers) > 1:
+        raise ConfigurationError(
+            f"{type(module).__name__} is on {first}, but the device of this rank is {device}.",
+            where=words(user_call_site()),
+            do=f'write "{first.type}" in the script, not "{first}": that is the device of each rank',
+        )
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:
