@@ -10,6 +10,7 @@ from __future__ import annotations
 import compileall
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ LANES_PER_CORE = 1.5
 
 def main() -> int:
     """Run pytest and return its exit code."""
+    # nohup has it ignored, in all processes below: jobs that are tested with it would never end.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Where Python may not write its bytecode (PYTHONDONTWRITEBYTECODE), every process would compile what has changed.
     for name in ("src", "tests"):
         compileall.compile_dir(ROOT / name, quiet=2)

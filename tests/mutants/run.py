@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,7 +66,8 @@ def apply(mistake: Mistake, copy: Path) -> None:
 def run_tests(tests: list[str], copy: Path) -> subprocess.CompletedProcess[str]:
     """Run tests of the copy, up to the first failure, in a session of their own."""
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *tests],
+        # pytest's own folder has too long a name for the sockets that tests make in it.
+        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--basetemp", str(copy.parent / "t"), *tests],
         cwd=copy,
         # Before the folder of the installed one. What is compiled for a mistake must not outlive it.
         env={**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -94,11 +96,12 @@ def judge(mistake: Mistake, done: subprocess.CompletedProcess[str] | None, copy:
 
 def main() -> int:
     """Run every mistake, and print one line each."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as tests/lanes.py
     mistakes = read_mistakes(sys.argv[1:])
     if not mistakes:
         sys.exit("no mistake has one of these words")
     num_noticed = 0
-    with tempfile.TemporaryDirectory(prefix="rankwise-mutants-") as folder:
+    with tempfile.TemporaryDirectory(prefix="m.") as folder:
         copy = Path(folder) / "rankwise"
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for name in filter(None, listed.split("\0")):
