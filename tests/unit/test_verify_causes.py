@@ -101,6 +101,12 @@ def test_a_mean_of_means_of_unequal_shares() -> None:
     assert "3, 1 samples" in verdict.cause.words
 
 
+def test_the_state_of_the_optimizer() -> None:
+    one = one_rank(state={"step of Net.weight": (3.0, 3.0)})
+    many = two_ranks({"state": {"step of Net.weight": (0.0, 0.0)}})
+    assert key_of(one, many) == "optimizer state"
+
+
 def test_buffers_of_batchnorm() -> None:
     one = one_rank(buffers={"Net.norm.running_mean": sketch(GRADIENT)})
     many = two_ranks({"buffers": {"Net.norm.running_mean": sketch(GRADIENT, 1.5)}})

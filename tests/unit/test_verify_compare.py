@@ -53,6 +53,15 @@ def test_the_first_difference_is_the_first_in_causal_order(changes: dict[str, An
     assert first.step == 1
 
 
+def test_the_state_of_the_optimizer_is_compared_before_the_update() -> None:
+    one = one_rank(state={"exp_avg of Net.weight": (1.0, 2.0)})
+    for other in ((1.0, 3.0), (-1.0, 2.0), None):
+        held = {} if other is None else {"exp_avg of Net.weight": other}
+        many = two_ranks({"state": {"exp_avg of Net.weight": (1.0, 2.0)}}, {"state": held})
+        (found,) = differences(one, many.ranks, FLOOR)
+        assert (found.gap.phase, found.gap.name, found.gap.ranks) == ("optimizer state", "exp_avg of Net.weight", (1,))
+
+
 def test_buffers_are_compared_on_every_rank() -> None:
     one = one_rank(buffers={"Net.mean": sketch(GRADIENT)})
     many = two_ranks({"buffers": {"Net.mean": sketch(GRADIENT)}}, {"buffers": {"Net.mean": sketch(GRADIENT, 2.0)}})

@@ -353,12 +353,22 @@ def _hyperparameter(step: Step, name: str) -> float | None:
     return next((group[name] for group in step.hyperparameters if name in group), None)
 
 
+def _other_state(evidence: Evidence) -> Cause | None:
+    return Cause(
+        "optimizer state",
+        f"gradients agree so far, but the optimizer holds another {evidence.gap.name} before the step: its state was "
+        "loaded, reset or changed on some ranks only",
+        "load or change the state of the optimizer on every rank",
+        line=evidence.one.step_line,
+    )
+
+
 def _other_update(_: Evidence) -> Cause | None:
     return Cause(
         "update",
-        "gradients and hyperparameters agree, but the optimizer changes the parameter differently: its state differs, "
-        "or the script changes parameters itself",
-        "load the optimizer's state on every rank, and change parameters by values that are equal on all ranks",
+        "gradients, hyperparameters and the state of the optimizer agree, but the parameter changes differently: the "
+        "script changes it itself",
+        "change parameters by values that are equal on all ranks",
     )
 
 
@@ -389,6 +399,7 @@ _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
         _wrong_exchange,
     ),
     "hyperparameters": (_decided_locally, _scheduler_too_fast, _scaled_setting),
+    "optimizer state": (_other_state,),
     "update": (_other_update,),
     "buffers": (_other_buffer,),
 }

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from rankwise.tools.verify.records import ModuleOutput, Parameter, RankRun, Sketch, Step
 
-Phase = Literal["data", "initial parameters", "forward", "gradient", "hyperparameters", "update", "buffers"]
+Phase = Literal[
+    "data", "initial parameters", "forward", "gradient", "hyperparameters", "optimizer state", "update", "buffers"
+]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """In the order of cause and effect within a step."""
 EXACT: tuple[Phase, ...] = ("data", "hyperparameters")
@@ -161,6 +163,7 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         yield from _forward(one, theirs)
         yield from _gradients(one, theirs, _SMALL_SHARE[dtype])
         yield from _hyperparameters(one, theirs)
+        yield from _states(one, theirs, _SMALL_SHARE[dtype])
         yield from _updates(one, theirs, dtype)
         yield from _buffers(one, theirs)
 
@@ -264,6 +267,28 @@ def _relative(value: float, other: float | None) -> float:
     if value == other or (value != value and other != other):  # noqa: PLR0124
         return 0.0
     return abs(value - other) / max(abs(value), abs(other))
+
+
+def _states(one: Step, theirs: Sequence[Step], small: float) -> Iterator[Gap]:
+    # As for gradients: what is small beside all of its kind is compared relative to that.
+    squares: dict[str, float] = {}
+    for name, (_, norm) in one.state.items():
+        squares[_kind_of(name)] = squares.get(_kind_of(name), 0.0) + norm * norm
+    for name, held in one.state.items():
+        scale = held[1] + small * squares[_kind_of(name)] ** 0.5
+        errors = [_state_apart(held, step.state.get(name), scale) for step in theirs]
+        yield _worst(one.number, "optimizer state", name, errors, one.optimizer)
+
+
+def _kind_of(name: str) -> str:
+    return name.partition(" of ")[0]
+
+
+def _state_apart(one: tuple[float, float], other: tuple[float, float] | None, scale: float) -> float:
+    if other is None:
+        return WHOLLY
+    scale = max(scale, other[1])
+    return max(_ratio(abs(one[1] - other[1]), scale), _ratio(abs(one[0] - other[0]), max(scale, abs(one[0]))))
 
 
 def _updates(one: Step, theirs: Sequence[Step], dtype: str) -> Iterator[Gap]:

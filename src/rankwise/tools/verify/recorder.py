@@ -109,6 +109,7 @@ class Recorder:
         self._paths: set[str] = set()
         self._optimizers: dict[int, tuple[Optimizer, str]] = {}
         self._own: list[dict[str, Any]] = []
+        self._scales: dict[str, float] = {}
         self._unused: list[Batch] = []
         self._hooked: dict[int, torch.Tensor] = {}
         self._rankwise_noted = False
@@ -131,6 +132,7 @@ class Recorder:
         self._clipped: list[float] = []
         self._loss_line = ""
         self._before: dict[int, tuple[Sketch, Sketch | None]] = {}
+        self._state: dict[str, tuple[float, float]] = {}
 
     # -- torch ---------------------------------------------------------------------------------------------
 
@@ -147,6 +149,7 @@ class Recorder:
         replace_attributes(torch.Tensor, ["backward"], self._around_backward)
         replace_attributes(nn.utils, ["clip_grad_norm_"], self._around_clipping)
         replace_attributes(Optimizer, ["add_param_group"], self._around_groups)
+        replace_attributes(torch.amp.GradScaler, ["step"], self._around_scaler)
         for kind in (LRScheduler, ReduceLROnPlateau):
             replace_attributes(kind, ["step"], self._around_scheduler)
         register_optimizer_step_pre_hook(self._before_step)
@@ -361,6 +364,14 @@ class Recorder:
 
         return clip
 
+    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def step(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            self._scales = {"scale of the loss": scaler.get_scale()}
+            return original(scaler, *args, **kwargs)
+
+        return step
+
     # -- steps ---------------------------------------------------------------------------------------------
 
     def _around_scheduler(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,8 +393,11 @@ class Recorder:
             name = type(optimizer).__name__ + (f"#{same + 1}" if same else "")
             self._optimizers[id(optimizer)] = optimizer, name
         self._impose(optimizer)
+        self._state = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                name = self._names.parameter(parameter) or f"parameter {len(self._before)}"
+                self._state |= _state_of(optimizer.state.get(parameter, {}), name)
                 gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
                 self._before[id(parameter)] = sketches.of_tensor(parameter), gradient
 
@@ -401,7 +415,7 @@ class Recorder:
         # Those of a model that is called in parts, or is no module.
         self._note_use(is_trained=True)
         name = self._optimizers[id(optimizer)][1]
-        hyperparameters = tuple(_numbers(group) for group in optimizer.param_groups)
+        hyperparameters = tuple(_numbers(group) | self._scales for group in optimizer.param_groups)
         for group, own in zip(optimizer.param_groups, self._own, strict=False):
             for key, value in own.items():
                 if not isinstance(group[key], torch.Tensor):
@@ -434,12 +448,23 @@ class Recorder:
                 self._schedulers,
                 self._loss_line,
                 self.line(),
+                self._state,
             ),
         )
         self._clear()
         if self._steps >= self._plan.steps:
             self._end("steps")
             self.stop()
+
+
+def _state_of(held: Mapping[Any, Any], parameter: str) -> dict[str, tuple[float, float]]:
+    """Return the sum and the norm of each tensor that an optimizer holds for a parameter."""
+    found: dict[str, tuple[float, float]] = {}
+    for key, value in held.items():
+        if isinstance(value, torch.Tensor) and value.numel() and (value.is_floating_point() or value.dim() == 0):
+            wide = value.detach().double()
+            found[f"{key} of {parameter}"] = float(wide.sum()), float(wide.norm())
+    return found
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

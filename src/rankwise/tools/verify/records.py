@@ -129,6 +129,8 @@ class Step:
     """Since the start."""
     loss_line: str
     step_line: str
+    state: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """What the optimizer held before the step: of each tensor the sum, and the norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,7 @@ def _step(content: dict[str, Any]) -> Step:
         "buffers": {name: _sketch(one) for name, one in content["buffers"].items()},
         "hyperparameters": tuple(content["hyperparameters"]),
         "clipped": tuple(content["clipped"]),
+        "state": {name: tuple(one) for name, one in content["state"].items()},
     }
     return Step(**(content | read_back))
 
