@@ -44,24 +44,10 @@ def _numbers(text: str) -> list[float]:
     return [float(line.split()[1]) for line in text.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[float]:
-    """Return the losses of the script in one process."""
-    printed: list[float] = []
-    exec(TRAIN.replace("print(", "printed.append("), {"printed": _Losses(printed)})  # noqa: S102 - a script
-    return printed
-
-
-class _Losses:
-    def __init__(self, kept: list[float]) -> None:
-        self._kept = kept
-
-    def append(self, _step: int, loss: float, *_: str) -> None:
-        self._kept.append(loss)
-
-
-def test_other_launchers_start_it_too(command: Command, alone: list[float]) -> None:
+def test_other_launchers_start_it_too(command: Command) -> None:
     command.write("train.py", TRAIN)
+    alone = _numbers(command.python("train.py").stdout)
+    assert len(alone) == 5
     for words in (
         ("-m", "rankwise", "run", "-n", "2", "--auto", "-m", "train", "a", "--b"),
         ("-m", "rankwise", "run", "-n", "2", "-m", "rankwise.tools.auto", "train.py", "a", "--b"),
