@@ -7,11 +7,11 @@ torch.manual_seed(4)
 torch.set_default_dtype(torch.float64)
 pictures = torch.stack([torch.roll(torch.eye(8), shift, 1) * 2 - 1 for shift in range(31)]).unsqueeze(1)
 forger = nn.Sequential(
-    nn.Linear(5, 32), nn.ReLU(), nn.Unflatten(1, (8, 2, 2)), nn.ConvTranspose2d(8, 6, 4, 2, 1), nn.BatchNorm2d(6),
+    nn.Linear(5, 32), nn.ReLU(), nn.Unflatten(1, (8, 2, 2)), nn.ConvTranspose2d(8, 6, 4, 2, 1, bias=False), nn.BatchNorm2d(6),
     nn.ReLU(), nn.ConvTranspose2d(6, 1, 4, 2, 1), nn.Tanh(),
 )
 judge = nn.Sequential(
-    nn.Conv2d(1, 6, 3, 2, 1), nn.LeakyReLU(0.1), nn.Conv2d(6, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.LeakyReLU(0.1),
+    nn.Conv2d(1, 6, 3, 2, 1), nn.LeakyReLU(0.1), nn.Conv2d(6, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.LeakyReLU(0.1),
     nn.Dropout2d(0.1), nn.Flatten(), nn.Linear(32, 1),
 )
 sentence = nn.BCEWithLogitsLoss()
