@@ -56,7 +56,7 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(model)
 """,
     "loader": "DataLoader(dataset, batch_size=batch_size // 2, sampler=DistributedSampler(dataset))",
-    "after": "dist.destroy_process_group()",
+    "after": "dist.barrier()\ndist.destroy_process_group()",
 }
 MODELS = {
     "conv net": (
