@@ -244,6 +244,8 @@ try:
     open("out/b.bin", "x")
 except FileExistsError as error:
     print("exists")
+with open("out/lines.txt", "w", newline="\\r\\n") as lines:
+    lines.write("one\\ntwo\\n")
 import numpy
 numpy.savetxt("out/numbers.txt", [rank + 1])
 assert numpy.loadtxt("out/numbers.txt") == 1
@@ -263,5 +265,13 @@ def test_rank_zero_writes_and_all_ranks_read_what_it_wrote(command: Command) -> 
     assert done.stdout.splitlines() == ["only once", "FileExistsError", "nowhere/x", "exists"]
     assert done.stderr.count("not the script's own output") == 1
     out = command.folder / "out"
-    assert sorted(path.name for path in out.rglob("*")) == ["b.bin", "deep", "log.txt", "model.pt", "numbers.txt"]
+    assert sorted(path.name for path in out.rglob("*")) == [
+        "b.bin",
+        "deep",
+        "lines.txt",
+        "log.txt",
+        "model.pt",
+        "numbers.txt",
+    ]
+    assert (out / "lines.txt").read_bytes() == b"one\r\ntwo\r\n"
     assert (out / "log.txt").read_text() == "first\nsecond\nthird\n"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COUNTS: Counter[str] = Counter()
+TORCHS = torch.Generator().manual_seed(0)
+TABLE = np.zeros(5000)
 DRAWS = np.random.default_rng(0)
 
 
@@ -56,6 +58,8 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "tensor in place": (lambda net: net.last[0].add_(1), ".last[0]"),
     "global counts": (lambda _: COUNTS.update(["x"]), "the global COUNTS"),
     "global generator": (lambda _: DRAWS.random(), "the global DRAWS"),
+    "generator of torch": (lambda _: torch.rand(2, generator=TORCHS), "the global TORCHS"),
+    "large array": (lambda _: TABLE.__setitem__(2500, 1.0), "the global TABLE"),
     "new attribute": (lambda net: setattr(net, "cache", {}), ".cache"),
     "removed": (lambda net: delattr(net, "temperature"), ".temperature"),
     "part": (lambda net: setattr(net.layer, "calls", 1), "layer.calls"),

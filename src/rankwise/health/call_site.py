@@ -32,8 +32,7 @@ _LIBRARIES = (
     "<eval_with_key>",
 )
 """Prefixes of file names that are not the user's: rankwise's, Python's, and code compiled from no file."""
-_MEANS = ("rankwise.health.", "rankwise.tools.auto.")
-_FOR_OTHERS = (sys.stdlib_module_names - {"__main__"}) | {"numpy"}
+FOR_OTHERS = frozenset((sys.stdlib_module_names - {"__main__"}) | {"numpy"})
 """Modules that open files for others."""
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _is_library: dict[str, bool] = {}
@@ -74,15 +73,17 @@ def innermost_of_user(stack: Sequence[str]) -> str:
     return next((frame for frame in reversed(stack) if not _in_library(frame.partition(":")[0])), stack[-1])
 
 
-def responsible_module() -> str:
-    """Return the name of the nearest module on the stack that does not open files or start programs for others.
+def responsible_module(means: tuple[str, ...], for_others: frozenset[str] = FOR_OTHERS) -> str:
+    """Return the name of the nearest module on the stack that acts for itself; empty if there is none.
 
-    The modules of rankwise that call this, Python's own and NumPy are passed over.
+    Args:
+        means: beginnings of the names of modules that are passed over.
+        for_others: packages that are passed over, since they open files or start programs for their callers.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to see one's callers without a traceback
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if not name.startswith(_MEANS) and name.partition(".")[0] not in _FOR_OTHERS:
+        if not name.startswith(means) and name.partition(".")[0] not in for_others:
             return name
         frame = frame.f_back
     return ""

@@ -12,15 +12,15 @@ import os
 import sys
 from pathlib import Path
 
+from rankwise.health.call_site import FOR_OTHERS, responsible_module
 from rankwise.log import warn
 
 MOST_FILES = 10_000
 """How many files of one rank are tracked."""
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _LOCKS = (".lock", ".lck")
-_MEANS = ("rankwise.launch.", "rankwise.torch_private.")
-_LIBRARIES = (sys.stdlib_module_names - {"__main__"}) | {"numpy", "torch"}
-"""Modules that open files for others: their callers determine whether it is rankwise."""
+_MEANS = ("rankwise.launch.", "rankwise.torch_private.", "rankwise.health.call_site")
+"""Modules by which opened files are noticed."""
 
 
 def watch(rank: int, error_file: str) -> None:
@@ -105,10 +105,4 @@ def _counts(name: str, path: str) -> bool:
 
 def _is_ours() -> bool:
     """Return whether rankwise opens the file: the nearest caller that does not open files for others."""
-    frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
-    while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        if not name.startswith(_MEANS) and name.partition(".")[0] not in _LIBRARIES:
-            return name.startswith("rankwise.")
-        frame = frame.f_back
-    return False
+    return responsible_module(_MEANS, FOR_OTHERS | {"torch"}).startswith("rankwise.")

@@ -7,7 +7,7 @@ import atexit
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rankwise.health.call_site import responsible_module
+from rankwise.tools.auto.caller import calling_module
 from rankwise.tools.replacing import replaced
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def exit_functions_called() -> Generator[None]:
 
     def registering(register: Callable[..., Any]) -> Callable[..., Any]:
         def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
-            if responsible_module() != "__main__":
+            if calling_module() != "__main__":
                 return register(function, *args, **kwargs)
             at_end.callback(function, *args, **kwargs)
             return function

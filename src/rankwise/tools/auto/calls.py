@@ -9,7 +9,6 @@ in it are tried instead.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -17,14 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parameter import is_lazy
 
-from rankwise.comm.collectives.objects import gather_json
 from rankwise.comm.session import CurrentBatch
-from rankwise.errors import ConfigurationError, ReplicasDiffer, fold_values
+from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log
 from rankwise.parallel.randomness.model_draws import DrawsOfModel
 from rankwise.parallel.randomness.source import draws_forgotten
-from rankwise.tensors.checksum import checksums_of_each, combined
+from rankwise.tools.auto.agreement import agreed, check_parameters, checksum, digest
 from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.module_calls import ModuleCalls
@@ -62,13 +60,8 @@ if TYPE_CHECKING:
     Kind = tuple[object, ...]
     """Calls that are proved together: modes of the module and its parts, and the arguments but for their sizes."""
 
-LONGEST_REASON = 160
 MOST_KINDS = 64
 """Kinds of calls of a module that are proved: where sizes differ in each call, proofs cost more than they save."""
-SAME_ON_ALL = (
-    "seed what the script draws (torch.manual_seed, random.seed, numpy.random.seed, numpy.random.default_rng(0)), sort "
-    "what it lists, and decide nothing by time"
-)
 
 
 @dataclass(slots=True)
@@ -174,20 +167,12 @@ class SplitCalls:
 
     def check_parameters(self) -> None:
         """Raise if a module's parameters differ between ranks. Called by: every rank, at the end of the script."""
-        # The memory of a module that the script has dropped may not be free on every rank yet.
-        held = {
-            f"{known.number}. {type(module).__name__}": checksum(parameters_of(module))
-            for module, known in list(self._modules.items())
-        }
-        on_ranks: list[dict[str, int]] = gather_json(held, what="parameters at the end of the script")
-        for name in held:
-            values = {rank: f"checksum {of_rank[name]:x}" for rank, of_rank in enumerate(on_ranks) if name in of_rank}
-            if len(set(values.values())) > 1:
-                raise ReplicasDiffer(
-                    f"The parameters of {name.partition(' ')[2]} differ between ranks at the end of the script.",
-                    evidence=fold_values(values),
-                    do=SAME_ON_ALL,
-                )
+        check_parameters(
+            {
+                f"{known.number}. {type(module).__name__}": checksum(parameters_of(module))
+                for module, known in list(self._modules.items())
+            }
+        )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -214,7 +199,7 @@ class SplitCalls:
         kind.num_calls += 1
         call = Call(module, kind.draws, leaves, tree)
         if not kind.is_due:
-            self._agreed(call.name, None, (_digest(leaves), 0))
+            agreed(self._exchange, call.name, None, (digest(leaves), 0))
             kind.num_split += 1
             return self._in_parts(call, kind, batches[0])
         result, is_random = self._proved(call, kind, batches)
@@ -275,13 +260,13 @@ class SplitCalls:
         reasons: list[str] = []
         for batch, copy in tries:
             failed, outputs = self._tried(call, copy, batch, given, whole_run)
-            answers = list(filter(None, self._agreed(call.name, failed, whole_run.facts)))
+            answers = list(filter(None, agreed(self._exchange, call.name, failed, whole_run.facts)))
             if not answers:
                 kind.batch, kind.outputs = batch, outputs
                 return whole_run.result, whole_run.is_random
             reasons.append(answers[0])
         if not tries:
-            reasons = list(filter(None, self._agreed(call.name, whole_run.reason, whole_run.facts)))
+            reasons = list(filter(None, agreed(self._exchange, call.name, whole_run.reason, whole_run.facts)))
         if kind.num_split and reasons[0].startswith(WRONG_VALUES):
             raise _no_longer(call, reasons[0])
         # What is set once, as a cache, is not set in the second call.
@@ -303,7 +288,7 @@ class SplitCalls:
     def _run_whole(self, call: Call, *, can_be_copied: bool) -> WholeRun:
         """Run a call whole, and look at what it does besides."""
         module, leaves = call.module, call.leaves
-        facts = _digest(leaves), checksum(parameters_of(module))
+        facts = digest(leaves), checksum(parameters_of(module))
         effects, state, before = Effects(), python_state(module), GeneratorStates.now(self._device)
         num_changes = self._num_file_changes()
         with effects.noted():
@@ -321,7 +306,7 @@ class SplitCalls:
             or obstacle_after(
                 module,
                 checkpoints,
-                changes_arguments=facts[0] != _digest(leaves),
+                changes_arguments=facts[0] != digest(leaves),
                 changes_parameters=facts[1] != checksum(parameters_of(module)),
                 is_random=not before.are(after),
             )
@@ -367,44 +352,10 @@ class SplitCalls:
             reason = "it draws other random numbers for a part of the batch"
         return reason, places
 
-    def _agreed(self, name: str, reason: str | None, facts: tuple[int, int]) -> list[str]:
-        """Return every rank's reason not to split, empty if there is none. Called by: every rank.
-
-        Raises:
-            ReplicasDiffer: the ranks' arguments or parameters, of which these are checksums, differ.
-        """
-        note = f"{facts[0]:x} {facts[1]:x} {(reason or '')[:LONGEST_REASON]}".encode()
-        notes = self._exchange.gather_notes(note, what=f"a call of {name}")
-        texts = [one.rstrip(b"\0").decode(errors="ignore").split(" ", 2) for one in notes]
-        for place, fact in enumerate(("arguments", "parameters")):
-            values = [text[place] for text in texts]
-            if len(set(values)) > 1:
-                raise ReplicasDiffer(
-                    f"{name} has different {fact} on different ranks, which all run the whole script.",
-                    where=words(user_call_site()),
-                    evidence=fold_values({rank: f"checksum {value}" for rank, value in enumerate(values)}),
-                    do=SAME_ON_ALL,
-                )
-        return [text[2] for text in texts]
-
     def _log(self, message: str) -> None:
         if message not in self._logged:
             self._logged.add(message)
             log(message)
-
-
-def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Return one number for the bits of dense tensors."""
-    return combined(checksums_of_each([one.detach().contiguous() for one in tensors if one.layout == torch.strided]))
-
-
-def _digest(leaves: Sequence[Any]) -> int:
-    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
-    facts = [
-        (tuple(one.shape), str(one.dtype)) if isinstance(one, torch.Tensor) else one if isinstance(one, PLAIN) else ""
-        for one in leaves
-    ]
-    return combined([checksum(tensors), zlib.crc32(repr(facts).encode())])
 
 
 def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Kind:

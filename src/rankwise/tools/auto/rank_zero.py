@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import threading
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -25,8 +26,9 @@ from rankwise.comm.backends.protocol import NOTE_BYTES
 from rankwise.comm.collectives.objects import broadcast_object
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError, fold_values
-from rankwise.health.call_site import responsible_module, user_call_site
+from rankwise.health.call_site import user_call_site
 from rankwise.health.call_site import words as words_of
+from rankwise.tools.auto.caller import calling_module
 from rankwise.tools.replacing import replaced
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ CHANGES_FILES = (
 """Functions of ``os`` that rank zero calls for all."""
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 _LOCKS = (".lock", ".lck")
+_CHECKSUM_BYTES = 4
 
 
 class RankZeroFiles:
@@ -109,7 +112,8 @@ class RankZeroFiles:
         opened = self._by_rank_zero(lambda: self._open(file, mode, *args, **kwargs), keeps=True)
         if not is_zero:
             opened = self._stand_in(earlier, mode, *args, **kwargs)
-        return _closed_together(opened, self._meet)
+        newline = args[3] if len(args) > 3 else kwargs.get("newline")  # noqa: PLR2004 - as open()
+        return _closed_together(opened, newline, self._meet)
 
     def _stand_in(self, earlier: bytes, mode: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
         """Return a file with the same content that nobody else sees."""
@@ -136,7 +140,7 @@ class RankZeroFiles:
             return False
         if threading.current_thread() is not threading.main_thread() or not isinstance(path, str | bytes | os.PathLike):
             return False
-        if responsible_module().partition(".")[0] in {"torch", "rankwise"}:
+        if calling_module().partition(".")[0] in {"torch", "rankwise"}:
             return False
         name = os.fsdecode(path)
         if name.startswith(_DEVICES) or name.endswith(_LOCKS):
@@ -159,11 +163,13 @@ class RankZeroFiles:
         name = os.path.realpath(os.fsdecode(path))
         if folder is not None:
             name = os.path.join(os.path.realpath(f"/proc/self/fd/{folder}"), os.fsdecode(path))  # noqa: PTH118 - as text
-        own = name.encode(errors="surrogateescape")[-NOTE_BYTES:]
-        notes = self._exchange.gather_notes(own, what=words)
-        names = {rank: note.rstrip(b"\0").decode(errors="replace") for rank, note in enumerate(notes)}
-        if len(set(names.values())) == 1:
+        own = name.encode(errors="surrogateescape")
+        # Names may be longer than a note.
+        short = zlib.crc32(own).to_bytes(_CHECKSUM_BYTES, "little") + own[: NOTE_BYTES - _CHECKSUM_BYTES]
+        notes = self._exchange.gather_notes(short, what=words)
+        if len(set(notes)) == 1:
             return True
+        names = {rank: note[_CHECKSUM_BYTES:].rstrip(b"\0").decode(errors="replace") for rank, note in enumerate(notes)}
         temporary = os.path.realpath(tempfile.gettempdir())
         if all(one.startswith(temporary) and not one.startswith(str(Path.cwd())) for one in names.values()):
             return False
@@ -208,11 +214,10 @@ def _through_open(savetxt: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _closed_together(file: Any, meet: Callable[[], None]) -> Any:  # noqa: ANN401 - any file
+def _closed_together(file: Any, newline: str | None, meet: Callable[[], None]) -> Any:  # noqa: ANN401 - any file
     """Return the file, so that closing it waits for all ranks."""
     if isinstance(file, io.TextIOWrapper):
         encoding, errors, buffered = file.encoding, file.errors, file.line_buffering
-        newline = getattr(file, "newlines", None)
         return _Text(file.detach(), encoding, errors, newline, buffered, meet=meet)
     kinds: dict[type[Any], type[Any]] = {
         io.BufferedWriter: _Writer,

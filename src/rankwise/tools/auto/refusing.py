@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError
-from rankwise.health.call_site import responsible_module, user_call_site, words
+from rankwise.health.call_site import user_call_site, words
+from rankwise.tools.auto.caller import calling_module
 from rankwise.tools.replacing import replaced
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def refusing(world_size: int) -> Generator[None]:
 
     def look(event: str, args: tuple[object, ...]) -> None:
         # An audit hook stays until the process ends.
-        if event in _STARTS and not is_over and os.getpid() == process and responsible_module() == "__main__":
+        if event in _STARTS and not is_over and os.getpid() == process and calling_module() == "__main__":
             raise _starts_program(world_size)
         if event == "sqlite3.connect" and not is_over and os.getpid() == process and args[0] != ":memory:":
             raise ConfigurationError(
@@ -43,7 +44,7 @@ def refusing(world_size: int) -> Generator[None]:
     def checked(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
         def check(started: BaseProcess) -> None:
             # Workers of a loader are started by torch.utils.data.
-            if responsible_module().startswith(("__main__", "torch.multiprocessing")):
+            if calling_module().startswith(("__main__", "torch.multiprocessing")):
                 raise _starts_program(world_size)
             start(started)
 
@@ -66,7 +67,7 @@ def _for_script(answer: Callable[[], Any], function: Callable[..., Any]) -> Call
     """Return a function that answers the script and its libraries; torch and rankwise get torch's own answer."""
 
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
-        is_own = responsible_module().partition(".")[0] in {"torch", "rankwise"}
+        is_own = calling_module().partition(".")[0] in {"torch", "rankwise"}
         return function(*args, **kwargs) if is_own else answer()
 
     return call

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.data.shards import rank_slice
 from rankwise.parallel.randomness.scope import memory_order
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ class Share:
     """Rows of the batch, at least one per rank."""
 
     def rows_of(self, rank: int) -> tuple[int, int]:
-        """Return the first row of a rank, and how many it has: as even as possible, the first ranks one more."""
-        each, more = divmod(self.num_global, self.exchange.world_size)
-        return rank * each + min(rank, more), each + (rank < more)
+        """Return the first row of a rank, and how many it has."""
+        first, end = rank_slice(0, self.num_global, rank, self.exchange.world_size)
+        return first, end - first
 
     @property
     def start(self) -> int:
