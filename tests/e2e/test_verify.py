@@ -26,7 +26,7 @@ MISTAKES = [
     ("rankwise_mlp", "stop after a rank's own loss"),
     ("rankwise_conv", "a log that all ranks write"),
     ("ddp", "BatchNorm in DistributedDataParallel"),
-    ("ddp", "equal augmentations"),
+    ("ddp", "equal augmentations in workers"),
     ("all_reduce", "mean of means"),
     ("with_accelerate", "not seeded"),
 ]

@@ -20,6 +20,7 @@ from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import drawn_from, state_digests
 from rankwise.tools.verify.records import Batch, Loader
+from rankwise.tools.verify.worker_draws import has_workers, noting_draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -83,6 +84,9 @@ class Loaders:
             number, epoch = self._place(loader)
             if self._plan.join:
                 return self._joined(number, epoch)
+            if has_workers(loader):
+                with noting_draws(loader):
+                    return self._followed(original(loader), number, epoch, by_workers=True)
             return self._followed(original(loader), number, epoch)
 
         return iterate
@@ -96,7 +100,7 @@ class Loaders:
         self._epochs[number] = epoch + 1
         return number, epoch
 
-    def _followed(self, batches: Iterator[Any], number: int, epoch: int) -> Generator[Any]:
+    def _followed(self, batches: Iterator[Any], number: int, epoch: int, *, by_workers: bool = False) -> Generator[Any]:
         position = 0
         try:
             while True:
@@ -107,6 +111,8 @@ class Loaders:
                     break
                 # The first one also draws the order and the seed of the workers.
                 drawn = drawn_from(before, state_digests()) if position else ""
+                if by_workers:
+                    batch, drawn = batch[0], drawn + batch[1]
                 if self._plan.float64:
                     batch = sketches.in_float64(batch)
                 if self._plan.permute:

@@ -89,7 +89,7 @@ class Batch:
     digests: tuple[int, ...]
     """One per sample, of the bits of its tensors."""
     drawn: str = ""
-    """The generators of this process that reading it drew from, with their states before; empty if from none."""
+    """The generators of this process, and of the worker, that reading it drew from, with their states before."""
     is_trained: bool = True
     """Whether a model was then called with gradients, not for an evaluation."""
 
