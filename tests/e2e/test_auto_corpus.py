@@ -87,7 +87,6 @@ PARTLY_WHOLE = {
 PROGRAM = "ConfigurationError: The script starts a program"
 DIFFER = "ReplicasDiffer: Linear has different arguments on different ranks"
 REFUSED = {
-    "forward_mode": "implement the jvp function for custom autograd.Function",  # in torch's words
     "dated_folder": "ConfigurationError: mkdir names different files on different ranks",
     "own_process_group": "ConfigurationError: The script opens a process group of its own",
     "own_subprocess": PROGRAM,
@@ -98,7 +97,6 @@ REFUSED = {
     "unseeded_initialisation": "ReplicasDiffer: Linear has different parameters on different ranks",
     "unseeded_numpy": DIFFER,
     "unseeded_torch": "ReplicasDiffer: Sequential has different arguments on different ranks",
-    "vectorized_jacobian": "Batching rule not implemented",  # in torch's words
 }
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -252,6 +253,14 @@ def check_uncompiled() -> None:
     assert "torch._dynamo" in sys.modules
     # Now by way of the compiler's own.
     assert uncompiled(1) == 2
+
+
+@canary("torch.autograd.forward_ad._current_level")
+def check_forward_mode() -> None:
+    assert not compiler.is_transforming()
+    with forward_ad.dual_level():
+        assert compiler.is_transforming()
+    assert not compiler.is_transforming()
 
 
 @canary("torch._C._functorch.peek_interpreter_stack")

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,9 +68,10 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def is_transforming() -> bool:
-    """Return whether a call is traced, compiled, or inside a transform of ``torch.func``."""
+    """Return whether a call is traced, compiled, differentiated in forward mode, or inside ``torch.func``."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
+        or forward_ad._current_level >= 0  # noqa: SLF001
         or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined] # noqa: SLF001
     )

@@ -34,6 +34,7 @@ NAMES = {
     "torch._foreach_sub_": "subtract many tensors in one call",
     "torch._foreach_mul_": "multiply many tensors in one call",
     "torch._foreach_div_": "divide many tensors in one call",
+    "torch.autograd.forward_ad._current_level": "whether forward mode is on",
     "torch.autograd.graph.Node._input_metadata": "shapes of the outputs of a node of the graph",
     "torch.autograd.Function._forward_cls": "whether the backward of a node is written in Python",
     "torch.autograd.graph.Node._saved_reduction": "whether a loss function takes a mean or a sum",

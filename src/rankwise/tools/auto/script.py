@@ -30,6 +30,7 @@ class AutoScript:
         from rankwise.comm.join import join  # noqa: PLC0415
         from rankwise.comm.session import current  # noqa: PLC0415
         from rankwise.tools.auto.at_exit import exit_functions_called  # noqa: PLC0415
+        from rankwise.tools.auto.batched_backward import one_by_one  # noqa: PLC0415
         from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
         from rankwise.tools.auto.generators import start_alike  # noqa: PLC0415
         from rankwise.tools.auto.rank_zero import RankZeroFiles, output_of_rank_zero  # noqa: PLC0415
@@ -50,6 +51,6 @@ class AutoScript:
             files = RankZeroFiles(exchange)
             calls = SplitCalls(session, exchange, files.num_changes)
             with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), refusing(exchange.world_size):
-                with of_one_process(), exit_functions_called():
+                with one_by_one(), of_one_process(), exit_functions_called():
                     run_as_main(target)
                 calls.check_parameters()
