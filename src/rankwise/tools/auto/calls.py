@@ -44,6 +44,7 @@ from rankwise.tools.auto.proof import (
 from rankwise.tools.auto.rows import Share, once, own_rows, whole_batch
 from rankwise.tools.auto.sharing import parameters_shared
 from rankwise.tools.auto.side_effects import Effects, changed, python_state
+from rankwise.tools.auto.subclasses import as_output, is_alike, plain
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import own_parameters
 
@@ -102,8 +103,10 @@ class Call:
 
     module: nn.Module
     draws: DrawsOfModel
-    leaves: list[Any]
+    given: list[Any]
     """Its arguments, flat."""
+    leaves: list[Any]
+    """The same, of which ranks take their rows."""
     tree: pytree.TreeSpec
 
     @property
@@ -175,7 +178,8 @@ class SplitCalls:
         )
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        given, tree = pytree.tree_flatten((args, kwargs))
+        leaves = [plain(one) for one in given]
         known = self._modules.get(module)
         if known is None:
             if any(map(is_lazy, module.parameters())):
@@ -183,7 +187,7 @@ class SplitCalls:
             check_device(module, self._device)
             self._num_modules += 1
             known = self._modules[module] = KnownModule(self._num_modules)
-        name = _kind_of(module, leaves, tree)
+        name = _kind_of(module, given, tree)
         sizes = tuple(one.shape for one in leaves if isinstance(one, torch.Tensor))
         kind = known.kinds.get((*name, sizes) if known.is_random else name)
         if kind is None and len(known.kinds) >= MOST_KINDS:
@@ -197,7 +201,7 @@ class SplitCalls:
         if not batches or batches[0].num_global < self._exchange.world_size:
             return self._calls.whole(module, args, kwargs)[0]
         kind.num_calls += 1
-        call = Call(module, kind.draws, leaves, tree)
+        call = Call(module, kind.draws, given, leaves, tree)
         if not kind.is_due:
             agreed(self._exchange, call.name, None, (digest(leaves), 0))
             kind.num_split += 1
@@ -224,14 +228,14 @@ class SplitCalls:
     def _made_whole(self, call: Call, output: Any, rows: OutputRows | None, share: Share) -> Any:  # noqa: ANN401
         """Return an output as the script is to see it."""
         if rows is None:
-            return once(output, self._exchange) if isinstance(output, torch.Tensor) else output
+            return as_output(once(output, self._exchange), call.given) if isinstance(output, torch.Tensor) else output
         if (
             not isinstance(output, torch.Tensor)
             or output.dim() != len(rows.order)
             or output.shape[rows.dim] != share.num
         ):
             raise _no_longer(call, f"it returned {list(getattr(output, 'shape', ()))} for {share.num} rows")
-        return whole_batch(output, rows.dim, share, rows.order)
+        return as_output(whole_batch(output, rows.dim, share, rows.order), call.given)
 
     def _on_rows(
         self, call: Call, module: nn.Module, share: Share, own: OwnArguments, watch: CouplingWatch | None = None
@@ -292,7 +296,7 @@ class SplitCalls:
         effects, state, before = Effects(), python_state(module), GeneratorStates.now(self._device)
         num_changes = self._num_file_changes()
         with effects.noted():
-            result, checkpoints = self._calls.whole(module, *call.arguments(leaves))
+            result, checkpoints = self._calls.whole(module, *call.arguments(call.given))
         after = GeneratorStates.now(self._device)
         name = changed(state, python_state(module))
         if name is not None:
@@ -342,7 +346,9 @@ class SplitCalls:
         outputs, structure_of_rows = pytree.tree_flatten(output)
         if structure != structure_of_rows:
             return "it returns something else for a part of the batch", ()
-        reason, places = difference(whole, outputs, share)
+        reason, places = difference([plain(one) for one in whole], [plain(one) for one in outputs], share)
+        if not all(is_alike(one, as_output(plain(one), call.given)) for one in whole):
+            reason = "it returns tensors of another type than torch's functions do for its arguments"
         # What is made of parameters alone would pass its gradient back once per rank.
         kept = next((name for name, one in tensors_kept(copy) if one.requires_grad or watch.holds_samples(one)), None)
         if kept is not None:
@@ -360,7 +366,7 @@ class SplitCalls:
 
 def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Kind:
     facts = tuple(
-        (one.dim(), one.dtype, one.requires_grad)
+        (type(one), one.dim(), one.dtype, one.requires_grad)
         if isinstance(one, torch.Tensor)
         else (type(one), repr(one) if isinstance(one, PLAIN) and not isinstance(one, float) else "")
         for one in leaves

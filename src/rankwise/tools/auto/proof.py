@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 """Types whose values every rank passes and returns alike."""
+_TENSORS = (torch.Tensor, nn.Parameter)
 TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 """How far split and whole results may differ, relative to the largest value."""
 COARSE = 5e-2
@@ -81,7 +82,7 @@ def _dim_of(leaf: object, num_global: int, preferred: int) -> int | None:
 
 def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
     """Return why a call must not even be tried, in words that follow the module's name."""
-    odd = next((one for one in leaves if not isinstance(one, (torch.Tensor, *PLAIN))), None)
+    odd = next((one for one in leaves if not isinstance(one, PLAIN) and type(one) not in _TENSORS), None)
     if odd is not None:
         return f"it takes a {type(odd).__name__}, whose rows are unknown"
     if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in leaves):
