@@ -55,6 +55,7 @@ world = rw.join()
 """
 GROUP = """
 torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()  # a rank that ends sooner takes away the connections that another is still opening
 import atexit
 atexit.register(torch.distributed.destroy_process_group)
 """

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,6 +134,40 @@ def test_a_script_that_needs_its_own_precision(command: Command) -> None:
     assert done.returncode == 0, done.stdout
     assert "fails in float64" in done.stdout
     assert "in its own precision" in done.stdout
+
+
+ENDLESS = """
+import itertools, time, torch
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for step in itertools.count():
+    parameter.square().sum().backward()
+    optimizer.step()
+    if step == 3:
+        open({path!r}, "w").close()
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_of_one_that_is_stopped(command: Command, number: signal.Signals) -> None:
+    reached = command.folder / "reached"
+    temporary = command.folder / "temporary"
+    temporary.mkdir()
+    os.mkfifo(reached)
+    command.write("here/train.py", ENDLESS.format(path=str(reached)))
+    words = ["-m", "rankwise", "verify", "--steps", "100000", str(command.folder / "here/train.py")]
+    with command.start_python(*words, env={"TMPDIR": str(temporary)}) as running:
+        reached.read_bytes()
+        os.kill(running.pid, number)
+        _, said = running.communicate(timeout=LIMIT_SECONDS)
+    if number == signal.SIGKILL:
+        assert running.returncode == -number
+    else:
+        assert running.returncode == 128 + number
+        assert said.splitlines()[-1] == f"[rankwise] {number.name}: ending the run; its files are removed"
+        assert list(temporary.iterdir()) == []
+    assert command.wait_until_gone(command.processes(), 10.0) == []
 
 
 @pytest.mark.parametrize("words", [["-n", "1"], ["-n", "two"], ["--steps", "0"]])

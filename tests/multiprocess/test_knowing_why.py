@@ -157,7 +157,7 @@ def test_a_launcher_sees_every_rank(run_ranks: RunRanks, tmp_path: Path) -> None
         r"rank 1 +here +- +no answer +- +alive, but Python is not running: a call into C holds the GIL",
         r"rank 2 +\S+ +2 +waiting in barrier\(\) +test_knowing_why.py:[0-9]+ in _looked_at",
         r"rank 3 +here +- +no answer +- +running, but it has not joined the world yet or has left it",
-        r"stack of rank 0, innermost line last:(\n  .*)* in call",
+        r"stack of rank 0, innermost line last:(\n  .*)*test_knowing_why.py:[0-9]+ in _looked_at",
         r"stack of rank 1, innermost line last:(\n  .*)*test_knowing_why.py:[0-9]+ in _hold_the_lock",
         r"stack of rank 2, innermost line last:(\n  .*)*test_knowing_why.py:[0-9]+ in _looked_at",
     ):

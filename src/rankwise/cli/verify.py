@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from rankwise.cli.arguments import add_command
 from rankwise.launch.fork_server.entrypoint import find_target
@@ -69,9 +71,12 @@ def execute(options: argparse.Namespace) -> int:
     find_target(options.target, options.arguments, is_module=options.module)
     from rankwise.tools.verify.page import page_of  # noqa: PLC0415
     from rankwise.tools.verify.procedure import verify  # noqa: PLC0415
-    from rankwise.tools.verify.runs import Script  # noqa: PLC0415
+    from rankwise.tools.verify.runs import STOPS, Script  # noqa: PLC0415
     from rankwise.tools.verify.terminal import text_of  # noqa: PLC0415
 
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
     script = Script(
         target=options.target,
         is_module=options.module,
@@ -91,6 +96,11 @@ def execute(options: argparse.Namespace) -> int:
     if options.html is not None:
         Path(options.html).write_text(page_of(report), encoding="utf-8")
     return report.exit_code
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    _show(f"{signal.Signals(number).name}: ending the run; its files are removed")
+    raise SystemExit(128 + number)
 
 
 def _show(line: str) -> None:

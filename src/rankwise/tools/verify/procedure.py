@@ -20,6 +20,7 @@ from rankwise.tools.verify import compare, conclude, mistakes
 from rankwise.tools.verify.compare import Floor
 from rankwise.tools.verify.runs import LEAST_LIMIT_SECONDS, TIMES_SLOWER, Workspace
 from rankwise.tools.verify.verdict import Report
+from rankwise.tools.verify.working_copy import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ def verify(script: Script, numbers_of_ranks: Sequence[int], *, as_is: bool, show
         ConfigurationError: the working folder cannot be copied.
     """
     began = time.monotonic()
-    folder, pid = tempfile.mkdtemp(prefix="rankwise-verify-"), os.getpid()
+    folder, pid = tempfile.mkdtemp(prefix=PREFIX), os.getpid()
     try:
         verification = _Verification(script, Workspace(Path(folder), script), show)
         verdicts = None if as_is else verification.verdicts(numbers_of_ranks, float64=True)

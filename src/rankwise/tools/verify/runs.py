@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from rankwise.launch.fork_server import descendants
 from rankwise.tools.verify.conclude import TIMED_OUT
 from rankwise.tools.verify.rank import RunOrder, launch_ranks
 from rankwise.tools.verify.recorder import Plan
@@ -26,6 +27,8 @@ LEAST_LIMIT_SECONDS = 60.0
 """How long a run on several ranks may take at least."""
 TIMES_SLOWER = 20.0
 """And at most this many times as long as the run on one rank."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end all runs."""
 _STOP_SECONDS = 5.0
 
 
@@ -125,6 +128,9 @@ def _run(order: RunOrder, working: Path, output: Path, limit_seconds: float) -> 
     """
     pid = os.fork()
     if not pid:
+        descendants.die_with_parent()
+        for number in STOPS:
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()
         os.chdir(working)
         _redirect(output)

@@ -19,6 +19,8 @@ MOST_BYTES = 2**30
 MOST_FILES = 20_000
 WRITTEN = (".pt", ".pth", ".ckpt", ".safetensors", ".npz", ".npy", ".pkl", ".bin", ".h5", ".tar")
 """Checkpoints: written by ways that cannot be followed, so they are always copied."""
+PREFIX = "rankwise-verify-"
+"""How the name of a folder of copies begins."""
 _LEFT_OUT = {"__pycache__", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 _LINKED = {".venv", "venv", "node_modules", ".tox"}
 
@@ -38,7 +40,8 @@ def copy_folder(folder: Path, copy: Path) -> None:
             inner = here / name
             if inner.is_symlink() or name in _LINKED:
                 (there / name).symlink_to(inner.resolve())
-            if inner.is_symlink() or name in _LINKED or name in _LEFT_OUT:
+            # Folders for temporary files may lie in the working folder.
+            if inner.is_symlink() or name in _LINKED or name in _LEFT_OUT or name.startswith(PREFIX):
                 folders.remove(name)
         for name in files:
             file = here / name
