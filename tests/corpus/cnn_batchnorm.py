@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Learns, checks, and goes back to the weights of the epoch that did best."""
 import copy
 
 import torch
@@ -7,9 +8,6 @@ from torch.utils.data import DataLoader, Dataset
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
-
-EPOCHS = 3
-BATCH = 13
 
 
 class Stripes(Dataset):
@@ -29,68 +27,51 @@ class Stripes(Dataset):
         return self.images[i], self.labels[i]
 
 
-class ConvNet(nn.Module):
-    def __init__(self, num_classes=3):
-        super(ConvNet, self).__init__()
-        self.layer1 = nn.Sequential(
-            nn.Conv2d(1, 6, kernel_size=3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)
-        )
-        self.layer2 = nn.Sequential(
-            nn.Conv2d(6, 8, kernel_size=3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2)
-        )
-        self.fc = nn.Linear(3 * 3 * 8, num_classes)
+class StripeReader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.look = nn.Conv2d(1, 6, 3, padding=1)
+        self.calm = nn.BatchNorm2d(6)
+        self.combine = nn.Conv2d(6, 8, 3, padding=1)
+        self.calm_again = nn.BatchNorm2d(8)
+        self.forget = nn.Dropout2d(0.2)
+        self.choose = nn.Linear(72, 3)
 
-    def forward(self, x):
-        out = self.layer1(x)
-        out = self.layer2(out)
-        out = out.reshape(out.size(0), -1)
-        return self.fc(out)
+    def forward(self, images):
+        seen = nn.functional.max_pool2d(self.calm(self.look(images)).relu(), 2)
+        seen = self.forget(self.calm_again(self.combine(seen)).relu())
+        return self.choose(nn.functional.max_pool2d(seen, 2).flatten(1))
 
 
-dataloaders = {
-    "train": DataLoader(Stripes(75, 1), batch_size=BATCH, shuffle=True),
-    "val": DataLoader(Stripes(40, 2), batch_size=BATCH),
-}
-dataset_sizes = {k: len(v.dataset) for k, v in dataloaders.items()}
-device = "cuda:0" if torch.cuda.is_available() else "cpu"
-model = ConvNet().to(device)
-criterion = nn.CrossEntropyLoss()
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-
-best_acc = 0.0
-best_wts = copy.deepcopy(model.state_dict())
-for epoch in range(EPOCHS):
-    print(f"Epoch {epoch}/{EPOCHS - 1}")
-    for phase in ["train", "val"]:
-        if phase == "train":
-            model.train()
-        else:
-            model.eval()
-        running_loss = 0.0
-        running_corrects = 0
-        for inputs, labels in dataloaders[phase]:
-            inputs = inputs.to(device)
-            labels = labels.to(device)
+def go_through(net, loader, optimizer=None):
+    """Return the mean loss and the share of images that are read rightly; learn if there is an optimizer."""
+    net.train(optimizer is not None)
+    losses, right = 0.0, 0
+    for images, labels in loader:
+        with torch.set_grad_enabled(net.training):
+            scores = net(images)
+            loss = nn.functional.cross_entropy(scores, labels)
+        if optimizer:
             optimizer.zero_grad()
-            with torch.set_grad_enabled(phase == "train"):
-                outputs = model(inputs)
-                _, preds = torch.max(outputs, 1)
-                loss = criterion(outputs, labels)
-                if phase == "train":
-                    loss.backward()
-                    optimizer.step()
-            running_loss += loss.item() * inputs.size(0)
-            running_corrects += torch.sum(preds == labels.data)
-        epoch_loss = running_loss / dataset_sizes[phase]
-        epoch_acc = running_corrects.double() / dataset_sizes[phase]
-        print(f"{phase} Loss: {epoch_loss:.12g} Acc: {epoch_acc:.12g}")
-        if phase == "val" and epoch_acc > best_acc:
-            best_acc = epoch_acc
-            best_wts = copy.deepcopy(model.state_dict())
-            torch.save(best_wts, "best_model.pt")
+            loss.backward()
+            optimizer.step()
+        losses += loss.item() * len(labels)
+        right += (scores.argmax(1) == labels).sum().item()
+    return losses / len(loader.dataset), right / len(loader.dataset)
 
-print(f"Best val Acc: {best_acc:.12g}")
-model.load_state_dict(best_wts)
-model.eval()
-with torch.no_grad():
-    print("sum of logits of the best model:", repr(model(dataloaders["val"].dataset.images).sum().item()))
+
+learnt = DataLoader(Stripes(75, 1), batch_size=13, shuffle=True)
+checked = DataLoader(Stripes(40, 2), batch_size=13)
+net = StripeReader()
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+best, kept = float("inf"), None
+for epoch in range(3):
+    loss, share = go_through(net, learnt, optimizer)
+    print(f"{epoch} learns: loss {loss:.12g}, right {share:.6f}")
+    loss, share = go_through(net, checked)
+    print(f"{epoch} checks: loss {loss:.12g}, right {share:.6f}")
+    if loss < best:
+        best, kept = loss, copy.deepcopy(net.state_dict())
+        torch.save(kept, "stripes.pt")
+net.load_state_dict(kept)
+print("best", repr(best), "and again", *go_through(net, checked))

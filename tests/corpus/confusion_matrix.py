@@ -1,37 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Class weights, focal loss, confusion matrix and report in evaluation."""
+"""Class weights, a loss for rare and hard samples, confusion matrix and report in evaluation."""
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from sklearn.datasets import make_classification
 from sklearn.metrics import classification_report, confusion_matrix, f1_score
 
 
-class FocalLoss(nn.Module):
-    def __init__(self, alpha=None, gamma=2.0, reduction="mean"):
-        super().__init__()
-        self.register_buffer("alpha", alpha)
-        self.gamma = gamma
-        self.reduction = reduction
+class RareAndHard(nn.Module):
+    """Cross entropy to which a sample adds less, the commoner its class is and the surer the model is of it."""
 
-    def forward(self, inputs, targets):
-        ce_loss = F.cross_entropy(inputs, targets, weight=self.alpha, reduction="none")
-        pt = torch.exp(-ce_loss)
-        loss = (1 - pt) ** self.gamma * ce_loss
-        return loss.mean() if self.reduction == "mean" else loss.sum()
+    def __init__(self, counts, power=2.0):
+        super().__init__()
+        self.register_buffer("worth", counts.sum() / (len(counts) * counts))
+        self.power = power
+
+    def forward(self, scores, classes):
+        logs = scores.log_softmax(1).gather(1, classes[:, None]).squeeze(1)
+        return -(self.worth[classes] * (1 - logs.exp()) ** self.power * logs).mean()
 
 
 def main():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     X, y = make_classification(
-        n_samples=140, n_features=8, n_informative=6, n_redundant=0, n_classes=3, weights=[0.7, 0.2, 0.1], random_state=5
+        n_samples=140, n_features=8, n_informative=6, n_redundant=0, n_classes=3, weights=[0.7, 0.2, 0.1],
+        random_state=5,
     )
     X, y = torch.from_numpy(X), torch.from_numpy(y)
     train, val = slice(0, 100), slice(100, None)
-    counts = torch.bincount(y[train]).double()
-    criterion = FocalLoss(alpha=counts.sum() / (len(counts) * counts))
-    weighted = nn.CrossEntropyLoss(weight=criterion.alpha)
+    criterion = RareAndHard(torch.bincount(y[train]).double())
+    weighted = nn.CrossEntropyLoss(weight=criterion.worth)
     model = nn.Sequential(nn.Linear(8, 20), nn.Hardswish(), nn.Linear(20, 3))
     opt = torch.optim.Adam(model.parameters(), lr=0.02)
     for epoch in range(4):

@@ -1,64 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Features tell what kind a sample is, but should not tell its room: the gradient of the room is turned round."""
 import torch
 from torch import nn
-from torch.autograd import Function
 
 
-class Quantize(Function):
-    """Rounds in the forward pass, passes gradients straight through where |x| <= 1."""
-
-    @staticmethod
-    def forward(ctx, x, levels):
-        ctx.save_for_backward(x)
-        return torch.round(x * levels) / levels
+class Steps(torch.autograd.Function):
+    """Rounds to eighths; the gradient is let through, but not where a value is too large for the scale."""
 
     @staticmethod
-    def backward(ctx, grad_output):
-        (x,) = ctx.saved_tensors
-        return grad_output * (x.abs() <= 1).to(grad_output), None
-
-
-class GradReverse(Function):
-    @staticmethod
-    def forward(ctx, x, alpha):
-        ctx.alpha = alpha
-        return x.view_as(x)
+    def forward(ctx, values, number):
+        inside = values.abs() <= 1
+        ctx.save_for_backward(inside)
+        return values.mul(number).round().div(number)
 
     @staticmethod
-    def backward(ctx, grad):
-        return -ctx.alpha * grad, None
+    def backward(ctx, slope):
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside, slope, 0.0), None
 
 
-class DANN(nn.Module):
+class TurnedRound(torch.autograd.Function):
+    """Changes nothing on the way forward; the way back is multiplied by a negative number."""
+
+    @staticmethod
+    def forward(ctx, values, strength):
+        ctx.strength = strength
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope.mul(-ctx.strength), None
+
+
+class KindAndRoom(nn.Module):
     def __init__(self):
         super().__init__()
-        self.features = nn.Sequential(nn.Linear(4, 12), nn.Tanh())
-        self.label = nn.Linear(12, 2)
-        self.domain = nn.Linear(12, 2)
+        self.common = nn.Linear(4, 12)
+        self.kind, self.room = nn.Linear(12, 2), nn.Linear(12, 2)
 
-    def forward(self, x, alpha):
-        f = Quantize.apply(self.features(x), 8.0)
-        return self.label(f), self.domain(GradReverse.apply(f, alpha))
+    def forward(self, samples, strength):
+        common = Steps.apply(self.common(samples).tanh(), 8.0)
+        return self.kind(common), self.room(TurnedRound.apply(common, strength))
 
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(58)
-net = DANN()
-opt = torch.optim.SGD(net.parameters(), lr=0.1)
-src, tgt = torch.randn(50, 4), torch.randn(50, 4) + 0.5
-y = (src[:, 0] > 0).long()
+net = KindAndRoom()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+here = torch.randn(50, 4)
+there = torch.randn(50, 4) + 0.5
+kinds = (here[:, 0] > 0).long()
+strength = 0.0
 for epoch in range(3):
-    for i in range(0, 50, 9):
-        p = (epoch * 50 + i) / 150
-        s, t = src[i : i + 9], tgt[i : i + 9]
-        cls, dom_s = net(s, alpha=p)
-        _, dom_t = net(t, alpha=p)
-        loss = (
-            nn.functional.cross_entropy(cls, y[i : i + 9])
-            + nn.functional.cross_entropy(dom_s, torch.zeros(len(s), dtype=torch.long))
-            + nn.functional.cross_entropy(dom_t, torch.ones(len(t), dtype=torch.long))
-        )
-        opt.zero_grad()
+    for known, other, kind in zip(here.split(9), there.split(9), kinds.split(9)):
+        strength += 0.05
+        told, room_of_known = net(known, strength=strength)
+        _, room_of_other = net(other, strength=strength)
+        rooms = torch.cat([room_of_known, room_of_other])
+        where = torch.arange(len(rooms)).ge(len(known)).long()
+        loss = nn.functional.cross_entropy(told, kind) + 2 * nn.functional.cross_entropy(rooms, where)
+        optimizer.zero_grad()
         loss.backward()
-        opt.step()
-    print(f"[{epoch}] alpha {p:.6f} loss {loss.item():.12g}")
+        optimizer.step()
+    print(f"epoch {epoch} strength {strength:.4f} loss {loss.item():.12g}")

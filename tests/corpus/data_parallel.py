@@ -1,37 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-import os
+"""Uses all GPUs if there are some; the weights are saved without the wrapper, after each epoch."""
+from pathlib import Path
 
 import torch
-import torch.nn as nn
+from torch import nn
 
-os.makedirs("ckpt", exist_ok=True)
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(1)
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class ToyModel(nn.Module):
+class PulseCounter(nn.Module):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.AdaptiveMaxPool1d(4), nn.Flatten(), nn.Linear(16, 3))
+        self.slide = nn.Conv1d(1, 4, 3)
+        self.count = nn.Linear(16, 3)
 
-    def forward(self, x):
-        return self.net(x)
+    def forward(self, signal):
+        return self.count(nn.functional.adaptive_max_pool1d(self.slide(signal).relu(), 4).flatten(1))
 
 
-model = ToyModel()
-print("Let's use", torch.cuda.device_count(), "GPUs!")
-model = nn.DataParallel(model)
-model.to(device)
-opt = torch.optim.SGD(model.parameters(), lr=0.05)
-x, y = torch.randn(47, 1, 12), torch.randint(0, 3, (47,))
-for epoch in range(3):
-    for i in range(0, 47, 10):
-        out = model(x[i : i + 10].to(device))
-        loss = nn.functional.cross_entropy(out, y[i : i + 10].to(device))
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-    print("Outside: input size", x[i : i + 10].size(), "output_size", out.size(), "loss", loss.item())
-    torch.save(model.module.state_dict(), "ckpt/epoch_%d.pth" % epoch)
-print(list(model.state_dict())[:2])
+def main():
+    weights = Path("weights")
+    weights.mkdir(exist_ok=True)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    counter = nn.DataParallel(PulseCounter()).to(where)
+    optimizer = torch.optim.SGD(counter.parameters(), lr=0.05)
+    signals = torch.randn(47, 1, 12)
+    pulses = (signals > 1.5).sum((1, 2)).clamp(max=2)
+    for epoch in range(3):
+        for signal, number in zip(signals.split(10), pulses.split(10)):
+            scores = counter(signal.to(where))
+            loss = nn.functional.cross_entropy(scores, number.to(where))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print("epoch", epoch, "scores of the last batch", list(scores.shape), "loss", repr(loss.item()))
+        torch.save(counter.module.state_dict(), weights / f"after_{epoch}.pt")
+    print("names in the wrapper:", *counter.state_dict())
+
+
+main()

@@ -1,85 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denoising diffusion on two-dimensional points."""
+"""Points on two spots are blurred step by step; a net learns to say what was added, and so to make spots of noise."""
 import copy
-import math
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from torch import nn
+
+STEPS = 10
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(123)
+added = torch.linspace(1e-3, 0.2, STEPS)
+left = (1 - added).cumprod(0)
 
 
-class SinusoidalEmbedding(nn.Module):
-    def __init__(self, dim):
+class NoiseFinder(nn.Module):
+    def __init__(self, width=32):
         super().__init__()
-        self.dim = dim
+        self.register_buffer("speeds", 2.0 ** -torch.arange(4))
+        self.of_step = nn.Linear(8, width)
+        self.of_point = nn.Linear(2, width)
+        self.tail = nn.Sequential(nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 2))
 
-    def forward(self, t):
-        half = self.dim // 2
-        freqs = torch.exp(-math.log(10000.0) * torch.arange(half) / (half - 1))
-        args = t[:, None].to(freqs.dtype) * freqs[None]
-        return torch.cat([args.sin(), args.cos()], dim=-1)
-
-
-class Denoiser(nn.Module):
-    def __init__(self, hidden=32, emb=8):
-        super().__init__()
-        self.time = nn.Sequential(SinusoidalEmbedding(emb), nn.Linear(emb, hidden), nn.SiLU())
-        self.inp = nn.Linear(2, hidden)
-        self.mid = nn.Linear(hidden, hidden)
-        self.out = nn.Linear(hidden, 2)
-
-    def forward(self, x, t):
-        h = F.silu(self.inp(x) + self.time(t))
-        return self.out(F.silu(self.mid(h)))
+    def forward(self, points, step):
+        angles = step.unsqueeze(1) * self.speeds
+        clock = torch.cat([angles.cos(), angles.sin()], 1)
+        return self.tail(self.of_point(points) + self.of_step(clock))
 
 
-class GaussianDiffusion:
-    def __init__(self, T):
-        self.T = T
-        self.betas = torch.linspace(1e-3, 0.2, T)
-        self.alphas = 1 - self.betas
-        self.alpha_bars = self.alphas.cumprod(0)
-
-    def q_sample(self, x0, t, noise):
-        ab = self.alpha_bars[t].unsqueeze(1)
-        return ab.sqrt() * x0 + (1 - ab).sqrt() * noise
-
-    @torch.no_grad()
-    def sample(self, model, n):
-        x = torch.randn(n, 2)
-        for t in reversed(range(self.T)):
-            eps = model(x, torch.full((n,), t))
-            x = (x - self.betas[t] / (1 - self.alpha_bars[t]).sqrt() * eps) / self.alphas[t].sqrt()
-            if t > 0:
-                x += self.betas[t].sqrt() * torch.randn_like(x)
-        return x
+def blurred(points, noise, step):
+    share = left[step, None]
+    return share.sqrt() * points + (1 - share).sqrt() * noise
 
 
-def main():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(123)
-    diffusion = GaussianDiffusion(10)
-    model = Denoiser()
-    ema = copy.deepcopy(model).requires_grad_(False)
-    opt = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    x0_all = torch.randn(90, 2) * 0.1 + torch.tensor([[1.0, -1.0]]) * torch.randint(0, 2, (90, 1))
-    for epoch in range(3):
-        total = 0.0
-        for x0 in x0_all[torch.randperm(90)].split(20):
-            t = torch.randint(0, diffusion.T, (x0.shape[0],))
-            noise = torch.randn_like(x0)
-            loss = F.mse_loss(model(diffusion.q_sample(x0, t, noise), t), noise)
-            opt.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            opt.step()
-            for a, b in zip(ema.parameters(), model.parameters()):
-                a.lerp_(b, 0.1)
-            total += loss.item() * x0.shape[0]
-        print(f"epoch {epoch:02d} | loss {total / 90:.12g}")
-    s = diffusion.sample(ema, 7)
-    print("samples:", [[round(v, 9) for v in row] for row in s.tolist()])
+def drawn(finder, number):
+    """Start with noise alone, and take away a little of it in each step."""
+    points = torch.randn(number, 2)
+    for step in range(STEPS - 1, -1, -1):
+        with torch.no_grad():
+            noise = finder(points, torch.tensor(step).repeat(number))
+        points = points - added[step] / (1 - left[step]).sqrt() * noise
+        points = points / (1 - added[step]).sqrt()
+        if step:
+            points = torch.normal(points, added[step].sqrt())
+    return points
 
 
-if __name__ == "__main__":
-    main()
+spots = torch.normal(torch.tensor([[0.0, 0.0], [1.0, -1.0]]).repeat(45, 1), 0.1)
+finder = NoiseFinder()
+smooth = copy.deepcopy(finder).requires_grad_(False)
+optimizer = torch.optim.AdamW(finder.parameters(), lr=4e-3)
+for epoch in range(3):
+    missed = []
+    for points in torch.utils.data.DataLoader(spots, batch_size=20, shuffle=True):
+        step, noise = torch.randint(STEPS, (len(points),)), torch.randn_like(points)
+        loss = (finder(blurred(points, noise, step), step) - noise).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(finder.parameters(), 1.0)
+        optimizer.step()
+        for slow, weight in zip(smooth.parameters(), finder.parameters()):
+            slow.lerp_(weight, 0.1)
+        missed.append(loss.item())
+    print("epoch", epoch, "batches", len(missed), "missed by", sum(missed) / len(missed))
+for number, point in enumerate(drawn(smooth, 7).tolist()):
+    print("point", number, *[round(value, 9) for value in point])

@@ -1,83 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A large net learns from labels; a small one from the labels and from how sure the large one is of each class."""
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
-import torch.optim as optim
+from torch import nn
+from torch.nn import functional as F
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(42)
+SOFTER = 2.0
 
 
-class DeepNN(nn.Module):
-    def __init__(self, num_classes=5):
+class Large(nn.Module):
+    def __init__(self):
         super().__init__()
-        self.features = nn.Sequential(nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU())
-        self.classifier = nn.Sequential(nn.Dropout(0.1), nn.Linear(30, num_classes))
+        self.trunk = nn.Sequential(nn.Linear(9, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(30, 5)
 
-    def forward(self, x):
-        return self.classifier(self.features(x))
+    def forward(self, rows):
+        return self.head(self.trunk(rows))
 
 
-class LightNN(nn.Module):
-    def __init__(self, num_classes=5):
+class Small(nn.Module):
+    def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(9, 10), nn.ReLU(), nn.Linear(10, num_classes))
+        self.inner, self.head = nn.Linear(9, 10), nn.Linear(10, 5)
 
-    def forward(self, x):
-        return self.net(x)
-
-
-centres = torch.randn(5, 9)
-y = torch.randint(5, (120,))
-x = centres[y] + 0.7 * torch.randn(120, 9)
-train_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[:90], y[:90]), batch_size=25, shuffle=True)
-test_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x[90:], y[90:]), batch_size=25)
+    def forward(self, rows):
+        return self.head(F.relu(self.inner(rows)))
 
 
-def train(model, train_loader, epochs, learning_rate):
-    optimizer = optim.Adam(model.parameters(), lr=learning_rate)
-    model.train()
+def from_labels(rows, scores, kinds):
+    return F.cross_entropy(scores, kinds)
+
+
+def from_large_too(rows, scores, kinds):
+    with torch.no_grad():
+        sure = F.log_softmax(large(rows) / SOFTER, 1)
+    apart = F.kl_div(F.log_softmax(scores / SOFTER, 1), sure, reduction="batchmean", log_target=True)
+    return torch.lerp(apart * SOFTER**2, F.cross_entropy(scores, kinds), 0.75)
+
+
+def taught(net, loss_of, epochs):
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     for epoch in range(epochs):
-        running_loss = 0.0
-        for inputs, labels in train_loader:
+        net.train()
+        total = 0.0
+        for which in torch.randperm(90).split(25):
+            loss = loss_of(rows[which], net(rows[which]), kinds[which])
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
-            running_loss += loss.item()
-        print(f"Epoch {epoch + 1}/{epochs}, Loss: {running_loss / len(train_loader)}")
+            total += loss.item() * len(which)
+        net.eval()
+        found = torch.cat([net(part).argmax(1) for part in rows[90:].split(25)])
+        right = (found == kinds[90:]).sum().item()
+        print(type(net).__name__, "epoch", epoch, "loss", repr(total / 90), "right", right, "of 30")
+    return net
 
 
-def train_knowledge_distillation(teacher, student, train_loader, epochs, learning_rate, T, soft_w, ce_w):
-    optimizer = optim.Adam(student.parameters(), lr=learning_rate)
-    teacher.eval()
-    student.train()
-    for epoch in range(epochs):
-        running_loss = 0.0
-        for inputs, labels in train_loader:
-            optimizer.zero_grad()
-            with torch.no_grad():
-                teacher_logits = teacher(inputs)
-            student_logits = student(inputs)
-            soft_targets = F.softmax(teacher_logits / T, dim=-1)
-            soft_prob = F.log_softmax(student_logits / T, dim=-1)
-            soft_loss = torch.sum(soft_targets * (soft_targets.log() - soft_prob)) / soft_prob.size()[0] * (T**2)
-            loss = soft_w * soft_loss + ce_w * F.cross_entropy(student_logits, labels)
-            loss.backward()
-            optimizer.step()
-            running_loss += loss.item()
-        print(f"Epoch {epoch + 1}/{epochs}, Loss: {running_loss / len(train_loader)}")
-
-
-def test(model, test_loader):
-    model.eval()
-    correct = sum((model(i).argmax(1) == l).sum().item() for i, l in test_loader)  # noqa: E741
-    print(f"Test Accuracy: {100 * correct / len(test_loader.dataset):.2f}%")
-
-
-nn_deep, nn_light = DeepNN(), LightNN()
-print("Norm of 1st layer:", torch.norm(nn_light.net[0].weight).item())
-train(nn_deep, train_loader, epochs=3, learning_rate=0.01)
-test(nn_deep, test_loader)
-train_knowledge_distillation(nn_deep, nn_light, train_loader, 2, 0.01, T=2, soft_w=0.25, ce_w=0.75)
-test(nn_light, test_loader)
+kinds = torch.arange(120) % 5
+rows = torch.randn(5, 9)[kinds] + 0.7 * torch.randn(120, 9)
+large, small = Large(), Small()
+taught(large, from_labels, 3)
+taught(small, from_large_too, 2)
+print("weights of the small net, summed:", small.inner.weight.sum().item(), small.head.weight.sum().item())

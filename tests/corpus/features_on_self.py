@@ -1,61 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perceptual loss of features that a frozen network keeps on itself."""
+"""Noise is taken from pictures, as a frozen net sees them: it keeps on itself what each of its layers saw."""
 import torch
-import torch.nn as nn
+from torch import nn
 
 
-class Extractor(nn.Module):
+class Critic(nn.Module):
     def __init__(self):
         super().__init__()
-        self.slice1 = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.ReLU())
-        self.slice2 = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 5, 3, padding=1), nn.ReLU())
-        for p in self.parameters():
-            p.requires_grad = False
-        self.feats = []
+        self.layers = nn.ModuleList([nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 5, 3, 2, 1)]).requires_grad_(False)
+        self.saw = []
 
-    def forward(self, x):
-        self.feats = []
-        x = self.slice1(x)
-        self.feats.append(x)
-        x = self.slice2(x)
-        self.feats.append(x)
-        return x
+    def forward(self, pictures):
+        self.saw = []
+        for layer in self.layers:
+            pictures = layer(pictures).relu()
+            self.saw.append(pictures)
+        return pictures
 
 
-class Refiner(nn.Module):
+class Cleaner(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a = nn.Conv2d(1, 6, 3, padding=1)
-        self.b = nn.Conv2d(6, 1, 3, padding=1)
+        self.look, self.wipe = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 1, 3, padding=1)
 
-    def forward(self, x):
-        self.hidden = torch.relu(self.a(x))
-        return x + self.b(self.hidden)
+    def forward(self, pictures):
+        self.found = self.look(pictures).relu()
+        return pictures - self.wipe(self.found)
 
 
-def gram(f):
-    b, c, h, w = f.shape
-    f = f.view(b, c, h * w)
-    return f @ f.transpose(1, 2) / (c * h * w)
+def texture(seen):
+    """Return how often channels are bright together, wherever that is in a picture."""
+    return torch.einsum("nchw,ndhw->ncd", seen, seen) / seen[0].numel()
+
+
+def apart(one, other):
+    return (one - other).square().mean()
 
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(27)
-clean = torch.rand(22, 1, 6, 6).round()
-noisy = clean + 0.3 * torch.randn_like(clean)
-extractor, refiner = Extractor(), Refiner()
-opt = torch.optim.Adam(refiner.parameters(), lr=0.01)
+clean = (torch.rand(22, 1, 6, 6) > 0.5).double()
+noisy = torch.normal(clean, 0.3)
+critic, cleaner = Critic(), Cleaner()
+optimizer = torch.optim.Adam(cleaner.parameters(), lr=0.01)
 for epoch in range(2):
-    for c, n in zip(clean.split(5), noisy.split(5)):
-        out = refiner(n)
-        extractor(c)
-        targets = [f.detach() for f in extractor.feats]
-        extractor(out)
-        content = sum(nn.functional.mse_loss(a, b) for a, b in zip(extractor.feats, targets))
-        style = sum(nn.functional.mse_loss(gram(a), gram(b)) for a, b in zip(extractor.feats, targets))
-        sparsity = refiner.hidden.abs().mean()
-        loss = content + style + 0.01 * sparsity
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-    print(epoch, "content", content.item(), "style", style.item(), "sparsity", sparsity.item())
+    for aim, given in zip(clean.split(5), noisy.split(5)):
+        critic(aim)
+        wanted = critic.saw
+        critic(cleaner(given))
+        pairs = list(zip(critic.saw, wanted))
+        shapes = sum(apart(one, other) for one, other in pairs)
+        textures = sum(apart(texture(one), texture(other)) for one, other in pairs)
+        effort = cleaner.found.mean()
+        optimizer.zero_grad()
+        (shapes + textures + 0.01 * effort).backward()
+        optimizer.step()
+    print(f"epoch {epoch}: shapes {shapes.item():.12g}, textures {textures.item():.12g}, effort {effort.item():.12g}")

@@ -16,7 +16,8 @@ class Layer(nn.Module):
         super().__init__()
         self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
         self.look = nn.MultiheadAttention(width, 2, dropout=drop, batch_first=True)
-        self.think = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width), nn.Dropout(drop))
+        wide = 3 * width
+        self.think = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.Dropout(drop))
 
     def forward(self, h, future):
         n = self.before(h)
@@ -44,9 +45,8 @@ class LetterModel(nn.Module):
 model = LetterModel(len(alphabet))
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 for turn in range(9):
-    starts = torch.randint(len(codes) - WINDOW - 1, (7,)).tolist()
-    seen = torch.stack([codes[s : s + WINDOW] for s in starts])
-    answer = torch.stack([codes[s + 1 : s + WINDOW + 1] for s in starts])
+    pieces = codes.unfold(0, WINDOW + 1, 1)[torch.randint(len(codes) - WINDOW, (7,))]
+    seen, answer = pieces[:, :-1], pieces[:, 1:].clone()
     answer[:, : turn % 3] = -1
     _, loss = model(seen, answer)
     optimizer.zero_grad()

@@ -1,82 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of small graphs as one large graph without edges between them; a vector says which graph a node is in."""
+"""Is a string of beads closed? The strings of a batch lie in one large graph, and each bead knows its string."""
+from dataclasses import dataclass
+
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from torch import nn
 
 
-class Data:
-    def __init__(self, x, edge_index, y):
-        self.x, self.edge_index, self.y = x, edge_index, y
+@dataclass
+class Strings:
+    beads: torch.Tensor
+    links: torch.Tensor
+    """Of each link, the bead where it begins and the one where it ends."""
+    of: torch.Tensor
+    closed: torch.Tensor
 
 
-class Batch:
-    def __init__(self, x, edge_index, batch, y):
-        self.x, self.edge_index, self.batch, self.y = x, edge_index, batch, y
-        self.num_graphs = len(y)
-
-    @staticmethod
-    def from_data_list(items):
-        xs, edges, which, offset = [], [], [], 0
-        for k, d in enumerate(items):
-            xs.append(d.x)
-            edges.append(d.edge_index + offset)
-            which.append(torch.full((len(d.x),), k))
-            offset += len(d.x)
-        return Batch(torch.cat(xs), torch.cat(edges, 1), torch.cat(which), torch.tensor([d.y for d in items]))
+def string(length, closed):
+    order = torch.arange(length)
+    there = torch.stack([order, order.roll(-1)])[:, : length if closed else length - 1]
+    links = torch.cat([there, there.flip(0)], 1)
+    return Strings(torch.randn(length, 3), links, torch.zeros(length, dtype=torch.long), torch.tensor([int(closed)]))
 
 
-class GINConv(nn.Module):
-    def __init__(self, i, o):
+def laid_side_by_side(strings):
+    lengths = torch.tensor([len(one.beads) for one in strings])
+    before = (lengths.cumsum(0) - lengths).tolist()
+    return Strings(
+        torch.cat([one.beads for one in strings]),
+        torch.cat([one.links + first for one, first in zip(strings, before)], 1),
+        torch.arange(len(strings)).repeat_interleave(lengths),
+        torch.cat([one.closed for one in strings]),
+    )
+
+
+class Neighbours(nn.Module):
+    """A bead's own value, weighed, and those of the beads beside it, through two layers."""
+
+    def __init__(self, inward, outward):
         super().__init__()
-        self.eps = nn.Parameter(torch.zeros(()))
-        self.mlp = nn.Sequential(nn.Linear(i, o), nn.ReLU(), nn.Linear(o, o))
+        self.own = nn.Parameter(torch.ones(()))
+        self.wide, self.narrow = nn.Linear(inward, outward), nn.Linear(outward, outward)
 
-    def forward(self, x, edge_index):
-        src, dst = edge_index
-        agg = torch.zeros_like(x).index_add(0, dst, x[src])
-        return self.mlp((1 + self.eps) * x + agg)
+    def forward(self, beads, links):
+        beside = self.own * beads
+        beside = beside.index_add(0, links[1], beads.index_select(0, links[0]))
+        return self.narrow(torch.tanh(self.wide(beside))).relu()
 
 
-class Net(nn.Module):
+class Jeweller(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1, self.conv2 = GINConv(3, 8), GINConv(8, 8)
-        self.lin = nn.Linear(8, 2)
+        self.near, self.far = Neighbours(3, 8), Neighbours(8, 8)
+        self.forget = nn.Dropout(0.2)
+        self.tell = nn.Linear(8, 2)
 
-    def forward(self, x, edge_index, batch):
-        x = F.relu(self.conv1(x, edge_index))
-        x = F.relu(self.conv2(x, edge_index))
-        n = int(batch.max()) + 1
-        pooled = torch.zeros(n, x.size(1)).index_add(0, batch, x)
-        return self.lin(F.dropout(pooled, 0.2, self.training))
-
-
-def build(i):
-    n = 3 + i % 4
-    ring = torch.tensor([[k, (k + 1) % n] for k in range(n)]).T
-    edge = torch.cat([ring, ring.flip(0)], 1) if i % 2 else ring
-    return Data(torch.randn(n, 3), edge, i % 2)
+    def forward(self, beads, links, of):
+        beads = self.far(self.near(beads, links), links)
+        strings = beads.new_zeros(of[-1] + 1, beads.shape[1]).index_add(0, of, beads)
+        return self.tell(self.forget(strings))
 
 
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(12)
-    dataset = [build(i) for i in range(37)]
-    loader = torch.utils.data.DataLoader(dataset[:30], batch_size=8, shuffle=True, collate_fn=Batch.from_data_list)
-    test = Batch.from_data_list(dataset[30:])
-    model = Net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for epoch in range(1, 4):
-        model.train()
-        loss_all = 0
-        for data in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(data.x, data.edge_index, data.batch), data.y)
-            loss.backward()
-            loss_all += data.num_graphs * loss.item()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            correct = (model(test.x, test.edge_index, test.batch).argmax(1) == test.y).sum().item()
-        print(f"Epoch: {epoch:03d}, Train Loss: {loss_all / 30:.12f}, Test Acc: {correct / 7:.6f}")
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(12)
+strings = [string(3 + number % 4, number % 3 == 0) for number in range(37)]
+loader = torch.utils.data.DataLoader(strings[:30], 8, shuffle=True, collate_fn=laid_side_by_side)
+unseen = laid_side_by_side(strings[30:])
+jeweller = Jeweller()
+optimizer = torch.optim.Adam(jeweller.parameters(), lr=0.01)
+for epoch in range(3):
+    jeweller.train()
+    total = 0.0
+    for batch in loader:
+        scores = jeweller(batch.beads, batch.links, batch.of)
+        loss = nn.functional.cross_entropy(scores, batch.closed, reduction="sum")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    jeweller.eval()
+    with torch.no_grad():
+        chances = jeweller(unseen.beads, unseen.links, unseen.of).softmax(1)[:, 1]
+    print("epoch", epoch, "loss", repr(total / 30), "closed?", *[f"{chance:.9f}" for chance in chances.tolist()])

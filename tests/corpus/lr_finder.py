@@ -1,66 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Which rate of learning? Each batch is learnt a little faster than the one before, until the loss runs away."""
 import copy
+import itertools
 
 import torch
 from torch import nn
 
-
-class LRFinder:
-    def __init__(self, model, optimizer, criterion):
-        self.model, self.optimizer, self.criterion = model, optimizer, criterion
-        self.history = {"lr": [], "loss": []}
-        self.model_state = copy.deepcopy(model.state_dict())
-        self.optim_state = copy.deepcopy(optimizer.state_dict())
-
-    def reset(self):
-        self.model.load_state_dict(self.model_state)
-        self.optimizer.load_state_dict(self.optim_state)
-
-    def range_test(self, batches, start_lr, end_lr, num_iter, smooth_f=0.05, diverge_th=3):
-        for g in self.optimizer.param_groups:
-            g["lr"] = start_lr
-        gamma = (end_lr / start_lr) ** (1 / (num_iter - 1))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma)
-        best = None
-        for iteration in range(num_iter):
-            x, y = batches[iteration % len(batches)]
-            self.optimizer.zero_grad()
-            loss = self.criterion(self.model(x), y)
-            loss.backward()
-            self.optimizer.step()
-            loss = loss.item()
-            self.history["lr"].append(schedule.get_last_lr()[0])
-            schedule.step()
-            if iteration > 0:
-                loss = smooth_f * loss + (1 - smooth_f) * self.history["loss"][-1]
-            best = loss if best is None else min(best, loss)
-            self.history["loss"].append(loss)
-            if loss > diverge_th * best:
-                print("Stopping early, the loss has diverged at iteration", iteration)
-                break
-
-    def suggestion(self):
-        losses = self.history["loss"]
-        slopes = [b - a for a, b in zip(losses, losses[1:])]
-        return self.history["lr"][slopes.index(min(slopes))]
-
-
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(88)
-x = torch.randn(66, 6)
-y = x[:, :1] - 0.5 * x[:, 1:2] ** 2
-batches = list(zip(x.split(13), y.split(13)))
+points = torch.randn(66, 6)
+heights = points[:, :1] - points[:, 1:2].square() / 2
+batches = list(zip(points.split(13), heights.split(13)))
 net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
-opt = torch.optim.SGD(net.parameters(), lr=1e-5)
-finder = LRFinder(net, opt, nn.MSELoss())
-finder.range_test(batches, 1e-4, 3.0, 20)
-lr = finder.suggestion()
-print(f"suggested lr: {lr:.12g} after {len(finder.history['lr'])} iterations")
-finder.reset()
-opt.param_groups[0]["lr"] = lr
-for xb, yb in batches:
-    opt.zero_grad()
-    loss = nn.functional.mse_loss(net(xb), yb)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+
+
+def step(point, height):
+    loss = nn.functional.mse_loss(net(point), height)
+    optimizer.zero_grad()
     loss.backward()
-    opt.step()
-print("loss after an epoch with it:", loss.item())
+    optimizer.step()
+    return loss.item()
+
+
+def tried(factor, number):
+    """Yield rates, and losses smoothed over the batches before; net and optimizer are then as they were."""
+    before = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+    faster = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: factor)
+    smooth, lowest = None, float("inf")
+    for batch in itertools.islice(itertools.cycle(batches), number):
+        (rate,) = faster.get_last_lr()
+        loss = step(*batch)
+        smooth = loss if smooth is None else 0.7 * smooth + 0.3 * loss
+        lowest = min(lowest, smooth)
+        yield rate, smooth
+        if smooth > 3 * lowest:
+            print(f"at a rate of {rate:.10g} the loss has run away")
+            break
+        faster.step()
+    net.load_state_dict(before[0])
+    optimizer.load_state_dict(before[1])
+
+
+curve = list(tried(1.7, 20))
+for rate, loss in curve[::3]:
+    print(f"rate {rate:.12g} loss {loss:.12g}")
+steady = curve[len(batches) :]  # by then each batch has had its turn
+rate, _ = min(zip(steady, steady[1:]), key=lambda pair: pair[1][1] - pair[0][1])[0]
+optimizer.param_groups[0]["lr"] = rate
+print(f"chosen: {rate:.12g}")
+print("losses with it:", *[f"{step(*batch):.12g}" for batch in batches])
