@@ -1,67 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A net that runs on weights it is given, and a module whose forward trains it to learn from few examples."""
+
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(222)
 
 
-class Learner(nn.Module):
-    """forward() takes weights; without any it uses its own."""
-
-    def __init__(self, n_way):
+class Pupil(nn.Module):
+    def __init__(self, kinds):
         super().__init__()
-        self.vars = nn.ParameterList()
-        for shape in [(16, 4), (16,), (n_way, 16), (n_way,)]:
-            p = nn.Parameter(torch.zeros(*shape))
-            if len(shape) == 2:
-                nn.init.kaiming_normal_(p)
-            self.vars.append(p)
+        start = torch.randn(4, 16) / 2, torch.zeros(16), torch.randn(16, kinds) / 4, torch.zeros(kinds)
+        self.own = nn.ParameterList(map(nn.Parameter, start))
 
-    def forward(self, x, vars=None):
-        if vars is None:
-            vars = self.vars
-        x = F.relu(F.linear(x, vars[0], vars[1]))
-        return F.linear(x, vars[2], vars[3])
+    def forward(self, points, weights=None):
+        one, shift, two, offset = weights or self.own
+        return (points @ one + shift).relu() @ two + offset
 
 
-class Meta(nn.Module):
-    def __init__(self, n_way=3, update_lr=0.1, meta_lr=5e-3, update_step=2):
+class Teacher(nn.Module):
+    def __init__(self, pupil):
         super().__init__()
-        self.update_lr, self.update_step = update_lr, update_step
-        self.net = Learner(n_way)
-        self.meta_optim = torch.optim.Adam(self.net.parameters(), lr=meta_lr)
+        self.pupil = pupil
+        self.optimizer = torch.optim.Adam(pupil.parameters(), lr=5e-3)
 
-    def forward(self, x_spt, y_spt, x_qry, y_qry):
-        task_num, querysz = x_spt.size(0), x_qry.size(1)
-        losses_q, corrects = 0, 0
-        for i in range(task_num):
-            fast_weights = list(self.net.parameters())
-            for _ in range(self.update_step):
-                loss = F.cross_entropy(self.net(x_spt[i], fast_weights), y_spt[i])
-                grad = torch.autograd.grad(loss, fast_weights, create_graph=True)
-                fast_weights = [p - self.update_lr * g for p, g in zip(fast_weights, grad)]
-            logits_q = self.net(x_qry[i], fast_weights)
-            losses_q = losses_q + F.cross_entropy(logits_q, y_qry[i])
-            with torch.no_grad():
-                corrects += torch.eq(F.softmax(logits_q, dim=1).argmax(dim=1), y_qry[i]).sum().item()
-        loss_q = losses_q / task_num
-        self.meta_optim.zero_grad()
-        loss_q.backward()
-        self.meta_optim.step()
-        return loss_q.item(), corrects / (querysz * task_num)
+    def after_lesson(self, points, kinds):
+        weights = tuple(self.pupil.own)
+        for _ in range(2):
+            slopes = torch.autograd.grad(cross_entropy(self.pupil(points, weights), kinds), weights, create_graph=True)
+            weights = tuple(torch.sub(weight, slope, alpha=0.1) for weight, slope in zip(weights, slopes))
+        return weights
 
-
-def episode(tasks=3, n_way=3, k=3, q=5):
-    centres = torch.randn(tasks, n_way, 1, 4) * 2
-    y = torch.arange(n_way).view(1, n_way, 1).expand(tasks, n_way, k + q)
-    x = centres + torch.randn(tasks, n_way, k + q, 4)
-    flat = lambda a: a.reshape(tasks, -1, *a.shape[3:])  # noqa: E731
-    return flat(x[:, :, :k]), flat(y[:, :, :k]), flat(x[:, :, k:]), flat(y[:, :, k:])
+    def forward(self, shown, their_kinds, asked, right):
+        answers = [
+            self.pupil(questions, self.after_lesson(points, kinds))
+            for points, kinds, questions in zip(shown, their_kinds, asked)
+        ]
+        answers = torch.stack(answers)
+        loss = cross_entropy(answers.flatten(0, 1), right.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.item(), (answers.argmax(2) == right).sum().item()
 
 
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(222)
-    maml = Meta()
-    for step in range(5):
-        loss, acc = maml(*episode())
-        print("step:", step, "\tloss:", loss, "\ttraining acc:", acc)
+def lessons(number=3, kinds=3, shown=3, asked=5):
+    middles = 2 * torch.randn(number, 1, kinds, 4)
+    points = middles + torch.randn(number, shown + asked, kinds, 4)
+    kind = torch.arange(kinds).repeat(number, shown + asked, 1)
+    parts = points[:, :shown], kind[:, :shown], points[:, shown:], kind[:, shown:]
+    return [part.flatten(1, 2) for part in parts]
+
+
+teacher = Teacher(Pupil(3))
+for term in range(5):
+    loss, right = teacher(*lessons())
+    print("term", term, "loss", repr(loss), "right", right, "of", 45)

@@ -1,53 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Which books do readers like? Tables of embeddings with dense gradients, then the same with sparse ones."""
+
 import numpy as np
 import torch
 from torch import nn
 
+READERS, BOOKS = 18, 14
 
-class MF(nn.Module):
-    def __init__(self, n_users, n_items, k, sparse):
+
+class Taste(nn.Module):
+    """The last number of a row tells how kind the reader is, or how good the book."""
+
+    def __init__(self, size, sparse):
         super().__init__()
-        self.user = nn.Embedding(n_users, k, sparse=sparse)
-        self.item = nn.Embedding(n_items, k, sparse=sparse)
-        self.user_bias = nn.Embedding(n_users, 1, sparse=sparse)
-        self.item_bias = nn.Embedding(n_items, 1, sparse=sparse)
-        self.user.weight.data.uniform_(-0.1, 0.1)
-        self.item.weight.data.uniform_(-0.1, 0.1)
-        self.user_bias.weight.data.zero_()
-        self.item_bias.weight.data.zero_()
+        self.reader = nn.Embedding(READERS, size + 1, sparse=sparse)
+        self.book = nn.Embedding(BOOKS, size + 1, sparse=sparse)
+        for table in self.children():
+            nn.init.normal_(table.weight, std=0.1)
 
-    def forward(self, u, i):
-        dot = (self.user(u) * self.item(i)).sum(1)
-        return dot + self.user_bias(u).squeeze(1) + self.item_bias(i).squeeze(1)
+    def forward(self, who, what):
+        reader, book = self.reader(who), self.book(what)
+        return reader[:, -1] + book[:, -1] + torch.linalg.vecdot(reader[:, :-1], book[:, :-1])
 
 
-def ratings(n_users=18, n_items=14):
-    rng = np.random.RandomState(0)
-    p, q = rng.randn(n_users, 2), rng.randn(n_items, 2)
-    full = p @ q.T
-    known = np.argwhere(rng.rand(n_users, n_items) < 0.4)
-    return known, full[known[:, 0], known[:, 1]]
+def opinions():
+    numbers = np.random.RandomState(0)
+    like = np.tanh(numbers.randn(READERS, 1) + numbers.randn(BOOKS) + 0.3 * numbers.randn(READERS, BOOKS))
+    who, what = np.nonzero(numbers.rand(READERS, BOOKS) < 0.4)
+    return torch.from_numpy(who), torch.from_numpy(what), torch.from_numpy(like[who, what])
 
 
-def fit(sparse):
-    torch.manual_seed(0)
-    pairs, values = ratings()
-    pairs, values = torch.from_numpy(pairs), torch.from_numpy(values)
-    model = MF(18, 14, 3, sparse)
-    opt = torch.optim.SparseAdam(list(model.parameters()), lr=0.05) if sparse else torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=1e-5)
+def learn(name, taste, optimizer):
+    who, what, like = opinions()
     for epoch in range(3):
-        se = 0.0
-        for rows in torch.randperm(len(pairs)).split(16):
-            u, i, r = pairs[rows, 0], pairs[rows, 1], values[rows]
-            loss = ((model(u, i) - r) ** 2).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            se += loss.item() * len(rows)
-        print(f"sparse={sparse} epoch={epoch} rmse={(se / len(pairs)) ** 0.5:.12g}")
-    print("gradient is sparse:", model.user.weight.grad.is_sparse)
+        wrong = 0.0
+        for rows in torch.randperm(len(like)).split(16):
+            error = (taste(who[rows], what[rows]) - like[rows]).square()
+            optimizer.zero_grad()
+            error.mean().backward()
+            optimizer.step()
+            wrong += error.sum().item()
+        print(name, epoch, repr(wrong / len(like)))
+    print(name, taste.book.weight.grad.layout)
 
 
 torch.set_default_dtype(torch.float64)
-fit(False)
-fit(True)
+torch.manual_seed(0)
+dense, sparse = Taste(3, sparse=False), Taste(3, sparse=True)
+learn("dense", dense, torch.optim.Adam(dense.parameters(), lr=0.05, weight_decay=1e-5))
+learn("sparse", sparse, torch.optim.SparseAdam(list(sparse.parameters()), lr=0.05))

@@ -1,63 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Each row goes to two of four small nets, by a noisy vote; a loss over the whole batch wants all of them at work."""
+
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from torch import nn
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(64)
 
 
-class SparseMoE(nn.Module):
-    """Top-k gating with noise (Shazeer et al. 2017), importance loss over the whole batch."""
-
-    def __init__(self, d, n_experts=4, k=2):
+class Committee(nn.Module):
+    def __init__(self, width, members=4):
         super().__init__()
-        self.k = k
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(d, 12), nn.ReLU(), nn.Linear(12, d)) for _ in range(n_experts)])
-        self.gate = nn.Linear(d, n_experts, bias=False)
-        self.noise = nn.Linear(d, n_experts, bias=False)
+        self.members = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 12), nn.ReLU(), nn.Linear(12, width)) for _ in range(members)
+        )
+        self.vote, self.doubt = nn.Linear(width, members, bias=False), nn.Linear(width, members, bias=False)
 
-    def forward(self, x):
-        logits = self.gate(x)
+    def forward(self, rows):
+        votes = self.vote(rows)
         if self.training:
-            logits = logits + torch.randn_like(logits) * F.softplus(self.noise(x))
-        top, idx = logits.topk(self.k, dim=-1)
-        gates = torch.zeros_like(logits).scatter(-1, idx, top.softmax(-1))
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            rows = gates[:, e].nonzero().flatten()
-            if rows.numel():
-                y = y.index_add(0, rows, gates[rows, e, None] * expert(x[rows]))
-        importance = gates.sum(0)
-        aux = importance.var() / (importance.mean() ** 2 + 1e-10)
-        return y, aux
+            votes = votes + nn.functional.softplus(self.doubt(rows)) * torch.randn_like(votes)
+        second = votes.topk(2).values[:, 1:]
+        say = votes.masked_fill(votes < second, -torch.inf).softmax(1)
+        answer = torch.zeros_like(rows)
+        for member, its_say in zip(self.members, say.T):
+            asked = its_say.nonzero()[:, 0]
+            if len(asked) > 0:
+                answer = answer.index_add(0, asked, its_say[asked, None] * member(rows[asked]))
+        return answer, (say.mean(0) - 1 / len(self.members)).square().sum()
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inp = nn.Linear(5, 10)
-        self.moe = SparseMoE(10)
-        self.out = nn.Linear(10, 3)
+        self.before, self.committee, self.after = nn.Linear(5, 10), Committee(10), nn.Linear(10, 3)
 
-    def forward(self, x):
-        h, aux = self.moe(self.inp(x))
-        return self.out(h), aux
+    def forward(self, rows):
+        answer, unfair = self.committee(self.before(rows))
+        return self.after(answer), unfair
 
 
-torch.set_default_dtype(torch.float64)
-torch.manual_seed(64)
 net = Net()
-opt = torch.optim.Adam(net.parameters(), lr=0.01)
-w = torch.randn(5, 3)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+truth = torch.randn(5, 3)
 for step in range(9):
-    x = torch.randn(26, 5)
-    y = (x @ w).argmax(1)
-    logits, aux = net(x)
-    loss = F.cross_entropy(logits, y) + 0.01 * aux
-    opt.zero_grad()
+    rows = torch.randn(26, 5)
+    scores, unfair = net(rows)
+    loss = nn.functional.cross_entropy(scores, (rows @ truth).argmax(1)) + 0.05 * unfair
+    optimizer.zero_grad()
     loss.backward()
-    opt.step()
-    if step % 3 == 2:
-        print(f"step {step}: loss={loss.item():.12g} aux={aux.item():.12g}")
+    optimizer.step()
+    if step % 3 == 0:
+        print("step", step, "loss", repr(loss.item()), "unfair", repr(unfair.item()))
 net.eval()
-x = torch.randn(101, 5)
+rows = torch.randn(101, 5)
 with torch.no_grad():
-    print("accuracy", ((net(x)[0].argmax(1) == (x @ w).argmax(1)).sum() / 101).item())
+    print("right", int((net(rows)[0].argmax(1) == (rows @ truth).argmax(1)).sum()), "of", len(rows))

@@ -1,60 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Forward moves a slow copy of the net and overwrites the oldest answers of a ring: parameters and buffers change."""
+
 import copy
 
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import normalize
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
 
 
-class MoCo(nn.Module):
-    def __init__(self, dim=6, K=24, m=0.9, T=0.2):
+class Recogniser(nn.Module):
+    """Has to tell which answer of the slow net is about the same point, beside answers about earlier points."""
+
+    def __init__(self, remembered=24):
         super().__init__()
-        self.K, self.m, self.T = K, m, T
-        self.encoder_q = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, dim))
-        self.encoder_k = copy.deepcopy(self.encoder_q)
-        for p in self.encoder_k.parameters():
-            p.requires_grad = False
-        self.register_buffer("queue", F.normalize(torch.randn(dim, K), dim=0))
-        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+        self.quick = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.slow = copy.deepcopy(self.quick).requires_grad_(False)
+        self.register_buffer("earlier", normalize(torch.randn(remembered, 6), dim=1))
+        self.register_buffer("oldest", torch.tensor(0))
 
-    @torch.no_grad()
-    def _momentum_update_key_encoder(self):
-        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
-            k.data = k.data * self.m + q.data * (1.0 - self.m)
-
-    @torch.no_grad()
-    def _dequeue_and_enqueue(self, keys):
-        ptr = int(self.queue_ptr)
-        assert self.K % keys.shape[0] == 0
-        self.queue[:, ptr : ptr + keys.shape[0]] = keys.T
-        self.queue_ptr[0] = (ptr + keys.shape[0]) % self.K
-
-    def forward(self, im_q, im_k):
-        q = F.normalize(self.encoder_q(im_q), dim=1)
+    def forward(self, points):
+        mine = normalize(self.quick(points + 0.1 * torch.randn_like(points)), dim=1)
         with torch.no_grad():
-            self._momentum_update_key_encoder()
-            shuffle = torch.randperm(im_k.shape[0])
-            k = F.normalize(self.encoder_k(im_k[shuffle]), dim=1)[torch.argsort(shuffle)]
-        l_pos = torch.einsum("nc,nc->n", [q, k]).unsqueeze(-1)
-        l_neg = torch.einsum("nc,ck->nk", [q, self.queue.clone().detach()])
-        logits = torch.cat([l_pos, l_neg], dim=1) / self.T
-        labels = torch.zeros(logits.shape[0], dtype=torch.long)
-        self._dequeue_and_enqueue(k)
-        return logits, labels
+            for weight, target in zip(self.slow.parameters(), self.quick.parameters()):
+                weight.lerp_(target, 0.1)
+            order, answers = torch.randperm(len(points)), torch.empty_like(mine)
+            answers[order] = normalize(self.slow(points[order] + 0.1 * torch.randn_like(points)), dim=1)
+        # Backward needs the answers as they are now.
+        scores = torch.cat([(mine * answers).sum(1, keepdim=True), mine @ self.earlier.T.clone()], dim=1)
+        places = (self.oldest + torch.arange(len(points))) % len(self.earlier)
+        self.earlier[places] = answers
+        self.oldest.add_(len(points)).remainder_(len(self.earlier))
+        return scores / 0.2
 
 
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    model = MoCo()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
-    data = torch.randn(36, 8)
-    for epoch in range(2):
-        for x in data[torch.randperm(36)].split(6):
-            output, target = model(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
-            loss = F.cross_entropy(output, target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        acc = (output.argmax(1) == target).double().mean().item()
-        print(f"Epoch: [{epoch}] Loss {loss.item():.12g} Acc {acc:.4f} ptr {int(model.queue_ptr)}")
+recogniser = Recogniser()
+optimizer = torch.optim.SGD(recogniser.parameters(), lr=0.05, momentum=0.9)
+points = torch.randn(36, 8)
+for epoch in range(2):
+    for part in points[torch.randperm(36)].split(8):
+        scores = recogniser(part)
+        loss = -scores.log_softmax(1)[:, 0].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        first = int((scores.argmax(1) == 0).sum())
+        print(epoch, repr(loss.item()), "recognised", first, "oldest", int(recogniser.oldest))

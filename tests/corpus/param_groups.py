@@ -1,60 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with three parameter groups, layer-wise learning rates and linear warm-up."""
+"""AdamW with three groups of parameters, each with a rate, a decay and a schedule of its own."""
+
 import math
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
-
-def get_cosine_schedule_with_warmup(optimizer, num_warmup_steps, num_training_steps):
-    def lr_lambda(step):
-        if step < num_warmup_steps:
-            return step / max(1, num_warmup_steps)
-        progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
-
-    return LambdaLR(optimizer, lr_lambda)
+STEPS, RISE = 24, 4
 
 
 class Regressor(nn.Module):
-    def __init__(self):
+    def __init__(self, width=16):
         super().__init__()
-        self.embed = nn.Linear(7, 16)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
-        self.head = nn.Linear(16, 1)
+        self.into = nn.Linear(7, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(3)
+        )
+        self.out = nn.Linear(width, 1)
 
-    def forward(self, x):
-        x = self.embed(x)
-        for b in self.blocks:
-            x = x + b(x)
-        return self.head(x).squeeze(-1)
+    def forward(self, rows):
+        state = self.into(rows)
+        for layer in self.layers:
+            state = state + layer(state)
+        return self.out(state)[:, 0]
 
 
-def main(seed: int = 13, steps: int = 24, batch_size: int = 19) -> None:
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.float64)
-    model = Regressor()
-    no_decay = ["bias", "norm"]
-    groups = [
-        {"params": [p for n, p in model.blocks.named_parameters() if p.ndim > 1], "weight_decay": 0.05, "lr": 1e-2},
-        {"params": [p for n, p in model.blocks.named_parameters() if p.ndim == 1], "weight_decay": 0.0, "lr": 1e-2},
-        {"params": list(model.embed.parameters()) + list(model.head.parameters()), "lr": 3e-2, "weight_decay": 0.01},
+def rise_and_fall(step):
+    if step < RISE:
+        return (step + 1) / (RISE + 1)
+    return math.cos(math.pi / 2 * (step - RISE) / (STEPS - RISE))
+
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(13)
+model = Regressor()
+inner = list(model.layers.parameters())
+ends = [*model.into.parameters(), *model.out.parameters()]
+optimizer = torch.optim.AdamW(
+    [
+        {"params": [one for one in inner if one.dim() == 2], "lr": 1e-2, "weight_decay": 0.05},
+        {"params": [one for one in inner if one.dim() == 1], "lr": 1e-2, "weight_decay": 0.0},
+        {"params": ends, "lr": 3e-2},
     ]
-    optimizer = torch.optim.AdamW(groups)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 4, steps)
-    w = torch.randn(7)
-    for step in range(steps):
-        x = torch.randn(batch_size, 7)
-        y = torch.sin(x @ w) + x[:, 0]
-        loss = nn.functional.smooth_l1_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if step % 6 == 5:
-            print({"step": step, "loss": loss.item(), "lr": scheduler.get_last_lr(), "skipped": no_decay})
-
-
-if __name__ == "__main__":
-    main()
+)
+paces = torch.optim.lr_scheduler.LambdaLR(optimizer, [rise_and_fall, lambda step: 1.0, rise_and_fall])
+direction = torch.randn(7)
+for step in range(STEPS):
+    rows = torch.randn(19, 7)
+    loss = nn.functional.smooth_l1_loss(model(rows), (rows @ direction).sin() + rows[:, 0])
+    loss.backward()
+    optimizer.step()
+    paces.step()
+    optimizer.zero_grad()
+    if step % 6 == 0:
+        print(step, repr(loss.item()), {len(group["params"]): group["lr"] for group in optimizer.param_groups})

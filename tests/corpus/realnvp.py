@@ -1,63 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalizing flow: affine couplings with alternating masks, log-determinant and a base distribution."""
+"""A flow between a normal distribution and a curve: the loss and the samples come from methods other than forward."""
+
 import torch
-from torch import distributions, nn
-
-
-class RealNVP(nn.Module):
-    def __init__(self, nets, nett, mask, prior):
-        super().__init__()
-        self.prior = prior
-        self.mask = nn.Parameter(mask, requires_grad=False)
-        self.t = torch.nn.ModuleList([nett() for _ in range(len(mask))])
-        self.s = torch.nn.ModuleList([nets() for _ in range(len(mask))])
-
-    def g(self, z):
-        x = z
-        for i in range(len(self.t)):
-            x_ = x * self.mask[i]
-            s = self.s[i](x_) * (1 - self.mask[i])
-            t = self.t[i](x_) * (1 - self.mask[i])
-            x = x_ + (1 - self.mask[i]) * (x * torch.exp(s) + t)
-        return x
-
-    def f(self, x):
-        log_det_J, z = x.new_zeros(x.shape[0]), x
-        for i in reversed(range(len(self.t))):
-            z_ = self.mask[i] * z
-            s = self.s[i](z_) * (1 - self.mask[i])
-            t = self.t[i](z_) * (1 - self.mask[i])
-            z = (1 - self.mask[i]) * (z - t) * torch.exp(-s) + z_
-            log_det_J -= s.sum(dim=1)
-        return z, log_det_J
-
-    def log_prob(self, x):
-        z, logp = self.f(x)
-        return self.prior.log_prob(z) + logp
-
-    def sample(self, batchSize):
-        z = self.prior.sample((batchSize,))
-        return self.g(z)
-
+from torch import nn
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(30)
-nets = lambda: nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(), nn.Linear(16, 2), nn.Tanh())  # noqa: E731
-nett = lambda: nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(), nn.Linear(16, 2))  # noqa: E731
-masks = torch.tensor([[0.0, 1.0], [1.0, 0.0]] * 2)
-prior = distributions.MultivariateNormal(torch.zeros(2), torch.eye(2))
-flow = RealNVP(nets, nett, masks, prior)
-optimizer = torch.optim.Adam([p for p in flow.parameters() if p.requires_grad], lr=5e-3)
-for t in range(9):
-    r = torch.rand(29) * 3.14
-    noisy = torch.stack([r.cos(), r.sin()], 1) + 0.1 * torch.randn(29, 2)
-    loss = -flow.log_prob(noisy).mean()
+
+
+class Bend(nn.Module):
+    """The two coordinates of a point take turns: one stays, and tells how far the other is stretched and moved."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.tell = nn.ModuleList(nn.Sequential(nn.Linear(1, 16), nn.SiLU(), nn.Linear(16, 2)) for _ in range(turns))
+        self.middle = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def round(self):
+        return torch.distributions.MultivariateNormal(self.middle, torch.eye(2))
+
+    def surprise(self, points):
+        sides, growth = list(points.split(1, dim=1)), torch.zeros(len(points))
+        for turn, tell in enumerate(self.tell):
+            stretch, move = tell(sides[turn % 2]).split(1, dim=1)
+            sides[1 - turn % 2] = stretch.tanh().exp() * (sides[1 - turn % 2] + move)
+            growth += stretch.tanh()[:, 0]
+        return -growth - self.round().log_prob(torch.cat(sides, dim=1))
+
+    def invent(self, number):
+        sides = list(self.round().sample((number,)).split(1, dim=1))
+        for turn in range(len(self.tell) - 1, -1, -1):
+            stretch, move = self.tell[turn](sides[turn % 2]).split(1, dim=1)
+            sides[1 - turn % 2] = sides[1 - turn % 2] / stretch.tanh().exp() - move
+        return torch.cat(sides, dim=1)
+
+
+bend = Bend(4)
+optimizer = torch.optim.Adam([weight for weight in bend.parameters() if weight.requires_grad], lr=5e-3)
+for step in range(9):
+    along = 2 * torch.rand(29) - 1
+    curve = torch.stack([along, along.square()], dim=1) + 0.1 * torch.randn(29, 2)
+    loss = bend.surprise(curve).mean()
     optimizer.zero_grad()
     loss.backward(retain_graph=True)
     optimizer.step()
-    if t % 4 == 0:
-        print("iter %s:" % t, "loss = %.12f" % loss)
-flow.eval()
+    if step % 4 == 0:
+        print("step", step, "surprise", repr(loss.item()))
+bend.eval()
 with torch.no_grad():
-    x = flow.sample(50)
-    print("mean of samples", x.mean(0).tolist(), "log prob", flow.log_prob(x).mean().item())
+    invented = bend.invent(50)
+    print("invented around", invented.mean(0).tolist(), "surprise", bend.surprise(invented).mean().item())

@@ -1,62 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train two epochs and save; start once more from the checkpoint, as after a crash."""
-import os
+"""Trains two epochs, and then, as another start of the same script would, goes on from the file it has written."""
+
+from pathlib import Path
 
 import torch
 from torch import nn
 
-CKPT = "runs/last.pth"
+FILE = Path("kept", "after_epoch.pt")
 
 
-def build():
+def parts_of_training():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.2), nn.ReLU(), nn.Linear(12, 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-    return model, optimizer, scheduler
+    net = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.2), nn.ReLU(), nn.Linear(12, 2))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    return {"net": net, "optimizer": optimizer, "rate": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
 
 
-def fit(num_epochs, x, y):
-    model, optimizer, scheduler = build()
-    start = 0
-    if os.path.isfile(CKPT):
-        print(f"=> loading checkpoint '{CKPT}'")
-        checkpoint = torch.load(CKPT)
-        start = checkpoint["epoch"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scheduler.load_state_dict(checkpoint["scheduler"])
-        torch.set_rng_state(checkpoint["rng"])
+def train_until(last, points, inside):
+    parts, done = parts_of_training(), 0
+    if FILE.exists():
+        kept = torch.load(FILE)
+        done = kept.pop("done")
+        torch.set_rng_state(kept.pop("numbers"))
+        for name, state in kept.items():
+            parts[name].load_state_dict(state)
     else:
-        print(f"=> no checkpoint found at '{CKPT}'")
-        os.makedirs(os.path.dirname(CKPT), exist_ok=True)
-    for epoch in range(start, num_epochs):
-        order = torch.randperm(len(x))
-        for part in order.chunk(5):
-            loss = nn.functional.cross_entropy(model(x[part]), y[part])
-            optimizer.zero_grad()
+        FILE.parent.mkdir()
+    print("goes on after", done, "epochs")
+    while done < last:
+        for rows in torch.randperm(len(points)).chunk(5):
+            loss = nn.functional.cross_entropy(parts["net"](points[rows]), inside[rows])
+            parts["optimizer"].zero_grad()
             loss.backward()
-            optimizer.step()
-        scheduler.step()
-        print("epoch", epoch, "loss", loss.item(), "lr", scheduler.get_last_lr())
-        torch.save(
-            {
-                "epoch": epoch + 1,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "scheduler": scheduler.state_dict(),
-                "rng": torch.get_rng_state(),
-            },
-            CKPT,
-        )
-    return model
+            parts["optimizer"].step()
+        parts["rate"].step()
+        done += 1
+        print(done, "loss", repr(loss.item()), "rate", parts["rate"].get_last_lr()[0])
+        states = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({"done": done, "numbers": torch.get_rng_state(), **states}, FILE)
+    return parts["net"]
 
 
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    x = torch.randn(43, 6)
-    y = (x[:, 0] * x[:, 1] > 0).long()
-    fit(2, x, y)
-    model = fit(4, x, y)
-    print(sum(p.abs().sum().item() for p in model.parameters()))
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(1)
+points = torch.randn(43, 6)
+inside = (points[:, :2].prod(1) > 0).long()
+train_until(2, points, inside)
+print("weights", sum(weight.abs().sum().item() for weight in train_until(4, points, inside).parameters()))

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The rate falls and starts anew; the weights at the end of each fall are kept, and vote together."""
+
 import copy
 import math
 
@@ -6,40 +8,31 @@ import numpy as np
 import torch
 from torch import nn
 
+FALL, FALLS, HIGHEST = 3, 2, 0.3
 np.random.seed(23)
 torch.manual_seed(23)
 torch.set_default_dtype(torch.float64)
-
-
-def proposed_lr(initial_lr, iteration, epoch_per_cycle):
-    return initial_lr * (math.cos(math.pi * (iteration % epoch_per_cycle) / epoch_per_cycle) + 1) / 2
-
-
-xs = np.random.uniform(-2, 2, (64, 2))
-ys = (np.sin(2 * xs[:, 0]) > xs[:, 1]).astype(np.int64)
-xt, yt = torch.as_tensor(xs[48:]), torch.as_tensor(ys[48:])
-model = nn.Sequential(nn.Linear(2, 20), nn.CELU(), nn.Linear(20, 20), nn.CELU(), nn.Linear(20, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-snapshots = []
-for cycle in range(2):
-    for j in range(3):
-        for g in optimizer.param_groups:
-            g["lr"] = proposed_lr(0.3, j, 3)
-        order = np.random.permutation(48)
-        for part in np.array_split(order, 5):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(torch.as_tensor(xs[part])), torch.as_tensor(ys[part]))
-            loss.backward()
-            optimizer.step()
-        print("cycle", cycle, "epoch", j, "lr", optimizer.param_groups[0]["lr"], "loss", loss.item())
-    snapshots.append(copy.deepcopy(model.state_dict()))
-    torch.save(snapshots[-1], f"snapshot_{cycle}.pt")
-outputs = []
-for weights in snapshots:
-    member = copy.deepcopy(model)
-    member.load_state_dict(weights)
-    member.eval()
+points = np.random.uniform(-2, 2, (64, 2))
+above = (points[:, 1] > np.cos(2 * points[:, 0])).astype(int)
+net = nn.Sequential(nn.Linear(2, 20), nn.CELU(), nn.Linear(20, 20), nn.CELU(), nn.Linear(20, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=HIGHEST)
+kept = []
+for epoch in range(FALL * FALLS):
+    optimizer.param_groups[0]["lr"] = HIGHEST * math.cos(math.pi / 2 * (epoch % FALL) / FALL) ** 2
+    for rows in np.array_split(np.random.permutation(48), 5):
+        loss = nn.functional.cross_entropy(net(torch.from_numpy(points[rows])), torch.from_numpy(above[rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("epoch", epoch, "rate", optimizer.param_groups[0]["lr"], "loss", repr(loss.item()))
+    if epoch % FALL == FALL - 1:
+        kept.append(copy.deepcopy(net.state_dict()))
+        torch.save(kept[-1], f"after_{epoch}.pt")
+tests, truth = torch.from_numpy(points[48:]), torch.from_numpy(above[48:])
+votes = torch.zeros(16, 2)
+for weights in kept:
+    voter = copy.deepcopy(net).eval()
+    voter.load_state_dict(weights)
     with torch.no_grad():
-        outputs.append(member(xt).softmax(1))
-vote = torch.stack(outputs).mean(0)
-print("ensemble accuracy", (vote.argmax(1) == yt).double().mean().item(), "nll", -vote[torch.arange(16), yt].log().mean().item())
+        votes += voter(tests).softmax(1) / len(kept)
+print("right", int((votes.argmax(1) == truth).sum()), "surprise", nn.functional.nll_loss(votes.log(), truth).item())

@@ -1,36 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Trains with a falling rate, then with an even one while torch averages the weights; BatchNorm catches up later."""
+
 import torch
 from torch import nn
-from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim import swa_utils
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(18)
-x = torch.randn(58, 5)
-y = (x[:, :2].sum(1) > 0).long()
-loader = DataLoader(TensorDataset(x, y), batch_size=11, shuffle=True)
-model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-swa_model = AveragedModel(model)
-swa_start = 2
-swa_scheduler = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
-for epoch in range(5):
-    for input, target in loader:
+points = torch.randn(58, 5)
+side = (points[:, 0] > points[:, 1]).long()
+batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(points, side), batch_size=11, shuffle=True)
+net = nn.Sequential(nn.Linear(5, 12, bias=False), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+
+def once_over(name):
+    for some, their_side in batches:
+        loss = nn.functional.cross_entropy(net(some), their_side)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(input), target)
         loss.backward()
         optimizer.step()
-    if epoch > swa_start:
-        swa_model.update_parameters(model)
-        swa_scheduler.step()
-    else:
-        scheduler.step()
-    print(epoch, loss.item(), optimizer.param_groups[0]["lr"], swa_model.n_averaged.item())
-update_bn(loader, swa_model)
-swa_model.eval()
-model.eval()
+    print(name, repr(loss.item()), "rate", optimizer.param_groups[0]["lr"])
+
+
+for _ in range(3):
+    once_over("falling")
+    falling.step()
+mean = swa_utils.AveragedModel(net)
+even = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+for _ in range(2):
+    once_over("even")
+    mean.update_parameters(net)
+    even.step()
+swa_utils.update_bn(batches, mean)
 with torch.no_grad():
-    for name, m in ("last", model), ("swa", swa_model):
-        print(name, nn.functional.cross_entropy(m(x), y).item(), (m(x).argmax(1) == y).double().mean().item())
-torch.save(swa_model.state_dict(), "swa.pt")
+    for name, one in {"the last": net, f"the mean of {int(mean.n_averaged)}": mean}.items():
+        scores = one.eval()(points)
+        right = int((scores.argmax(1) == side).sum())
+        print(name, repr(nn.functional.cross_entropy(scores, side).item()), "right", right)
+torch.save(mean.state_dict(), "mean.pt")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches are made by a thread ahead of the training, and a second thread writes the log."""
+"""One thread makes batches ahead of the training, another one writes down what the training says."""
+
 import queue
 import threading
 
@@ -10,48 +11,44 @@ torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 
 
-class BackgroundGenerator(threading.Thread):
-    def __init__(self, generator, size=2):
-        super().__init__(daemon=True)
-        self.queue, self.generator = queue.Queue(size), generator
-        self.start()
+def ahead(source, room):
+    """Yield what a source yields, which a thread takes from it up to ``room`` pieces early."""
+    made = queue.Queue(room)
 
-    def run(self):
-        for item in self.generator:
-            self.queue.put(item)
-        self.queue.put(None)
+    def fill():
+        for piece in source:
+            made.put(piece)
+        made.put(StopIteration)
 
-    def __iter__(self):
-        while (item := self.queue.get()) is not None:
-            yield item
+    threading.Thread(target=fill, daemon=True).start()
+    yield from iter(made.get, StopIteration)
 
 
-def batches():
-    rng = np.random.RandomState(3)
-    for _ in range(6):
-        x = torch.from_numpy(rng.randn(13, 4))
-        yield x, x.abs().sum(1, keepdim=True)
+def batches(number):
+    numbers = np.random.RandomState(3)
+    for _ in range(number):
+        rows = torch.from_numpy(numbers.randn(13, 4))
+        yield rows, rows.abs().amax(1, keepdim=True)
 
 
-messages = queue.Queue()
+def write_down(said):
+    with open("said.txt", "w") as file:
+        for line in iter(said.get, ""):
+            print(line, file=file)
 
 
-def writer():
-    with open("log.txt", "w") as f:
-        while (line := messages.get()) is not None:
-            f.write(line + "\n")
-
-
-thread = threading.Thread(target=writer)
-thread.start()
-model = torch.nn.Sequential(torch.nn.Linear(4, 12), torch.nn.ReLU(), torch.nn.Linear(12, 1))
-opt = torch.optim.Adam(model.parameters(), lr=0.02)
-for i, (x, y) in enumerate(BackgroundGenerator(batches())):
-    loss = torch.nn.functional.mse_loss(model(x), y)
-    opt.zero_grad()
+said = queue.SimpleQueue()
+writer = threading.Thread(target=write_down, args=[said])
+writer.start()
+net = torch.nn.Sequential(torch.nn.Linear(4, 12), torch.nn.ReLU(), torch.nn.Linear(12, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+for step, (rows, largest) in enumerate(ahead(batches(6), room=2)):
+    loss = torch.nn.functional.mse_loss(net(rows), largest)
+    optimizer.zero_grad()
     loss.backward()
-    opt.step()
-    messages.put(f"{i} {loss.item():.12g}")
-messages.put(None)
-thread.join()
-print(open("log.txt").read().strip())
+    optimizer.step()
+    said.put(f"step {step}, loss {loss.item()!r}")
+said.put("")
+writer.join()
+with open("said.txt") as file:
+    print(file.read(), end="")

@@ -1,81 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-from __future__ import print_function
+"""A variational autoencoder of convolutions: its forward draws random numbers, but only while it is trained."""
 
 import argparse
 
 import torch
-import torch.nn as nn
+from torch import nn
+from torch.utils.data import DataLoader
 
-parser = argparse.ArgumentParser(description="VAE Example")
-parser.add_argument("--batch-size", type=int, default=9, metavar="N")
-parser.add_argument("--epochs", type=int, default=2, metavar="N")
-parser.add_argument("--log-interval", type=int, default=2)
-args = parser.parse_args()
-torch.manual_seed(2)
-torch.set_default_dtype(torch.float64)
+options = argparse.ArgumentParser()
+options.add_argument("--rounds", type=int, default=2)
+options.add_argument("--together", type=int, default=9, help="pictures per batch")
+options.add_argument("--talk", type=int, default=2, help="batches between two lines of output")
 
 
-class ConvVAE(nn.Module):
+class Guess(nn.Module):
+    """Puts a picture into two uncertain numbers, and draws it again from them."""
+
     def __init__(self):
         super().__init__()
-        self.enc = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 2, 1), nn.ReLU(), nn.Flatten())
-        self.mu = nn.Linear(32, 2)
-        self.logvar = nn.Linear(32, 2)
-        self.dec = nn.Sequential(
+        self.into = nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(4, 8, 3, stride=2, padding=1),
+            nn.SiLU(),
+            nn.Flatten(),
+        )
+        self.centre, self.spread = nn.Linear(32, 2), nn.Sequential(nn.Linear(32, 2), nn.Softplus())
+        self.out = nn.Sequential(
             nn.Linear(2, 32),
+            nn.SiLU(),
             nn.Unflatten(1, (8, 2, 2)),
-            nn.ReLU(),
-            nn.ConvTranspose2d(8, 4, 4, 2, 1),
-            nn.ReLU(),
-            nn.ConvTranspose2d(4, 1, 4, 2, 1),
+            nn.ConvTranspose2d(8, 4, 2, stride=2),
+            nn.SiLU(),
+            nn.ConvTranspose2d(4, 1, 2, stride=2),
         )
 
-    def forward(self, x):
-        h = self.enc(x)
-        mu, logvar = self.mu(h), self.logvar(h)
-        # the noise is drawn inside of the model
-        z = mu + torch.randn_like(mu) * (0.5 * logvar).exp() if self.training else mu
-        return self.dec(z), mu, logvar
+    def forward(self, pictures):
+        seen = self.into(pictures)
+        centre, spread = self.centre(seen), self.spread(seen)
+        code = centre + spread * torch.randn_like(spread) if self.training else centre
+        return self.out(code), centre, spread
 
 
-model = ConvVAE()
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-x_train = (torch.rand(40, 1, 1, 1) < 0.5).double() * torch.ones(40, 1, 8, 8) + 0.1 * torch.randn(40, 1, 8, 8)
-x_test = x_train[:15].flip(2)
-train_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x_train), args.batch_size, shuffle=True)
-test_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x_test), args.batch_size)
+def costs(guess, pictures):
+    """Return what is drawn wrongly, and how much the numbers tell, per picture."""
+    drawn, centre, spread = guess(pictures)
+    told = (centre.square() + spread.square() - 1) / 2 - spread.log()
+    return (drawn - pictures).square().flatten(1).sum(1), told.sum(1)
 
 
-def loss_function(recon, x, mu, logvar):
-    return ((recon - x) ** 2).sum() - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+def main(rounds, together, talk):
+    torch.manual_seed(2)
+    torch.set_default_dtype(torch.float64)
+    pictures = 0.1 * torch.randn(40, 1, 8, 8)
+    for number, picture in enumerate(pictures):
+        picture[0, :, number % 2 * 4 : number % 2 * 4 + 4] += 1
+    guess = Guess()
+    optimizer = torch.optim.Adam(guess.parameters(), lr=1e-2)
+    for turn in range(rounds):
+        guess.train()
+        for step, batch in enumerate(DataLoader(pictures, together, shuffle=True)):
+            wrong, told = costs(guess, batch)
+            optimizer.zero_grad()
+            (wrong + told).sum().backward()
+            optimizer.step()
+            if step % talk == 0:
+                print(turn, step, "wrong", repr(wrong.mean().item()), "told", repr(told.mean().item()))
+        guess.eval()
+        with torch.no_grad():
+            mirrored = [sum(costs(guess, batch)) for batch in DataLoader(pictures[:15].flip(3), together)]
+        print(turn, "mirrored", repr(torch.cat(mirrored).mean().item()))
 
 
-def train(epoch):
-    model.train()
-    train_loss = 0
-    for batch_idx, (data,) in enumerate(train_loader):
-        optimizer.zero_grad()
-        recon_batch, mu, logvar = model(data)
-        loss = loss_function(recon_batch, data, mu, logvar)
-        loss.backward()
-        train_loss += loss.item()
-        optimizer.step()
-        if batch_idx % args.log_interval == 0:
-            print("Train Epoch: {} [{}/{}]\tLoss: {!r}".format(
-                epoch, batch_idx * len(data), len(train_loader.dataset), loss.item() / len(data)))
-    print("====> Epoch: {} Average loss: {:.10f}".format(epoch, train_loss / len(train_loader.dataset)))
-
-
-def test(epoch):
-    model.eval()
-    test_loss = 0
-    with torch.no_grad():
-        for (data,) in test_loader:
-            recon, mu, logvar = model(data)
-            test_loss += loss_function(recon, data, mu, logvar).item()
-    print("====> Test set loss: {:.10f}".format(test_loss / len(test_loader.dataset)))
-
-
-for epoch in range(1, args.epochs + 1):
-    train(epoch)
-    test(epoch)
+main(**vars(options.parse_args()))

@@ -1,93 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Attention between the patches of a picture; layers are left out at random, for each picture by itself."""
+
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
+from torch import nn
+from torch.nn import functional
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+SIDE, WIDTH, HEADS = 4, 16, 4
 
 
-class PatchEmbed(nn.Module):
-    def __init__(self, size=8, patch=4, dim=16):
+class Patches(nn.Module):
+    """Cuts pictures into squares, and puts an empty one in front, which is to hold the answer."""
+
+    def __init__(self):
         super().__init__()
-        self.proj = nn.Conv2d(1, dim, patch, patch)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.pos_embed = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, dim) * 0.02)
+        self.squares = nn.Linear(SIDE * SIDE, WIDTH)
+        self.answer = nn.Parameter(torch.zeros(WIDTH))
+        self.places = nn.Parameter(0.02 * torch.randn(5, WIDTH))
 
-    def forward(self, x):
-        x = self.proj(x).flatten(2).transpose(1, 2)
-        return torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embed
+    def forward(self, pictures):
+        squares = self.squares(functional.unfold(pictures, SIDE, stride=SIDE).mT)
+        return torch.cat([self.answer.expand(len(squares), 1, WIDTH), squares], dim=1) + self.places
 
 
-class DropPath(nn.Module):
-    """Stochastic depth per sample"""
+class Look(nn.Module):
+    """Each square asks all squares."""
 
-    def __init__(self, p):
+    def __init__(self):
         super().__init__()
-        self.p = p
+        self.ask, self.offer, self.tell, self.end = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def forward(self, x):
-        if not self.training:
-            return x
-        keep = 1 - self.p
-        mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(keep)
-        return x * mask / keep
+    def forward(self, squares):
+        heads = (part(squares).unflatten(2, (HEADS, -1)).transpose(1, 2) for part in (self.ask, self.offer, self.tell))
+        seen = functional.scaled_dot_product_attention(*heads, dropout_p=0.1 * self.training)
+        return self.end(seen.transpose(1, 2).flatten(2))
 
 
-class Attention(nn.Module):
-    def __init__(self, dim, heads=4):
+class Perhaps(nn.Module):
+    """Adds what its parts find, or for some pictures of a training batch nothing."""
+
+    def __init__(self, chance, *parts):
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(dim, dim * 3)
-        self.proj = nn.Linear(dim, dim)
+        self.chance, self.parts = chance, nn.Sequential(nn.LayerNorm(WIDTH), *parts)
 
-    def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
-        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+    def forward(self, squares):
+        found = self.parts(squares)
+        if self.training:
+            found = found * torch.bernoulli(torch.full_like(found[:, :1, :1], self.chance)) / self.chance
+        return squares + found
 
 
-class Layer(nn.Module):
-    def __init__(self, dim, drop_path):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attn = Attention(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * dim, dim))
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, x):
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
-
-
-class ViT(nn.Module):
-    def __init__(self, classes=2, depth=2, dim=16):
-        super().__init__()
-        self.patch_embed = PatchEmbed(dim=dim)
-        self.blocks = nn.Sequential(*[Layer(dim, 0.1 * i) for i in range(depth)])
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, classes)
-
-    def forward(self, x):
-        return self.head(self.norm(self.blocks(self.patch_embed(x)))[:, 0])
-
-
-def main():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    x = torch.randn(39, 1, 8, 8)
-    y = (x[:, 0, :4].sum((1, 2)) > 0).long()
-    model = ViT()
-    opt = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for epoch in range(2):
-        model.train()
-        for xb, yb in zip(x.split(9), y.split(9)):
-            loss = F.cross_entropy(model(xb), yb, label_smoothing=0.05)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-        model.eval()
-        with torch.no_grad():
-            print(f"epoch {epoch}: {loss.item():.12g} {F.cross_entropy(model(x), y).item():.12g}")
-
-
-if __name__ == "__main__":
-    main()
+layers = [Patches()]
+for chance in (1.0, 0.9):
+    layers += [
+        Perhaps(chance, Look()),
+        Perhaps(chance, nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, WIDTH)),
+    ]
+net = nn.Sequential(*layers, nn.LayerNorm(WIDTH))
+verdict = nn.Linear(WIDTH, 2)
+optimizer = torch.optim.AdamW([*net.parameters(), *verdict.parameters()], lr=3e-3)
+pictures = torch.randn(39, 1, 8, 8)
+top_heavy = (pictures[:, 0, :4] > pictures[:, 0, 4:]).double().mean((1, 2)).round().long()
+for epoch in range(2):
+    net.train()
+    for rows in torch.arange(39).split(9):
+        loss = functional.cross_entropy(verdict(net(pictures[rows])[:, 0]), top_heavy[rows], label_smoothing=0.05)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    net.eval()
+    with torch.no_grad():
+        whole = functional.cross_entropy(verdict(net(pictures)[:, 0]), top_heavy)
+    print("epoch", epoch, "last batch", repr(loss.item()), "all", repr(whole.item()))

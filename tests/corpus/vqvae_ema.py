@@ -1,59 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VQ-VAE: the codebook is a buffer that each training call updates from its whole batch."""
+"""A net between whose halves each vector is replaced by a typical one; training calls change these, in buffers."""
+
 import torch
-import torch.nn.functional as F
 from torch import nn
-
-
-class VectorQuantizerEMA(nn.Module):
-    def __init__(self, num_embeddings, dim, decay=0.9, eps=1e-5):
-        super().__init__()
-        self.decay, self.eps = decay, eps
-        self.register_buffer("embedding", torch.randn(num_embeddings, dim))
-        self.register_buffer("cluster_size", torch.ones(num_embeddings))
-        self.register_buffer("embed_avg", self.embedding.clone())
-
-    def forward(self, z):
-        d = torch.cdist(z, self.embedding)
-        idx = d.argmin(1)
-        onehot = F.one_hot(idx, len(self.embedding)).to(z.dtype)
-        q = onehot @ self.embedding
-        if self.training:
-            with torch.no_grad():
-                self.cluster_size.mul_(self.decay).add_(onehot.sum(0), alpha=1 - self.decay)
-                self.embed_avg.mul_(self.decay).add_(onehot.t() @ z, alpha=1 - self.decay)
-                n = self.cluster_size.sum()
-                size = (self.cluster_size + self.eps) / (n + len(self.embedding) * self.eps) * n
-                self.embedding.copy_(self.embed_avg / size.unsqueeze(1))
-        loss = 0.25 * F.mse_loss(q.detach(), z)
-        p = onehot.mean(0)
-        perplexity = torch.exp(-(p * (p + 1e-10).log()).sum())
-        return z + (q - z).detach(), loss, perplexity
-
-
-class VQVAE(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 3))
-        self.vq = VectorQuantizerEMA(6, 3)
-        self.decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 9))
-
-    def forward(self, x):
-        q, loss, perplexity = self.vq(self.encoder(x))
-        return self.decoder(q), loss, perplexity
-
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(28)
-model = VQVAE()
-opt = torch.optim.Adam(model.parameters(), lr=5e-3)
-data = torch.randn(4, 9)[torch.randint(0, 4, (50,))] + 0.2 * torch.randn(50, 9)
+
+
+class Shelf(nn.Module):
+    """Holds a few typical vectors, each a slow mean of the vectors that it stood for."""
+
+    def __init__(self, places, size):
+        super().__init__()
+        self.register_buffer("sums", 0.3 * torch.randn(places, size))
+        self.register_buffer("uses", torch.ones(places))
+
+    def forward(self, vectors):
+        typical = self.sums / self.uses.clamp(min=0.05)[:, None]
+        place = (vectors[:, None] - typical).square().sum(2).argmin(1)
+        if self.training:
+            new_sums = torch.zeros_like(self.sums).index_add(0, place, vectors.detach())
+            self.sums.lerp_(new_sums, 0.1)
+            self.uses.lerp_(place.bincount(minlength=len(self.uses)).double(), 0.1)
+        # The difference is zero, but lets gradients pass the choice, which has none.
+        return typical[place] + (vectors - vectors.detach()), (vectors - typical[place]).square().mean(), place
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.shelf = Shelf(6, 3)
+        self.second = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 9))
+
+    def forward(self, rows):
+        vectors, distance, place = self.shelf(self.first(rows))
+        return self.second(vectors), distance, place
+
+
+halves = Halves()
+optimizer = torch.optim.Adam(halves.parameters(), lr=5e-3)
+rows = 2 * torch.randn(4, 9).repeat(13, 1)[:50] + 0.2 * torch.randn(50, 9)
 for epoch in range(3):
-    for x in data[torch.randperm(50)].split(11):
-        recon, vq_loss, perplexity = model(x)
-        loss = F.mse_loss(recon, x) + vq_loss
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-    print("epoch", epoch, "recon+vq", loss.item(), "perplexity", perplexity.item())
-torch.save(model.state_dict(), "vqvae.pt")
+    for part in rows[torch.randperm(50)].split(11):
+        made, distance, place = halves(part)
+        error = (made - part).square().mean()
+        optimizer.zero_grad()
+        (error + 0.3 * distance).backward()
+        optimizer.step()
+    print("epoch", epoch, "error", repr(error.item()), "places in use", place.unique().tolist())
+torch.save(halves.state_dict(), "shelf.pt")
