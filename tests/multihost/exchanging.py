@@ -60,7 +60,9 @@ def _means(world: rw.World) -> list[torch.Tensor]:
     for step in range(2):
         share = float(world.rank + step)
         channel.claim()
-        channel.body.copy_(_of_rank(world.rank, torch.float64) * channel.factor(share))
+        # The mean of no samples is not a number.
+        own = _of_rank(world.rank, torch.float64) if share else torch.full([NUM_ELEMENTS], torch.nan)
+        channel.body.copy_(own * channel.factor(share))
         channel.start(share, share, [])
         channel.finish()
         shares = [rank + step for rank in range(world.world_size)]

@@ -11,6 +11,7 @@ import torch
 
 import rankwise as rw
 from rankwise import testing
+from rankwise.comm.collectives import gather_json
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,23 +55,26 @@ def test_all_reduce(run_ranks: RunRanks, world_size: int) -> None:
         assert type(scalar) is np.float32
 
 
-def _gather(world: World) -> tuple[list[Any], list[Any], Any, Any]:
+def _gather(world: World) -> tuple[list[Any], list[Any], list[Any], Any, Any]:
     gathered = rw.all_gather({"x": torch.tensor([[world.rank]]), "n": world.rank})
     objects = rw.all_gather_object("é" * world.rank)
+    # Some fit into one collective, others do not.
+    reports = gather_json("x" * 1000 * world.rank, what="a report")
     last = world.world_size - 1
     sent = rw.broadcast(torch.full((2, 2), world.rank), source=last)
     thing = rw.broadcast_object({"rank": world.rank} if world.rank == last else None, source=last)
     rw.barrier()
-    return gathered, objects, sent, thing
+    return gathered, objects, reports, sent, thing
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gather_and_broadcast(run_ranks: RunRanks, world_size: int) -> None:
     for result in run_ranks(_gather, world_size):
-        gathered, objects, sent, thing = result.get()
+        gathered, objects, reports, sent, thing = result.get()
         assert [row["n"] for row in gathered] == list(range(world_size))
         assert [row["x"].tolist() for row in gathered] == [[[r]] for r in range(world_size)]
         assert objects == ["é" * rank for rank in range(world_size)]
+        assert reports == ["x" * 1000 * rank for rank in range(world_size)]
         assert torch.equal(sent, torch.full((2, 2), world_size - 1))
         assert thing == {"rank": world_size - 1}
 

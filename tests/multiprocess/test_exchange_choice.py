@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.comm.backends.mapping import PAGE_BYTES, open_together
 from rankwise.comm.backends.shared_memory import SLOT_BYTES, SharedMemory
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.session import current
@@ -147,3 +148,18 @@ def test_gradients_that_find_no_memory_go_through_gloo() -> None:
     )
     assert gradient == other == pytest.approx(0.5 / 1000)
     assert "gradients go through Gloo: no shared memory" in lines[0]
+
+
+def _open_what_one_rank_cannot_reserve(world: World) -> tuple[bool, dict[int, str]]:
+    exchange = current().exchange
+    assert exchange is not None
+    own_part = (0, PAGE_BYTES) if world.rank != 1 else (-1, PAGE_BYTES)
+    mapping, reasons = open_together(exchange, PAGE_BYTES, [own_part], first=0)
+    return mapping is None, reasons
+
+
+def test_memory_that_one_rank_cannot_get_is_used_by_none() -> None:
+    for result in run_ranks_auto(_open_what_one_rank_cannot_reserve, 2):
+        is_none, reasons = result.get()
+        assert is_none
+        assert list(reasons) == [1]

@@ -74,6 +74,22 @@ def test_a_no_sync_inside_another_ends_with_the_outer_one(run_ranks: RunRanks, w
         assert largest_difference(result.get(), whole) < TOLERANCE
 
 
+def _weight_within_a_weight(world: World) -> float:
+    model = rw.replicate(nn.Linear(1, 1, bias=False))
+    x = torch.full((2, 1), 1.0 + world.rank)
+    with rw.weight(model, [1, 3][world.rank]):
+        with rw.weight(model, 5):
+            pass  # of a helper
+        model(x).mean().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad.item()
+
+
+def test_a_weight_counts_again_after_another_inside_it(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_weight_within_a_weight, 2):
+        assert result.get() == (1 * 1.0 + 3 * 2.0) / 4
+
+
 def _part_called_itself(world: World, micro: int) -> Parameters:
     """Backwards that do not pass through the model's own output: a gradient that arrives begins them."""
     layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 2)]).double()

@@ -109,6 +109,16 @@ def test_an_invalid_request_disturbs_no_client(launcher: Callable[..., _Launcher
     assert control_socket.ask(job, {}) == {"it": "lives"}
 
 
+def test_a_client_that_sends_no_request_does_not_hold_up_the_launcher(
+    launcher: Callable[..., _Launcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_socket, "REQUEST_SECONDS", 0.05)
+    one = launcher(lambda _: {}, number=1)
+    with control_socket._connected(one.folder) as connection:
+        connection.settimeout(10)
+        assert connection.recv(1) == b"", "the launcher closes the connection"
+
+
 class _OtherMachine:
     """A link of a launcher to one other machine, which answers when the test has it answer."""
 

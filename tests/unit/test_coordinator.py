@@ -48,6 +48,13 @@ def test_given_numbers_count_not_the_order_of_coming() -> None:
     assert scene.starts() == {"b": (0, 0, 4), "a": (0, 2, 4)}
 
 
+def test_the_machine_that_serves_the_job_is_the_first_whenever_it_joins() -> None:
+    scene = Scene((2, 2))
+    scene.node_joined("a")
+    scene.coordinator.node_joined(Node(node_id="b", hostname="b", num_ranks=2, serves=True), 1.0)
+    assert scene.starts() == {"b": (0, 0, 4), "a": (0, 2, 4)}
+
+
 def test_an_elastic_job_waits_a_while_for_more_machines() -> None:
     scene = Scene((1, 3))
     scene.node_joined("a")

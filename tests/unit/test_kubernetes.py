@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from launcher_variables import OWN
 
 from rankwise.cli import _parser
-from rankwise.world.environments.process import read_process
+from rankwise.world.environments.process import STOP_SIGNAL, read_process
 from rankwise.world.environments.table import read
 
 if TYPE_CHECKING:
@@ -60,6 +61,14 @@ def test_a_pod_that_is_evicted_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     assert "SIGTERM" in read_process().stop_signals
+
+
+def test_a_rank_below_an_agent_of_the_pod_is_asked_to_stop_by_the_agent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent ends ranks with SIGTERM, for instance before a restart: they must not save and exit with success."""
+    for name, value in OWN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert read_process().stop_signals == (STOP_SIGNAL,)
 
 
 def test_every_container_of_the_pytorchjob_has_the_name_that_the_operator_looks_for() -> None:

@@ -31,10 +31,12 @@ def test_a_checkpoint_goes_straight_into_place(on_meta: bool, tmp_path: Path) ->
     content = file.read_bytes()
     with torch.device("meta" if on_meta else "cpu"):
         model = Net().double()
+    model.shift.requires_grad = False
     parameters = list(model.parameters())
     place(model, {"": "cpu", "blocks": "disk"}, checkpoint=file, offload_folder=tmp_path / "offload")
     assert difference(model, one) == 0.0
     assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in parameters]
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["shift"]
     assert model.head.weight is model.embed.weight
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     step_of(model, 1)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.errors import ConfigurationError, LaunchError
-from rankwise.launch.hosts.host_list import Host, parse_hosts
+from rankwise.launch.hosts.host_list import Host, filled, parse_hosts
 from rankwise.launch.hosts.ssh import passed_on, ssh_argv
 from rankwise.launch.hosts.ssh_sessions import MessageExtractor, line, mark
 from rankwise.launch.messages import (
@@ -65,6 +65,10 @@ def test_a_host_named_twice_is_refused() -> None:
         "The host A is given twice in --hosts a:2,b,me@A:3.\n"
         "  do        give it once, with the number of its ranks: A:5"
     )
+
+
+def test_hosts_are_filled_in_order_and_hosts_after_the_last_rank_get_none() -> None:
+    assert filled([("a", 2), ("b", 0), ("c", 2), ("d", 2)], 3) == [("a", 2), ("c", 1)]
 
 
 def test_a_host_spec_comes_through_whole() -> None:

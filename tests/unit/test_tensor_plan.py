@@ -199,6 +199,12 @@ def words(size: int = 20, **options: Any) -> nn.Module:
     return nn.ModuleDict({"emb": nn.Embedding(size, WIDTH, **options), "lm_head": nn.Linear(WIDTH, size)})
 
 
+def words_and_tied_norms() -> nn.Module:
+    norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+    norms[1].weight = norms[0].weight
+    return nn.ModuleDict({"words": words(), "norms": norms})
+
+
 FOUND = {
     "pair": (Pair(), {"up": "column", "down": "row"}),
     "gated": (nn.ModuleDict({"m": Gated()}), {"m.w1": "column", "m.w3": "column", "m.w2": "row"}),
@@ -220,6 +226,10 @@ FOUND = {
         {"0": "column", "1": "row"},
     ),
     "words": (words(21), {"lm_head": "head", "emb": "vocab"}),
+    "words, and other layers that are tied": (
+        words_and_tied_norms(),
+        {"words.lm_head": "head", "words.emb": "vocab"},
+    ),
     "encoder": (nn.TransformerEncoderLayer(WIDTH, 3, 8), {"linear1": "column", "linear2": "row"}),
     "heads by size": (BySize(head_dim=3), dict.fromkeys(["q_proj", "k_proj", "v_proj"], "column") | {"o_proj": "row"}),
 }
