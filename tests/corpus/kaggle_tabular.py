@@ -52,7 +52,7 @@ class Buyer(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Embedding(Settings.codes, 3), nn.Embedding(Settings.codes, 3)
-        self.level = nn.BatchNorm1d(4)
+        self.level = nn.BatchNorm1d(4, affine=False)
         self.mix = nn.Linear(10, 24, bias=False)
         self.rest = nn.Sequential(nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 1))
 
