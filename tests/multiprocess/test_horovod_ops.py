@@ -12,6 +12,7 @@ import torch
 import rankwise as rw
 import rankwise.compat.horovod as hvd
 from rankwise import testing
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, NotJoined
 
 if TYPE_CHECKING:
@@ -330,3 +331,30 @@ def test_wrong_arguments_say_what_to_do() -> None:
     ]
     for part, text in zip(said, first, strict=True):
         assert part in text
+
+
+IN_A_NOTE = {torch.float32: 60, torch.float64: 30, torch.int32: 60, torch.int64: 30, torch.bfloat16: 0}
+"""The most numbers that travel with the report of their reduction."""
+
+
+def _collectives_of_sums(world: World) -> dict[torch.dtype, list[int]]:
+    hvd.init()
+    detector = current().detector
+    assert detector is not None
+    counted: dict[torch.dtype, list[int]] = {}
+    for dtype, most in IN_A_NOTE.items():
+        for number in (most, most + 1):
+            given = (torch.arange(number) % 7 - world.rank).to(dtype)
+            before = detector.recorder.last
+            total = hvd.allreduce(given, name="sum", op=hvd.Sum, prescale_factor=2.0)
+            counted.setdefault(dtype, []).append(detector.recorder.last - before)
+            expected = sum((torch.arange(number) % 7 - rank) * 2 for rank in range(world.world_size))
+            assert torch.equal(total, torch.as_tensor(expected).to(dtype))
+            assert torch.equal(given, (torch.arange(number) % 7 - world.rank).to(dtype))
+    return counted
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_small_reduction_is_one_collective(world_size: int, run_ranks: RunRanks) -> None:
+    for result in run_ranks(_collectives_of_sums, world_size):
+        assert result.get() == {dtype: [1 if most else 2, 2] for dtype, most in IN_A_NOTE.items()}

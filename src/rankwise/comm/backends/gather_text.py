@@ -46,7 +46,9 @@ def row_of(data: bytes, size_bytes: int) -> torch.Tensor:
 
 def bytes_of_rows(rows: torch.Tensor) -> list[bytes]:
     """Return the bytes of [number, size_bytes]."""
-    return [row.numpy().tobytes() for row in rows]
+    number, size = rows.shape
+    data: bytes = rows.numpy().tobytes()
+    return [data[row * size : (row + 1) * size] for row in range(number)]
 
 
 def calls_differ(

@@ -6,11 +6,14 @@ Every rank of the world calls it with the same requests in the same order; ranks
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.comm.backends.protocol import NOTE_BYTES
+from rankwise.comm.backends.reducing import reduce_into
 from rankwise.comm.collectives import all_gather, all_gather_uneven, all_to_all, broadcast, exchange_of, reduce_scatter
 from rankwise.compat.horovod.reduce_ops import ReduceOp
 from rankwise.errors import ConfigurationError
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 
 FUSED_BYTES = 2**20
 """Reductions of at most this size are done together, in buffers of at most sixteen times this size."""
+
+REPORT_BYTES = 16
+"""Of a note, which the report of a rank takes; its input may follow."""
+_BYTES_IN_NOTE = {"int32": 4, "int64": 8, "float32": 4, "float64": 8}
+"""Of one element, by the dtypes that can follow."""
 
 _NAME_OF_OP = {
     ReduceOp.AVERAGE: "sum",
@@ -46,6 +54,35 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"torch has no dtype {name!r}.", do="use the same version of torch on every rank")
     return dtype
+
+
+def fits_a_note(requests: Sequence[OperationRequest]) -> bool:
+    """Tell whether all that is requested is one reduction so small that its input is sent with the report of it."""
+    if len(requests) != 1:
+        return False
+    kind, _, set_id, _, dtypes, shapes, _, _, _, device, _ = requests[0]
+    if kind != "allreduce" or set_id != 0 or device != "cpu" or len(shapes) != 1:
+        return False
+    num_bytes = math.prod(shapes[0]) * _BYTES_IN_NOTE.get(dtypes[0], NOTE_BYTES)
+    return 0 < num_bytes <= NOTE_BYTES - REPORT_BYTES
+
+
+def input_of(work: PendingOperation) -> bytes:
+    """Return this rank's input of a reduction that fits a note."""
+    return _times(work.tensors[0], work.request.prescale).numpy().tobytes()  # type: ignore[no-any-return]
+
+
+def reduced_from_notes(work: PendingOperation, notes: Sequence[bytes]) -> torch.Tensor:
+    """Return the result of a reduction whose inputs follow the reports of all ranks, in rank order."""
+    (tensor,) = work.tensors
+    parts = [
+        torch.frombuffer(bytearray(note), dtype=tensor.dtype, count=tensor.numel(), offset=REPORT_BYTES)
+        for note in notes
+    ]
+    out = torch.empty_like(tensor)
+    reduce_into(out.view(-1), parts, _NAME_OF_OP[ReduceOp(work.request.op)])
+    result = _rescaled(out, work)
+    return tensor.copy_(result) if work.is_in_place else result
 
 
 def carry_out(works: Sequence[PendingOperation]) -> list[list[torch.Tensor]]:
@@ -134,7 +171,7 @@ def _rescaled(result: torch.Tensor, work: PendingOperation) -> torch.Tensor:
     scaled, size = _times(result, work.request.postscale), len(work.members.ranks)
     if work.request.op != ReduceOp.AVERAGE or size == 1:
         return scaled
-    return torch.div(scaled, size, rounding_mode=None if scaled.dtype.is_floating_point else "trunc", out=scaled)
+    return scaled.div_(size) if scaled.dtype.is_floating_point else scaled.div_(size, rounding_mode="trunc")
 
 
 def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:

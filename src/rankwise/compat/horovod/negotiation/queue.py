@@ -9,6 +9,7 @@ are process sets of some of the ranks, by a log that all ranks read.
 from __future__ import annotations
 
 import itertools
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,13 @@ import torch
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current_or_none
 from rankwise.compat.horovod.errors import HorovodInternalError, Refused, not_initialized
-from rankwise.compat.horovod.negotiation.executor import carry_out, zeros_for
+from rankwise.compat.horovod.negotiation.executor import (
+    carry_out,
+    fits_a_note,
+    input_of,
+    reduced_from_notes,
+    zeros_for,
+)
 from rankwise.compat.horovod.negotiation.matching import Decision, RankState, decide, stalled, state_from_json
 from rankwise.compat.horovod.negotiation.request import (
     ANNOUNCED,
@@ -47,6 +54,8 @@ _numbers = itertools.count(1)
 """Of handles: those of a world that has been left must not be valid in the next."""
 _log_numbers = itertools.count(1)
 # Different texts: after an interrupt, ranks must not take one exchange for the other.
+_REPORT = struct.Struct("<qq")
+"""A digest of what a rank has pending, and why it waits."""
 _AT_A_GLANCE = "rankwise.compat.horovod, at a glance: what each rank has pending"
 _IN_FULL = "rankwise.compat.horovod: what each rank has pending"
 
@@ -194,8 +203,12 @@ class OperationQueue:
         if self.log is not None:
             return self._follow_log(self.log, mode, waited_for)
         requests = tuple(operation.request for operation in self.pending.values())
-        modes, is_same = self._glance(requests, mode)
+        modes, is_same, notes = self._glance(requests, mode)
         error = None
+        if is_same and notes:
+            operation = self.pending.pop(requests[0].key)
+            operation.finish([reduced_from_notes(operation, notes)])
+            return True
         if is_same:
             decisions = [Decision(request) for request in requests]
         else:
@@ -213,23 +226,30 @@ class OperationQueue:
             self._end_wait(error, mode, waited_for)
         return bool(decisions) or POLLS in modes
 
-    def _glance(self, requests: tuple[OperationRequest, ...], mode: int) -> tuple[list[int], bool]:
-        """Return every rank's mode, and whether all have the same requests in the same order.
+    def _glance(self, requests: tuple[OperationRequest, ...], mode: int) -> tuple[list[int], bool, list[bytes]]:
+        """Return every rank's mode, whether all have the same requests in the same order, and their notes.
 
-        Called by: every rank of the world. One small all-gather is enough where all ranks call the same operations.
+        Called by: every rank of the world. One small all-gather is enough where all ranks call the same operations; it
+        also carries the input of a small reduction. Without one, there are no notes.
         """
         exchange = self.session.exchange
         if exchange is None:
-            return [mode], bool(requests) or mode != WAITS
-        exchange.agree(_AT_A_GLANCE)
-        rows = exchange.all_gather(torch.tensor([digest_of(requests), mode]), what=_AT_A_GLANCE).tolist()
-        modes: list[int] = [mode for _, mode in rows]
+            return [mode], bool(requests) or mode != WAITS, []
+        fits = fits_a_note(requests)
+        note = _REPORT.pack(digest_of(requests), mode)
+        if fits:
+            note += input_of(self.pending[requests[0].key])
+        notes = exchange.gather_notes(note, _AT_A_GLANCE)
+        reports = [_REPORT.unpack_from(note) for note in notes]
+        modes: list[int] = [mode for _, mode in reports]
         # If no rank has anything pending and their modes differ, decide() must find out whether any can continue.
         has_reason = bool(requests) or POLLS in modes or len(set(modes)) == 1
-        return modes, has_reason and len({digest for digest, _ in rows}) == 1
+        return modes, has_reason and len({digest for digest, _ in reports}) == 1, notes if fits else []
 
     def _carry_out_alone(self) -> None:
         """Carry out the operations of process sets that only this rank is in: they need no other rank."""
+        if len(self.members) == 1:
+            return
         is_alone = {number: number != 0 and len(members.ranks) == 1 for number, members in self.members.items()}
         requests = [operation.request for operation in self.pending.values() if is_alone[operation.request.set_id]]
         if requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.compat.horovod.reduce_ops import ReduceOp
@@ -66,7 +67,8 @@ class OperationRequest(NamedTuple):
         return f"{self.kind}({', '.join(texts)})"
 
 
-def digest_of(requests: Sequence[OperationRequest]) -> int:
+@lru_cache(maxsize=256)
+def digest_of(requests: tuple[OperationRequest, ...]) -> int:
     """Return a number of 63 bits that is equal for equal requests in equal order."""
     text = repr([tuple(request) for request in requests])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
