@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(110)
 
 
-def test_monai_trains_the_same_unedited(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["monai_one_device"])
+def test_a_script_for_one_device_gives_what_plain_python_gives(script: str, tmp_path: Path) -> None:
     found: dict[str, Result] = {}
     for name, words in {"plain": (), "auto": (*RANKWISE, "2", "--auto")}.items():
         folder = tmp_path / name
         folder.mkdir()
-        shutil.copy(HERE / "scripts" / "monai_one_device.py", folder / "train.py")
+        shutil.copy(HERE / "scripts" / f"{script}.py", folder / "train.py")
         done = Launcher(folder).run("-W", "ignore", *words, "train.py")
         assert done.returncode == 0, done.stderr
         assert "runs whole" not in done.stderr
