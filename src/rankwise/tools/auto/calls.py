@@ -260,17 +260,17 @@ class SplitCalls:
         """Run a call whole, and try copies of the module on rows; return its outputs, and whether it drew numbers."""
         copies, given = self._copies(call, len(batches))
         whole_run = self._run_whole(call, can_be_copied=bool(copies))
-        tries = list(zip(batches, copies, strict=False)) if whole_run.reason is None else []
         reasons: list[str] = []
-        for batch, copy in tries:
-            failed, outputs = self._tried(call, copy, batch, given, whole_run)
+        # A reason may hold on some ranks only, as that of the one that prints: all ranks agree equally often.
+        for number, batch in enumerate(batches):
+            failed, outputs = whole_run.reason, ()
+            if failed is None:
+                failed, outputs = self._tried(call, copies[number], batch, given, whole_run)
             answers = list(filter(None, agreed(self._exchange, call.name, failed, whole_run.facts)))
             if not answers:
                 kind.batch, kind.outputs = batch, outputs
                 return whole_run.result, whole_run.is_random
             reasons.append(answers[0])
-        if not tries:
-            reasons = list(filter(None, agreed(self._exchange, call.name, whole_run.reason, whole_run.facts)))
         if kind.num_split and reasons[0].startswith(WRONG_VALUES):
             raise _no_longer(call, reasons[0])
         # What is set once, as a cache, is not set in the second call.
