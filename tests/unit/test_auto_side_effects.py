@@ -37,6 +37,7 @@ class Net(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.meter = Meter()
         self.sizes: list[int] = []
+        self.words = {"one", "two"}
         self.last: deque[torch.Tensor] = deque([torch.zeros(2)])
         self.draws = random.Random(0)
         self.temperature = 1.0
@@ -49,6 +50,7 @@ def _count_in_class() -> None:
 
 CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "list": (lambda net: net.sizes.append(3), ".sizes"),
+    "set": (lambda net: net.words.add("three"), ".words"),
     "object": (lambda net: setattr(net.meter, "total", 4), ".meter.total"),
     "class": (lambda _: _count_in_class(), "Net.num_seen"),
     "float": (lambda net: setattr(net, "temperature", 0.5), ".temperature"),
@@ -95,3 +97,10 @@ def test_output_and_hooks_are_noted() -> None:
             action()
         assert (effects.found or "").startswith(expected or "")
         assert (effects.found is None) == (expected is None)
+
+
+def test_each_of_many_sets_is_looked_at() -> None:
+    net = Net()
+    net.sizes = [{number} for number in range(500)]  # type: ignore[misc]
+    state = python_state(net)
+    assert [number for number in range(500) if f".sizes[{number}]" not in state] == []

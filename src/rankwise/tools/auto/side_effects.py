@@ -166,7 +166,7 @@ def _within(value: object) -> Iterable[tuple[str, object]]:
         if len(value) <= LARGEST:
             yield from ((f"[{number}]", inner) for number, inner in enumerate(list(value)))
     elif isinstance(value, set | frozenset):
-        yield "", sorted(map(repr, value)) if len(value) <= LARGEST else len(value)
+        yield "", repr(sorted(map(repr, value))) if len(value) <= LARGEST else len(value)
     elif _is_of_user(type(value)) and not isinstance(value, nn.Module | type | ModuleType):
         yield from ((f".{key}", inner) for key, inner in list(getattr(value, "__dict__", {}).items()))
 
