@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -33,7 +34,6 @@ from rankwise.tools.replacing import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-    from contextlib import AbstractContextManager
 
     from rankwise.comm.backends.protocol import Exchange
 
@@ -51,6 +51,9 @@ CHANGES_FILES = (
     "utime",
 )
 """Functions of ``os`` that rank zero calls for all."""
+_MOVES = ("rename", "replace")
+_TEMPORARY = ("tempfile.mkstemp", "tempfile.mkdtemp")
+"""Audit events of Python."""
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 _LOCKS = (".lock", ".lck")
 _CHECKSUM_BYTES = 4
@@ -65,16 +68,31 @@ class RankZeroFiles:
         self._is_inside = False
         self._open = builtins.open
         self._num_changes = 0
+        self._temporary: set[str] = set()
+        """Files and folders that ``tempfile`` has named."""
 
-    def replacing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def replacing(self) -> Generator[None]:
         """Change files on rank zero alone inside the block."""
-        return replaced(
-            (os, CHANGES_FILES, self._once),
-            (torch, ["save"], self._once_saved),
-            (builtins, ["open"], lambda _: self._opened),
-            (io, ["open"], lambda _: self._opened),
-            (np, ["savetxt"], _through_open),
-        )
+        is_over = False
+
+        def look(event: str, args: tuple[object, ...]) -> None:
+            # An audit hook stays until the process ends.
+            if event in _TEMPORARY and not is_over and isinstance(args[0], str | bytes):
+                self._temporary.add(os.path.realpath(os.fsdecode(args[0])))
+
+        sys.addaudithook(look)
+        try:
+            with replaced(
+                (os, CHANGES_FILES, self._once),
+                (torch, ["save"], self._once_saved),
+                (builtins, ["open"], lambda _: self._opened),
+                (io, ["open"], lambda _: self._opened),
+                (np, ["savetxt"], _through_open),
+            ):
+                yield
+        finally:
+            is_over = True
 
     def num_changes(self) -> int:
         """Return how often the script has changed files."""
@@ -83,9 +101,21 @@ class RankZeroFiles:
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
             folder = next((kwargs[name] for name in ("dir_fd", "src_dir_fd") if kwargs.get(name) is not None), None)
-            if not self._counts(path) or not self._is_one_file(path, function.__name__, folder):
+            name = function.__name__
+            if not self._counts(path):
                 return function(path, *args, **kwargs)
-            return self._by_rank_zero(lambda: function(path, *args, **kwargs))
+            if self._is_one_file(path, name, folder):
+                return self._by_rank_zero(lambda: function(path, *args, **kwargs))
+            target = args[0] if args else kwargs.get("dst")
+            if name not in _MOVES or not self._counts(target) or not self._is_one_file(target, name):
+                return function(path, *args, **kwargs)
+            # A temporary file that becomes one of the script's.
+            self._by_rank_zero(lambda: function(path, *args, **kwargs))
+            if self._exchange.rank != 0:
+                with self._alone():
+                    shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+            self._exchange.barrier("removing temporary files")
+            return None
 
         return call
 
@@ -165,20 +195,26 @@ class RankZeroFiles:
             name = os.path.join(os.path.realpath(f"/proc/self/fd/{folder}"), os.fsdecode(path))  # noqa: PTH118 - as text
         own = name.encode(errors="surrogateescape")
         # Names may be longer than a note.
-        short = zlib.crc32(own).to_bytes(_CHECKSUM_BYTES, "little") + own[: NOTE_BYTES - _CHECKSUM_BYTES]
-        notes = self._exchange.gather_notes(short, what=words)
+        head = zlib.crc32(own).to_bytes(_CHECKSUM_BYTES, "little") + bytes([self._is_temporary(name)])
+        notes = self._exchange.gather_notes(head + own[: NOTE_BYTES - len(head)], what=words)
         if len(set(notes)) == 1:
             return True
-        names = {rank: note[_CHECKSUM_BYTES:].rstrip(b"\0").decode(errors="replace") for rank, note in enumerate(notes)}
-        temporary = os.path.realpath(tempfile.gettempdir())
-        if all(one.startswith(temporary) and not one.startswith(str(Path.cwd())) for one in names.values()):
+        if all(note[_CHECKSUM_BYTES] for note in notes):
             return False
+        names = {rank: note[len(head) :].rstrip(b"\0").decode(errors="replace") for rank, note in enumerate(notes)}
         raise ConfigurationError(
             f"{words} names different files on different ranks, which all run the whole script.",
             where=words_of(user_call_site()),
             evidence=fold_values(names),
             do="put neither the time nor the process nor unseeded numbers into the name; pass it as an argument",
         )
+
+    def _is_temporary(self, name: str) -> bool:
+        """Return whether a file is one of this rank's own: it need not have the same name on other ranks."""
+        folder = os.path.realpath(tempfile.gettempdir())
+        if name.startswith(folder) and not name.startswith(str(Path.cwd())):
+            return True
+        return any(str(one) in self._temporary for one in (Path(name), *Path(name).parents))
 
     def _by_rank_zero(self, action: Callable[[], Any], *, keeps: bool = False) -> Any:  # noqa: ANN401 - the action's own
         """Return what an action returns on rank zero, or raise what it raises there. Called by: every rank."""
