@@ -58,6 +58,7 @@ PARTLY_WHOLE = {
     "gpt_with_loss",
     "graph_scatter",
     "history_on_model",
+    "jit_saved",
     "jit_scripted",
     "jit_traced",
     "last_batch_of_one",

@@ -17,6 +17,8 @@ import tempfile
 import threading
 import zlib
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -85,7 +87,7 @@ class RankZeroFiles:
         try:
             with replaced(
                 (os, CHANGES_FILES, self._once),
-                (torch, ["save"], self._once_saved),
+                *((owner, [name], self._once_saved) for owner, name in _savers()),
                 (builtins, ["open"], lambda _: self._opened),
                 (io, ["open"], lambda _: self._opened),
                 (np, ["savetxt"], _through_open),
@@ -120,11 +122,12 @@ class RankZeroFiles:
         return call
 
     def _once_saved(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        def call(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's own
-            if not self._counts(f) or not self._is_one_file(f, "torch.save"):
-                save(obj, f, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the function
+            file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            if not self._counts(file) or not self._is_one_file(file, save.__name__):
+                save(*args, **kwargs)
             else:
-                self._by_rank_zero(lambda: save(obj, f, *args, **kwargs))
+                self._by_rank_zero(lambda: save(*args, **kwargs))
 
         return call
 
@@ -235,6 +238,20 @@ class RankZeroFiles:
     def _meet(self) -> None:
         if os.getpid() == self._process and current_or_none() is not None:
             self._exchange.barrier("closing a file")
+
+
+def _savers() -> list[tuple[object, str]]:
+    """Return the functions that take what is saved and a file, and write it by other ways than ``open``."""
+    found: list[tuple[object, str]] = [
+        (torch, "save"),
+        (torch.jit, "save"),
+        (torch.jit.RecursiveScriptModule, "save"),
+        (torch.export, "save"),
+    ]
+    # Scripts import functions of it by name, so it is imported before them.
+    if find_spec("safetensors") is not None:
+        found.append((import_module("safetensors.torch"), "save_file"))
+    return found
 
 
 def _through_open(savetxt: Callable[..., None]) -> Callable[..., None]:
