@@ -23,6 +23,7 @@ CORRECT = [
     ("ddp", "dropout, seeded by rank"),
     ("all_reduce", "all_reduce"),
     ("with_accelerate", "with_accelerate"),
+    ("with_horovod", "with_horovod"),
 ]
 MISTAKES = [
     ("rankwise_mlp", "stop after a rank's own loss"),
@@ -31,6 +32,7 @@ MISTAKES = [
     ("ddp", "equal augmentations in workers"),
     ("all_reduce", "mean of means"),
     ("with_accelerate", "not seeded"),
+    ("with_horovod", "gradients added up"),
 ]
 
 
