@@ -204,6 +204,7 @@ class OperationQueue:
             return self._follow_log(self.log, mode, waited_for)
         requests = tuple(operation.request for operation in self.pending.values())
         modes, is_same, notes = self._glance(requests, mode)
+        self._note_joined(modes)
         error = None
         if is_same and notes:
             operation = self.pending.pop(requests[0].key)
@@ -217,7 +218,6 @@ class OperationQueue:
             decisions = decide(states, self._ranks_of_set())
             if not decisions and POLLS not in modes:
                 error = stalled(dict(enumerate(states)), self._ranks_of_set(), range(len(states)))
-        self._note_joined(modes)
         self._carry_out(decisions)
         if set(modes) == {HAS_JOINED}:
             self._end_join()
