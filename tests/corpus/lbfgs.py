@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Goes on with waves: a cell reads one value at a time, then its own guesses; LBFGS calls it several times per step."""
+"""Continues waves: a cell reads one value at a time, then its own guesses; LBFGS calls it several times per step."""
 import numpy
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains two epochs, and then, as another start of the same script would, goes on from the file it has written."""
+"""Trains two epochs, and then, as another start of the same script would, continues from the file that it wrote."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def train_until(last, points, inside):
             parts[name].load_state_dict(state)
     else:
         FILE.parent.mkdir()
-    print("goes on after", done, "epochs")
+    print("continues after", done, "epochs")
     while done < last:
         for rows in torch.randperm(len(points)).chunk(5):
             loss = nn.functional.cross_entropy(parts["net"](points[rows]), inside[rows])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rate falls and starts anew; the weights at the end of each fall are kept, and vote together."""
+"""The rate falls and restarts; the weights at the end of each fall are kept, and vote together."""
 
 import copy
 import math

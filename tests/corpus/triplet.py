@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A point shall lie nearer to one of its kind than to one of another kind, both drawn by numpy when it is read."""
+"""A point must lie nearer to one of its kind than to one of another kind, both drawn by numpy when it is read."""
 
 import numpy as np
 import torch

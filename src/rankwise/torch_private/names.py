@@ -23,6 +23,7 @@ NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "call the hooks around one's own",
     # compiler
     "torch._disable_dynamo": "torch.compiler.disable without importing the compiler",
+    "torch.autograd.forward_ad._current_level": "whether forward mode is on",
     "torch._C._functorch.peek_interpreter_stack": "whether a transform of torch.func is running",
     "torch._dynamo": "whether the compiler is imported; import it before ranks are forked",
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "the module that torch.compile wrapped",
@@ -34,7 +35,6 @@ NAMES = {
     "torch._foreach_sub_": "subtract many tensors in one call",
     "torch._foreach_mul_": "multiply many tensors in one call",
     "torch._foreach_div_": "divide many tensors in one call",
-    "torch.autograd.forward_ad._current_level": "whether forward mode is on",
     "torch.autograd.graph.Node._input_metadata": "shapes of the outputs of a node of the graph",
     "torch.autograd.Function._forward_cls": "whether the backward of a node is written in Python",
     "torch.autograd.graph.Node._saved_reduction": "whether a loss function takes a mean or a sum",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A classifier and a language model of transformers: attention masks, a loss inside the model, warm-up, generation."""
+"""A classifier and a language model of transformers: masks, a loss inside the model, warm-up, greedy decoding."""
 
 import torch
 from transformers import (

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 """Of handles: those of a world that has been left must not be valid in the next."""
 _log_numbers = itertools.count(1)
-# Different texts: after an interrupt, ranks must not take one exchange for the other.
 _REPORT = struct.Struct("<qq")
 """A digest of what a rank has pending, and why it waits."""
+# Different texts: after an interrupt, ranks must not take one exchange for the other.
 _AT_A_GLANCE = "rankwise.compat.horovod, at a glance: what each rank has pending"
 _IN_FULL = "rankwise.compat.horovod: what each rank has pending"
 
