@@ -168,7 +168,11 @@ def started(command: Command, snippets: Sequence[Snippet], side: int) -> Started
     for snippet in snippets:
         place = folder / str(snippet.number)
         place.mkdir(parents=True)
-        parts = (snippet.setup, textwrap.dedent(snippet.sides[side]), snippet.check, AFTERWARDS)
+        # A rank that closes Gloo's group before the others have connected breaks their connection.
+        code = textwrap.dedent(snippet.sides[side]).replace(
+            "\ndist.destroy_process", "\ndist.barrier()\ndist.destroy_process"
+        )
+        parts = (snippet.setup, code, snippet.check, AFTERWARDS)
         (place / "train.py").write_text("\n".join(parts), encoding="utf-8")
     numbers = str([snippet.number for snippet in snippets])
     ports = free_ports(len(snippets))
