@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from rankwise.comm.backends.engine import Until
-from rankwise.comm.backends.reducing import weighted_sum_into
 from rankwise.comm.backends.shared_channel import HEADER, SharedChannel
 from rankwise.comm.backends.torch_group import REDUCE_OPS, handle_of
 
@@ -120,19 +119,19 @@ class TwoLevelChannel(SharedChannel):
     def _add_up(self, round_: int) -> Generator[Awaited]:
         headers = [HEADER.unpack_from(header) for header in self._headers]
         if self._own_slices:
-            own = self._sums[self._rank]
-            weighted_sum_into(own, self._own_slices, [1.0 if share else 0.0 for share, _, _ in headers])
-            sent = [own]
-            if self._rank == 0:
-                self._tail[0] = sum(weight for _, weight, _ in headers)
-                if self._all_flags:
-                    self._tail[1:] = torch.frombuffer(bytearray(self._flags_of_host()), dtype=torch.uint8)
-                sent.append(self._tail)
-            yield from self._cross_host.all_reduce_(self._turn, sent)
+            # Every owner sends the weights: it divides its slice by their sum.
+            tail = self._tail if self._rank == 0 else torch.empty_like(self._tail)
+            self._sum_own([1.0 if share else 0.0 for share, _, _ in headers])
+            tail[0] = sum(weight for _, weight, _ in headers)
+            if self._all_flags:
+                tail[1:] = torch.frombuffer(bytearray(self._flags_of_host()), dtype=torch.uint8)
+            yield from self._cross_host.all_reduce_(self._turn, [self._own_sums, tail])
+            total = tail[0].item()
+            scale = self._world_size / total if total > 0 else 0.0
+            if scale != 1.0:
+                self._own_sums.mul_(scale)
         self._reduced.post(round_)
         yield Until(self._reduced, round_)
         self._total = self._tail[0].item()
         self._flags = (self._tail[1:] > 0).to(torch.uint8).numpy().tobytes()
-        scale = self._world_size / self._total if self._total > 0 else 0.0
-        for target, reduced in zip(self._result_slices, self._sums, strict=True):
-            torch.mul(reduced, scale, out=target)
+        self._take_result()

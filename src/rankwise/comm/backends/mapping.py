@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from rankwise.comm.backends.gather_text import gather_texts
+from rankwise.comm.backends.private_view import PrivateView, can_see_writes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,8 @@ class Mapping:
         self.words = memoryview(self._memory).cast("q")
         """All of it as 64-bit integers."""
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.private = PrivateView(descriptor, num_bytes) if can_see_writes() else None
+        """The same memory, where this process can write without the others seeing it."""
 
     @classmethod
     def create(cls, num_bytes: int) -> Self:

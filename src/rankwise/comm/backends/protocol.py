@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ class BucketChannel(Protocol):
     body: torch.Tensor
     """[num_elements], this rank's contribution. Written between ``claim`` and ``start``."""
     result: torch.Tensor
-    """[num_elements], the mean. Valid from ``finish`` to the next ``claim``."""
+    """[num_elements], the mean. Valid from ``finish``, which may replace it, to the next ``claim``."""
 
     def can_claim(self) -> bool:
         """Return whether ``claim`` and ``start`` would return at once."""
@@ -82,6 +82,26 @@ class BucketChannel(Protocol):
 
     def is_flag_set(self, flag: int) -> bool:
         """Return whether any rank has set a flag, after ``finish``."""
+        ...
+
+
+Piece = tuple[int, "torch.Tensor", float]
+"""A part of what a rank contributes: its first element in the body, a tensor [n], and the factor for it."""
+
+
+@runtime_checkable
+class TakesOwnPart(Protocol):
+    """A channel of which a part of the body is only read by this rank."""
+
+    own: slice
+    """The elements of that part."""
+
+    def contribute(self, pieces: Sequence[Piece]) -> None:
+        """Use tensors for that part in the next step, in place of what ``body`` holds there.
+
+        Args:
+            pieces: all of the part, in order. They may not change before ``finish``.
+        """
         ...
 
 

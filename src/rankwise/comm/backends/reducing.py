@@ -65,6 +65,13 @@ def weighted_sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor], factors:
         piece[0].copy_(wide[0])
 
 
+def add_own(out: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, factor: float) -> None:
+    """Write the sum of ``parts``, at least one, and ``factor * own`` into ``out``, in one pass for one part."""
+    torch.add(parts[0], own, alpha=factor, out=out)
+    for part in parts[1:]:
+        out.add_(part)
+
+
 def _weighted_sum(out: torch.Tensor, parts: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
     first = factors[0]
     if all(factor == first for factor in factors):

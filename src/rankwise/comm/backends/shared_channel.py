@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A channel for gradients through the memory of one host.
 
-Every rank's body lies where all can read it. Two ranks each sum both bodies; more ranks each sum a slice, and copy
-the slices of the others. Every element is summed in rank order. Legend: L ranks of the host, n elements.
+Every rank's body lies where all can read it. Each rank sums a slice of all bodies into memory that all ranks see: the
+result is a private view of it. A rank that writes into its result, as clipping does, has the result copied into memory
+of its own from then on: a copy costs less than the kernel's copies of single pages. A rank need not
+write its own slice: it adds its gradients to the bodies of the others. Legend: L ranks of the host, n elements.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import torch
 
 from rankwise.comm.backends.engine import Counters, Operation, Until
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
-from rankwise.comm.backends.reducing import weighted_sum_into
+from rankwise.comm.backends.reducing import add_own, weighted_sum_into
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from rankwise.comm.backends.engine import Awaited, Engine
     from rankwise.comm.backends.mapping import Mapping
-    from rankwise.comm.backends.protocol import ChannelSize
+    from rankwise.comm.backends.private_view import ViewPart
+    from rankwise.comm.backends.protocol import ChannelSize, Piece
     from rankwise.health.flight_recorder import Ticket
 
 ARENA_BYTES = 2**26
@@ -42,24 +45,27 @@ class ChannelLayout:
         self.size = size
         self.num_ranks = num_ranks
         self.body_bytes = rounded_up(size.num_elements * size.dtype.itemsize, LINE_BYTES)
+        """The part of the arena that mostly one rank writes."""
+        self.is_large = self.body_bytes > SMALL_BYTES
         if num_slices is None:
-            alone = num_ranks == 2 or self.body_bytes <= SMALL_BYTES  # noqa: PLR2004 - a pair
-            num_slices = 0 if alone else num_ranks
+            num_slices = num_ranks if self.is_large else 0
         self.num_slices = num_slices
-        self._slice_elements = -(-size.num_elements // max(num_slices, 1))
-        slice_bytes = rounded_up(self._slice_elements * size.dtype.itemsize, LINE_BYTES) if num_slices else 0
-        self.bytes_per_rank = self.body_bytes + slice_bytes
-        """The parts that mostly one rank writes: its body, and the sum of its slice."""
+        slice_bytes = -(-size.num_elements // max(num_slices, 1)) * size.dtype.itemsize
+        self._slice_elements = rounded_up(slice_bytes, LINE_BYTES) // size.dtype.itemsize
+        self.sum_bytes = rounded_up(self.body_bytes, PAGE_BYTES) if num_slices else 0
         self._header_bytes = rounded_up(HEADER.size + size.num_flags, LINE_BYTES)
         self.control_bytes = num_ranks * (3 * LINE_BYTES + self._header_bytes) + rounded_up(
             8 * (1 + size.num_flags), LINE_BYTES
         )
         self._control = 0
         self._bodies: list[int] = []
+        self.sums = 0
+        """Where the sums of all slices start, one after the other, on a page of their own."""
 
-    def put(self, control: int, bodies: Sequence[int]) -> None:
-        """Set where the control part starts, and the body of each rank."""
+    def put(self, control: int, sums: int, bodies: Sequence[int]) -> None:
+        """Set where the control part starts, the sums, and the body of each rank."""
         self._control = control
+        self.sums = sums
         self._bodies = list(bodies)
 
     def counters(self, number: int) -> int:
@@ -79,9 +85,11 @@ class ChannelLayout:
         """Return where the body of ``rank`` starts."""
         return self._bodies[rank]
 
-    def sum_of_slice(self, rank: int) -> int:
-        """Return where the sum of the slice of ``rank`` starts."""
-        return self._bodies[rank] + self.body_bytes
+    def own_sums(self, rank: int) -> tuple[int, int]:
+        """Return the start and length of the sums that ``rank`` writes."""
+        low, high = self.bounds(rank) if rank < self.num_slices else (0, 0)
+        itemsize = self.size.dtype.itemsize
+        return self.sums + low * itemsize, (high - low) * itemsize
 
     def bounds(self, slice_: int) -> tuple[int, int]:
         """Return the first element of a slice, and the first after it."""
@@ -92,7 +100,7 @@ class ChannelLayout:
         """Return whether the bodies share memory. A channel overlaps itself."""
         if other is self:
             return True
-        end = min(layout.body(0) + layout.bytes_per_rank for layout in (self, other))
+        end = min(layout.body(0) + layout.body_bytes for layout in (self, other))
         return max(self.body(0), other.body(0)) < end
 
 
@@ -105,17 +113,19 @@ def lay_out(layouts: Sequence[ChannelLayout], start: int) -> tuple[int, int]:
     Returns:
         Where the arenas start, and the size of one rank's.
     """
-    largest = max(layout.bytes_per_rank for layout in layouts)
-    total = sum(layout.bytes_per_rank for layout in layouts)
+    largest = max(layout.body_bytes for layout in layouts)
+    total = sum(layout.body_bytes for layout in layouts)
     arena_bytes = rounded_up(min(total, max(ARENA_BYTES, 2 * largest)), PAGE_BYTES)
-    arenas = rounded_up(start + sum(layout.control_bytes for layout in layouts), PAGE_BYTES)
+    sums = rounded_up(start + sum(layout.control_bytes for layout in layouts), PAGE_BYTES)
+    arenas = sums + sum(layout.sum_bytes for layout in layouts)
     control, offset = start, 0
     for layout in layouts:
-        if offset + layout.bytes_per_rank > arena_bytes:
+        if offset + layout.body_bytes > arena_bytes:
             offset = 0
-        layout.put(control, [arenas + rank * arena_bytes + offset for rank in range(layout.num_ranks)])
+        layout.put(control, sums, [arenas + rank * arena_bytes + offset for rank in range(layout.num_ranks)])
         control += layout.control_bytes
-        offset += layout.bytes_per_rank
+        sums += layout.sum_bytes
+        offset += layout.body_bytes
     return arenas, arena_bytes
 
 
@@ -140,13 +150,18 @@ class SharedChannel:
         ]
         self.body = self._bodies[rank]
         self.result = torch.zeros(size.num_elements, dtype=size.dtype)
-        bounds = [layout.bounds(slice_) for slice_ in range(layout.num_slices)]
-        self._result_slices = [self.result[low:high] for low, high in bounds]
-        self._sums = [
-            mapping.tensor(layout.sum_of_slice(slice_), [high - low], size.dtype)
-            for slice_, (low, high) in enumerate(bounds)
-        ]
-        self._own_slices = [body[slice(*bounds[rank])] for body in self._bodies] if rank < len(bounds) else []
+        self._view: ViewPart | None = None
+        """Where the result is seen, unless this rank has memory of its own for it."""
+        if mapping.private is not None and layout.num_slices and layout.is_large:
+            self._view = mapping.private.part(layout.sums, self.result.nbytes)
+            self.result = mapping.private.tensor(layout.sums, [size.num_elements], size.dtype)
+        self._num_slices = layout.num_slices
+        self._sums = mapping.tensor(layout.sums, [size.num_elements if layout.num_slices else 0], size.dtype)
+        low, high = layout.bounds(rank) if rank < layout.num_slices else (0, 0)
+        self._own_sums = self._sums[low:high]
+        self._own_slices = [body[low:high] for body in self._bodies] if rank < layout.num_slices else []
+        self.own = slice(low, high)
+        self._pieces: Sequence[Piece] = ()
         self._all_flags = b"\1" * size.num_flags
         self._flags = self._all_flags
         self._round = 0
@@ -189,6 +204,10 @@ class SharedChannel:
         """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
         return share / len(self._bodies)
 
+    def contribute(self, pieces: Sequence[Piece]) -> None:
+        """Use tensors for the own part of the body, which is only read by this rank: it need not be written."""
+        self._pieces = pieces
+
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Publish the body, and advance as far as possible without waiting."""
         self._ticket = self._engine.detector.ticket(self._what, self._exchange_id)
@@ -227,14 +246,43 @@ class SharedChannel:
         factors = [scale if share else 0.0 for share, _, _ in headers]
         self._flags = self._all_flags if not any(absent for _, _, absent in headers) else self._flags_of_host()
         self._total = total
-        if not self._sums:
+        if not self._num_slices:
             weighted_sum_into(self.result, self._bodies, factors)
             return
-        weighted_sum_into(self._sums[self._rank], self._own_slices, factors)
+        if self._own_slices:
+            self._sum_own(factors)
         self._reduced.post(round_)
         yield Until(self._reduced, round_)
-        for target, reduced in zip(self._result_slices, self._sums, strict=True):
-            target.copy_(reduced)
+        self._take_result()
+
+    def _sum_own(self, factors: Sequence[float]) -> None:
+        """Add up this rank's slice."""
+        pieces, self._pieces = self._pieces, ()
+        if not pieces or not factors[self._rank]:
+            weighted_sum_into(self._own_sums, self._own_slices, factors)
+            return
+        others = [part for other, part in enumerate(self._own_slices) if other != self._rank and factors[other]]
+        low = self.own.start
+        for start, tensor, factor in pieces:
+            where = slice(start - low, start - low + len(tensor))
+            if others:
+                add_own(self._own_sums[where], [part[where] for part in others], tensor, factor)
+            else:
+                torch.mul(tensor, factor, out=self._own_sums[where])
+        # Those that are not left out are the same.
+        if factors[self._rank] != 1.0:
+            self._own_sums.mul_(factors[self._rank])
+
+    def _take_result(self) -> None:
+        """Show the sums of all slices in the result."""
+        view = self._view
+        if view is not None:
+            if not view.written_pages().size:
+                return
+            view.forget()
+            self._view = None
+            self.result = torch.empty_like(self._sums)
+        self.result.copy_(self._sums)
 
     def _flags_of_host(self) -> bytes:
         flags = 0

@@ -16,6 +16,7 @@ import torch
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
 from rankwise.comm.backends.hierarchical import CrossHostGroup, TwoLevelChannel
 from rankwise.comm.backends.mapping import PAGE_BYTES, open_together, rounded_up
+from rankwise.comm.backends.meeting import HostMemory
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.reducing import can_reduce
 from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, lay_out
@@ -218,8 +219,9 @@ class SharedMemory:
         layouts = [ChannelLayout(size, len(host_map.ranks), num_slices) for size in sizes]
         arenas, arena_bytes = lay_out(layouts, PAGE_BYTES)
         end = arenas + len(host_map.ranks) * arena_bytes
-        own_part = (arenas + host_map.local_rank * arena_bytes, arena_bytes)
-        mapping, reasons = open_together(self, rounded_up(end, PAGE_BYTES), [own_part], first=host_map.ranks[0])
+        own_parts = [(arenas + host_map.local_rank * arena_bytes, arena_bytes)]
+        own_parts += [layout.own_sums(host_map.local_rank) for layout in layouts]
+        mapping, reasons = open_together(self, rounded_up(end, PAGE_BYTES), own_parts, first=host_map.ranks[0])
         if mapping is None:
             warn(f"gradients go through Gloo: no shared memory of {end / 2**20:.0f} MiB\n{fold_values(reasons)}")
             return self._torch_group.dup().channels(sizes, what)
@@ -242,6 +244,32 @@ class SharedMemory:
             cross_host=self._cross_host,
             world_size=self.world_size,
         )
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, by their numbers in this exchange."""
+        return self._host_map.hosts
+
+    def host_memory(
+        self, num_bytes: int, own_parts: Sequence[tuple[int, int]]
+    ) -> tuple[HostMemory | None, dict[int, str]]:
+        """Open memory for the ranks of each host, all zero but for its first page.
+
+        Called by: every rank, with the same ``num_bytes`` on the ranks of one host.
+
+        Args:
+            num_bytes: all of it; the first page is not for the caller.
+            own_parts: starts and lengths of the parts that mostly this rank writes.
+
+        Returns:
+            The memory, or ``None`` on every rank, with the reasons of those that could not open it.
+        """
+        host_map = self._host_map
+        mapping, reasons = open_together(self, rounded_up(num_bytes, PAGE_BYTES), own_parts, first=host_map.ranks[0])
+        if mapping is None:
+            return None, reasons
+        ranks = [self._torch_group.world_ranks[rank] for rank in host_map.ranks]
+        return HostMemory(mapping, self._engine, host_map.local_rank, ranks, self._exchange_id), {}
 
     def close(self) -> None:
         """Release the handles of the other ranks' processes."""
