@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from functools import cache
@@ -51,6 +52,31 @@ def _gradients(world: rw.World) -> list[torch.Tensor]:
     return found
 
 
+def _trained(world: rw.World) -> list[torch.Tensor]:
+    """Train with one copy per host, and alone on the whole batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 300), nn.Tanh(), nn.Linear(300, 60)).double()
+    alone = copy.deepcopy(model)
+    rw.replicate(model, one_copy_per_host=True)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, alone)]
+    for size in (11, 7, 5, 13):
+        batch = torch.randn(size, 60, dtype=torch.float64)
+        for one, x in ((model, batch.tensor_split(world.world_size)[world.rank]), (alone, batch)):
+            one.zero_grad()
+            (one(x) - 1).square().mean().backward()
+            nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+    found = list(model.parameters())
+    for optimizer, one in zip(optimizers, (model, alone), strict=True):
+        assert len(optimizer.state) == len(list(one.parameters()))
+    found += [optimizers[0].state[one]["exp_avg"] for one in model.parameters()]
+    expected = [*alone.parameters(), *(optimizers[1].state[one]["exp_avg"] for one in alone.parameters())]
+    for got, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-9, atol=1e-12)
+    return [one.detach().clone() for one in found]
+
+
 def _means(world: rw.World) -> list[torch.Tensor]:
     """Values that are sent on channels without flags."""
     exchange = current().exchange
@@ -94,7 +120,7 @@ def main() -> None:
     """Send everything, and say what came."""
     with rw.join() as world:
         digest = hashlib.sha256()
-        found = [*_reductions(world), *_gradients(world), *_means(world), *_parts(world)]
+        found = [*_reductions(world), *_gradients(world), *_trained(world), *_means(world), *_parts(world)]
         for tensor in found:
             digest.update(tensor.view(torch.uint8).numpy().tobytes())
         how = type(current().exchange).__name__

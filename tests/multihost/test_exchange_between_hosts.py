@@ -32,7 +32,7 @@ def test_large_tensors_and_gradients_are_the_same_bits_on_every_host_and_in_ever
             found.append(json.loads(ended.stdout))
     assert all(one == found[0] for one in found)
     assert found[0]["how"] == "SharedMemory"
-    assert found[0]["number"] == 12 + 4 * (2 + 4 + 4) + 2 + 1
+    assert found[0]["number"] == 12 + 4 * (2 + 4 + 4) + 8 + 2 + 1
 
 
 def test_the_choice_is_logged_in_one_line(hosts: Hosts) -> None:

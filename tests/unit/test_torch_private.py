@@ -41,6 +41,7 @@ from rankwise.torch_private import (
     pipelining,
     rendezvous,
     saving,
+    step_hooks,
     tensors,
     tree,
 )
@@ -584,6 +585,20 @@ def check_recurrent() -> None:
 
 
 # -- optimizers ----------------------------------------------------------------------------------------
+
+
+@canary("torch.optim.Optimizer._optimizer_step_pre_hooks", "torch.optim.Optimizer._optimizer_step_post_hooks")
+def check_step_hooks() -> None:
+    weight = leaf(2)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    order: list[str] = []
+    before = optimizer.register_step_pre_hook(lambda *_: order.append("own before"))
+    optimizer.register_step_pre_hook(lambda *_: order.append("before"))
+    optimizer.register_step_post_hook(lambda *_: order.append("after"))
+    after = optimizer.register_step_post_hook(lambda *_: order.append("own after"))
+    step_hooks.put_innermost(optimizer, before, after)
+    optimizer.step()
+    assert order == ["before", "own before", "own after", "after"]
 
 
 @canary("torch.optim.Optimizer._opt_called", "torch.optim.Optimizer.step._wrapped_by_lr_sched")

@@ -23,13 +23,14 @@ from rankwise.parallel.core.own_hooks import OwnHook, leave_out_of_copies
 from rankwise.parallel.core.same_model import broadcast_model, check_same_model
 from rankwise.parallel.core.strategy_registry import check_split, check_unregistered, is_placed, register
 from rankwise.parallel.loss.hooks import check_weight_function, subscribe
+from rankwise.parallel.one_copy.choice import share_parameters
 from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.scope import check_randomness
 from rankwise.parallel.state_guard.guard import StateGuard, shared_statistics
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import nn
@@ -49,6 +50,7 @@ def replicate(
     weight: Callable[..., float | torch.Tensor] | None = None,
     compress: str | Method | None = None,
     randomness: Randomness = "counter",
+    one_copy_per_host: bool | None = None,
 ) -> M:
     """Train ``model`` data parallel, in place: after ``loss.backward()`` gradients are global means.
 
@@ -84,6 +86,8 @@ def replicate(
             number of ranks, each rank computing its rows alone; ``"torch"``: the numbers that torch draws for the whole
             batch on one device, which every rank computes; ``"per_rank"``: independent numbers on each rank, so that
             the result depends on the number of ranks as on a seed.
+        one_copy_per_host: whether the ranks of a host share one copy of the parameters and of the optimizer's state on
+            the CPU, each updating a part of them: ``docs/one-copy-per-host.md``. ``None``: where it is possible.
 
     Returns:
         ``model`` itself.
@@ -105,17 +109,7 @@ def replicate(
     check_randomness(randomness, "replicate")
     named = dict(model.named_parameters())  # each tied parameter once
     names, parameters = list(named), list(named.values())
-    meta = next((name for name, p in named.items() if p.is_meta), None)
-    if meta is not None:
-        raise ConfigurationError(
-            f"{meta} is on the meta device: the model has no values yet.",
-            do="call model.to_empty(device=world.device) and rankwise.load_weights(path, model) first",
-        )
-    if not any(p.requires_grad for p in parameters):
-        raise ConfigurationError(
-            "The model has no parameter that needs a gradient.",
-            do="call replicate() on the model that is trained; a frozen model needs none",
-        )
+    _check_trainable(named)
     if isinstance(method, Int8 | TopK) and any(own_part(p) is not p for p in parameters):
         raise ConfigurationError(
             f"The layers that tensor_parallel() copies would diverge with compress={compress!r}.",
@@ -128,10 +122,7 @@ def replicate(
     exchange = session.exchange if session.axes is None else _exchange_of(session.axes)
     group = None
     if exchange is not None:
-        check_same_model(model)
-        words = "pass the same {}= on every rank"
-        same_on_all_ranks("compress", str(method), do=words.format("compress"), error=ConfigurationError)
-        same_on_all_ranks("randomness", randomness, do=words.format("randomness"), error=ConfigurationError)
+        _check_same(model, method, randomness)
         broadcast_model(model, exchange)
         group = exchange.dup()
     sync = GradientSync(names, parameters, group, type(model).__name__, method)
@@ -141,6 +132,8 @@ def replicate(
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     buffers = None
     if exchange is not None:
+        obstacle = _obstacle(model, method, session.axes)
+        share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
         if sync_batchnorm:
             synchronise_batchnorm(model, sync, exchange)
         elif norms := unsynchronised_batchnorms(model):
@@ -160,6 +153,38 @@ def replicate(
     draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)
     return model
+
+
+def _check_trainable(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise unless parameters have values, and some need gradients."""
+    meta = next((name for name, p in named.items() if p.is_meta), None)
+    if meta is not None:
+        raise ConfigurationError(
+            f"{meta} is on the meta device: the model has no values yet.",
+            do="call model.to_empty(device=world.device) and rankwise.load_weights(path, model) first",
+        )
+    if not any(p.requires_grad for p in named.values()):
+        raise ConfigurationError(
+            "The model has no parameter that needs a gradient.",
+            do="call replicate() on the model that is trained; a frozen model needs none",
+        )
+
+
+def _check_same(model: nn.Module, method: Method | None, randomness: Randomness) -> None:
+    """Raise if ranks do not replicate the same model in the same way. Called by: every rank."""
+    check_same_model(model)
+    words = "pass the same {}= on every rank"
+    same_on_all_ranks("compress", str(method), do=words.format("compress"), error=ConfigurationError)
+    same_on_all_ranks("randomness", randomness, do=words.format("randomness"), error=ConfigurationError)
+
+
+def _obstacle(model: nn.Module, method: Method | None, axes: Axes | None) -> str:
+    """Return why the ranks of a host cannot share one copy of the parameters; empty if nothing here forbids it."""
+    if is_placed(model):
+        return "place() moves its parameters"
+    if method is not None:
+        return "compress= is for slow networks"
+    return "" if axes is None else "rankwise.mesh() arranged the ranks"
 
 
 def _exchange_of(axes: Axes) -> Exchange | None:

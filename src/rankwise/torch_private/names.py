@@ -84,6 +84,8 @@ NAMES = {
     "torch.nn.RNNBase._init_flat_weights": "make a recurrent layer use its new weights",
     "torch.optim.Optimizer._opt_called": "schedulers check that the optimizer has stepped",
     "torch.optim.Optimizer.step._wrapped_by_lr_sched": "schedulers mark the step that they watch",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "run a hook last before a step",
+    "torch.optim.Optimizer._optimizer_step_post_hooks": "run a hook first after a step",
     # rendezvous
     "torch.distributed.rendezvous._rendezvous_handlers": "serve env:// from the job's store",
     # saving

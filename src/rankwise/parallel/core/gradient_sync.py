@@ -73,6 +73,7 @@ class GradientSync:
         self._accumulation = Accumulation(self.names, self.parameters)
         self.loss = LossOnRanks(self.number, self.parameters, group, model_name, self._accumulation)
         self._on_mean: Callable[[float], None] | None = None
+        self._on_backward: Callable[[], None] | None = None
         self._in_backward = False
         self._has_gradients = False
         self._compress = compress
@@ -101,6 +102,10 @@ class GradientSync:
     def report_mean_to(self, listener: Callable[[float], None]) -> None:
         """Call ``listener`` at the end of backward with the number that gradients are the mean over, on all ranks."""
         self._on_mean = listener
+
+    def report_backwards_to(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever a backward begins, as often as on every other rank."""
+        self._on_backward = listener
 
     @property
     def num_ranks(self) -> int:
@@ -175,6 +180,8 @@ class GradientSync:
         if self._in_backward:
             return
         self._in_backward = True
+        if self._on_backward is not None:
+            self._on_backward()
         is_accumulated = self.is_accumulating or self._accumulation.is_open
         if weight is None and self._group is None and self._on_mean is None and not is_accumulated:
             # Nothing is averaged, so the weight need not be known.
