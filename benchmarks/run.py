@@ -19,6 +19,7 @@ BENCHMARKS = (
     "loss_reading.py",
     "random_numbers.py",
     "exchange_step.py",
+    "one_copy_memory.py",
     "moved_step.py",
     "flight_recorder.py",
     "state_guard.py",

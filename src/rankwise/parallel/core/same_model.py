@@ -11,6 +11,7 @@ import torch
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import ModelMismatch, fold_values
+from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
@@ -64,20 +65,19 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: Exchange, *, wh
     Called by: every rank, with tensors of the same shapes and dtypes.
     """
     for chunk in _chunks(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         # As bytes: a broadcast calculates nothing, and Gloo does not know every dtype.
-        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in chunk])
-        pieces = exchange.broadcast(flat, source, what=what).split([tensor.nbytes for tensor in chunk])
-        for tensor, piece in zip(chunk, pieces, strict=True):
-            # A copy is aligned for its dtype; a piece of bytes need not be.
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        sent = exchange.broadcast(flat.view(torch.uint8), source, what=what)
+        pieces = sent.view(flat.dtype).split([tensor.numel() for tensor in chunk])
+        foreach.copy_(chunk, [piece.view(tensor.shape) for tensor, piece in zip(chunk, pieces, strict=True)])
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of tensors of one device, up to a size, in an order all ranks share."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    """Yield lists of tensors of one device and dtype, up to a size, in an order all ranks share."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    for same in by_device.values():
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for same in by_kind.values():
         chunk: list[torch.Tensor] = []
         size_bytes = 0
         for tensor in same:

@@ -72,7 +72,7 @@ def check_unregistered(model: nn.Module, strategy: str) -> None:
     Raises:
         ConfigurationError: names the strategy it went through; or it is no module, or has lazy layers.
     """
-    _check_module(model, strategy)
+    named = _check_module(model, strategy)
     if strategy not in _TAKES_PLACED and is_placed(model):
         raise ConfigurationError(
             f"{strategy}() cannot be combined with place(), which was already applied to this model.",
@@ -84,7 +84,7 @@ def check_unregistered(model: nn.Module, strategy: str) -> None:
             f"{own.strategy}() was already called on this model.", do=_instead(own.strategy, strategy)
         )
     name_of = _strategies()
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items() if name_of else ():
         if id(parameter) in name_of:
             raise ConfigurationError(
                 f"{name_of[id(parameter)]}() was already called on a part of this model.",
@@ -123,17 +123,20 @@ def is_registered(model: nn.Module) -> bool:
     return any(id(parameter) in strategies for parameter in model.parameters())
 
 
-def _check_module(model: object, strategy: str) -> None:
+def _check_module(model: object, strategy: str) -> dict[str, nn.Parameter]:
+    """Return the parameters of ``model``, which is a module without lazy layers."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(
             f"{strategy}() takes a torch.nn.Module, not a {type(model).__name__}.", do="pass the model itself"
         )
-    lazy = next((name for name, one in model.named_parameters() if torch.nn.parameter.is_lazy(one)), None)
+    named = dict(model.named_parameters())
+    lazy = next((name for name, one in named.items() if torch.nn.parameter.is_lazy(one)), None)
     if lazy is not None:
         raise ConfigurationError(
             f"Parameter {lazy} has no shape yet because its layer is lazy.",
             do=f"call the model once with an example input, then {strategy}()",
         )
+    return named
 
 
 def strategy_of(model: nn.Module) -> GradientStrategy | None:

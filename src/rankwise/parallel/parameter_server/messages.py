@@ -92,6 +92,14 @@ def _starts(tensors: Sequence[torch.Tensor]) -> list[int]:
     return starts
 
 
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    return strides
+
+
 class TensorBuffer:
     """Memory on the CPU for one value of each of some tensors, to send or to share.
 
@@ -109,9 +117,12 @@ class TensorBuffer:
             torch.empty(size, dtype=torch.uint8) if mapping is None else mapping.tensor(PAGE_BYTES, size, torch.uint8)
         )
         self._bytes = memory_of(memory)
+        typed = {dtype: memory.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
         self.views = [
-            memory[start:end].view(tensor.dtype).view(tensor.shape)
-            for start, end, tensor in zip(self._starts, self._ends, tensors, strict=False)
+            typed[tensor.dtype].as_strided(
+                tensor.shape, contiguous_strides(tensor.shape), start // tensor.element_size()
+            )
+            for start, tensor in zip(self._starts, tensors, strict=False)
         ]
         """By position, each contiguous."""
 
