@@ -12,6 +12,7 @@ import torch
 import rankwise as rw
 from rankwise import testing
 from rankwise.comm.collectives import gather_json
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -144,3 +145,63 @@ def test_wrong_arguments_say_what_to_do(world_size: int) -> None:
         assert "op='sum' and divide" in integer_mean
         assert "got str" in wrong_kind
         assert f"0 to {world_size - 1}" in no_rank
+
+
+def _mixed(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(3, 40000, generator=generator, dtype=torch.float64)
+    return [
+        values[0, :5],
+        values[1, :6].bfloat16().view(2, 3),
+        values[2, 7].clone(),
+        values[:, 3:5].float(),
+        torch.empty(0, 4, dtype=torch.float64),
+        values[0],  # 320 KB: alone
+        torch.complex(values[0, :2], values[1, :2]),
+        values[0, :9] > 0,
+        (values[1, :7] * 9).to(torch.int8),
+        (values[2, :2] * 9).to(torch.uint8),
+    ]
+
+
+def _trees(world: World) -> tuple[Any, ...]:
+    own = _mixed(world.rank)
+    return rw.all_reduce(own), rw.broadcast(own, world.world_size - 1), rw.all_gather(own)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_leaves_of_every_kind_travel_together(run_ranks: RunRanks, world_size: int) -> None:
+    of_ranks = [_mixed(rank) for rank in range(world_size)]
+    for result in run_ranks(_trees, world_size):
+        reduced, sent, gathered = result.get()
+        for place, leaves in enumerate(zip(*of_ranks, strict=True)):
+            total = leaves[0].clone()
+            for leaf in leaves[1:]:
+                total = total + leaf
+            torch.testing.assert_close(
+                reduced[place], total, rtol=3e-2 if total.dtype == torch.bfloat16 else 1e-6, atol=0
+            )
+            assert torch.equal(sent[place], leaves[-1])
+            assert sent[place].dtype == leaves[-1].dtype
+            assert [torch.equal(one[place], leaf) for one, leaf in zip(gathered, leaves, strict=True)] == [True] * len(
+                leaves
+            )
+            # A leaf that is kept does not keep the others.
+            assert reduced[place].untyped_storage().nbytes() == total.nbytes or total.nbytes > 2**16
+
+
+def _num_sent(_: World) -> list[int]:
+    recorder = current().detector.recorder
+    found = []
+    for call in (rw.all_reduce, rw.all_gather, rw.broadcast):
+        before = recorder.last
+        call({"loss": torch.ones(()), "parts": [torch.ones(3), torch.ones(2, 2)]})
+        found.append(recorder.last - before)
+    return found
+
+
+def test_small_leaves_are_one_message(run_ranks: RunRanks) -> None:
+    over_gloo = run_ranks.keywords["exchange"] == "gloo"  # type: ignore[attr-defined]
+    for result in run_ranks(_num_sent, 2):
+        # Over Gloo ranks agree on the call first.
+        assert result.get() == [2 if over_gloo else 1] * 3

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, size_of, source_in_group
 from rankwise.comm.collectives.objects import gather_json, gather_rows
-from rankwise.comm.collectives.trees import dtypes, flattened, kind, kinds
+from rankwise.comm.collectives.packing import sent_as_bytes
+from rankwise.comm.collectives.trees import dtypes, flattened, kinds
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import back
 from rankwise.tensors.as_bytes import as_sent, bytes_of
@@ -44,16 +46,15 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
     """
     place = source_in_group(group, source, "broadcast")
     leaves, tensors, spec = flattened(value, "broadcast")
-    exchange = agreed(f"broadcast({kinds(tensors, spec)}, source={source})", group, sends=bool(tensors))
-    results: list[object] = []
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if exchange is None:
-            result = as_sent(tensor).clone(memory_format=torch.contiguous_format)
-        else:
-            what = f"broadcast({kind(tensor)}, source={source})"
-            result = exchange.broadcast(as_sent(tensor), place, what=what)
-        results.append(back(leaf, result))
-    return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
+    words = f"broadcast({kinds(tensors, spec)}, source={source})"
+    exchange = agreed(words, group, sends=bool(tensors))
+    sent = [as_sent(tensor) for tensor in tensors]
+    if exchange is None:
+        results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in sent]
+    else:
+        send = partial(exchange.broadcast, source=place, what=words)
+        results = [rows[0] for rows in sent_as_bytes(sent, lambda tensor: send(tensor).unsqueeze(0), 1)]
+    return pytree.tree_unflatten(list(map(back, leaves, results)), spec)  # type: ignore[no-any-return]
 
 
 def all_gather(value: T, *, group: Group | None = None) -> list[T]:
@@ -75,14 +76,14 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
     Source: torch.distributed.all_gather.
     """
     leaves, tensors, spec = flattened(value, "all_gather")
-    exchange = agreed(f"all_gather({kinds(tensors, spec)})", group, sends=bool(tensors))
-    gathered: list[list[object]] = []
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if exchange is None:
-            rows = as_sent(tensor).clone().unsqueeze(0)
-        else:
-            rows = exchange.all_gather(as_sent(tensor), what=f"all_gather({kind(tensor)})")
-        gathered.append([back(leaf, row) for row in rows.unbind(0)])
+    words = f"all_gather({kinds(tensors, spec)})"
+    exchange = agreed(words, group, sends=bool(tensors))
+    sent = [as_sent(tensor) for tensor in tensors]
+    if exchange is None:
+        rows = [tensor.clone().unsqueeze(0) for tensor in sent]
+    else:
+        rows = sent_as_bytes(sent, partial(exchange.all_gather, what=words), exchange.world_size)
+    gathered = [[back(leaf, row) for row in parts.unbind(0)] for leaf, parts in zip(leaves, rows, strict=True)]
     return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from rankwise.comm.backends.reducing import can_reduce, reduce_into
 from rankwise.comm.collectives.group import agreed, rank_in_group, size_of
+from rankwise.comm.collectives.packing import sent_by_dtype
 from rankwise.comm.collectives.trees import flattened, kind, kinds
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import back
@@ -16,6 +18,7 @@ from rankwise.tensors.as_bytes import as_sent, bytes_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.collectives.group import Group
 
 T = TypeVar("T")
@@ -48,18 +51,19 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
     """
     leaves, tensors, spec = flattened(value, "all_reduce")
     _check("all_reduce", tensors, op)
-    exchange = agreed(f'all_reduce("{op}", {kinds(tensors, spec)})', group, sends=bool(tensors))
-    results: list[object] = []
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if exchange is None:
-            result = as_sent(tensor).clone(memory_format=torch.contiguous_format)
-        else:
-            what = f'all_reduce("{op}", {kind(tensor)})'
-            result = exchange.all_reduce(as_sent(tensor), "sum" if op == "mean" else op, what=what)
-            if op == "mean":
-                result = result.div_(exchange.world_size)
-        results.append(back(leaf, result))
-    return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
+    words = f'all_reduce("{op}", {kinds(tensors, spec)})'
+    exchange = agreed(words, group, sends=bool(tensors))
+    sent = [as_sent(tensor) for tensor in tensors]
+    if exchange is None:
+        results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in sent]
+    else:
+        results = sent_by_dtype(sent, partial(_reduced, exchange, op, words))
+    return pytree.tree_unflatten(list(map(back, leaves, results)), spec)  # type: ignore[no-any-return]
+
+
+def _reduced(exchange: Exchange, op: str, words: str, tensor: torch.Tensor) -> torch.Tensor:
+    result = exchange.all_reduce(tensor, "sum" if op == "mean" else op, what=words)
+    return result.div_(exchange.world_size) if op == "mean" else result
 
 
 def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> T:
