@@ -53,6 +53,8 @@ class Meeting:
         """In turn: a rank may be at the next meeting before the others have read the numbers of this one."""
         self._progress = lines[3 * num_ranks :]
         self._round = 0
+        self._is_here = True
+        """Whether this rank has reached the latest meeting."""
         self._past = past
 
     @staticmethod
@@ -78,19 +80,21 @@ class Meeting:
         """
         memory = self._memory
         self._round += 1
+        self._is_here = False
         places = self._numbers[self._round % 2]
         own = places[memory.local_rank]
         for place, number in enumerate(numbers, own):
             self._words[place] = number & _MASK
         ticket = memory.engine.detector.ticket(what, memory.exchange_id)
+        self._is_here = True
         self._counters.post(self._round)
         operation = memory.engine.start(iter((_AllHere(self._counters, self._round, self._check_progress),)))
         memory.engine.wait(operation, ticket)
         return [self._words[place : place + len(numbers)].tolist() for place in places]
 
     def all_have_come(self) -> bool:
-        """Return whether every rank has reached the latest meeting of this rank."""
-        return self._counters.reach(self._round)
+        """Return whether every rank has reached the latest meeting: others may have gone on from there."""
+        return self._is_here and self._counters.reach(self._round)
 
     def _check_progress(self) -> None:
         own = self._words[self._progress[self._memory.local_rank]]

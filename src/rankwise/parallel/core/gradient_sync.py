@@ -104,7 +104,7 @@ class GradientSync:
         self._on_mean = listener
 
     def report_backwards_to(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever a backward begins, as often as on every other rank."""
+        """Call ``listener`` whenever a backward begins that synchronizes, as often as on every other rank."""
         self._on_backward = listener
 
     @property
@@ -180,7 +180,7 @@ class GradientSync:
         if self._in_backward:
             return
         self._in_backward = True
-        if self._on_backward is not None:
+        if self._on_backward is not None and not self.is_accumulating:
             self._on_backward()
         is_accumulated = self.is_accumulating or self._accumulation.is_open
         if weight is None and self._group is None and self._on_mean is None and not is_accumulated:

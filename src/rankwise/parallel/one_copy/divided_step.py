@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from rankwise.comm.backends.mapping import PAGE_BYTES
 from rankwise.comm.backends.meeting import Meeting
-from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer
+from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
 from rankwise.log import log
 from rankwise.parallel.one_copy.compared import gradients, hash_of, state, written
 from rankwise.parallel.one_copy.shared_state import SharedState
@@ -64,7 +64,7 @@ class DividedSteps:
         self._num_optimizers = 0
         self._words = ""
         self._hook = register_optimizer_step_pre_hook(self._before_step)
-        session.on_leave(self.end)
+        session.at_end(self.end)
 
     def add(self, model: nn.Module, parameters: SharedParameters) -> None:
         """Divide the steps of the optimizers of a model's parameters."""
@@ -72,7 +72,7 @@ class DividedSteps:
         self._others.clear()
 
     def note_backward(self) -> None:
-        """Note that a backward begins, as often as on every other rank."""
+        """Note that a backward begins that synchronizes, as often as on every other rank."""
         self._num_backwards += 1
         self.meeting.note_progress(self._num_backwards)
 
@@ -133,7 +133,7 @@ class DividedSteps:
         return self.meeting.meet(what, numbers)
 
     def end(self) -> None:
-        """Leave every optimizer and parameter to this rank alone. Called when the world is left."""
+        """Leave every optimizer and parameter to this rank alone. Called when the world is left, in any way."""
         self._hook.remove()
         for optimizer, divided in list(self._divided.items()):
             divided.end(optimizer)
@@ -205,7 +205,7 @@ class DividedOptimizer:
         self._division = Division.of(optimizer, [])
         self._is_begun = False
         """Whether a step is under way."""
-        self._what = f"the step of {type(optimizer).__name__} {number}"
+        self._what = f"the step of optimizer {number} ({type(optimizer).__name__})"
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -350,8 +350,11 @@ class DividedOptimizer:
     def _share_state(self, optimizer: Optimizer) -> None:
         reasons = self._state.extend(optimizer, self._division.own, self._steps.exchange)
         if reasons:
-            self._steps.give_up(f"too little shared memory for the state of {type(optimizer).__name__}")
-            return
+            raise ConfigurationError(
+                f"There is too little shared memory for the state of {type(optimizer).__name__}.",
+                evidence=fold_values(reasons),
+                do="give the machine or container more memory: without one copy, every rank would need as much",
+            )
         self._meet(_COMPARE, [])
         self._state.show_others(optimizer, self._division.parameters)
 
