@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from rankwise.errors import LaunchError
 from rankwise.health import preemption, process_probe
 from rankwise.health.fork_safety import threads_are_known
-from rankwise.launch.fork_server import descendants
+from rankwise.launch.fork_server import descendants, quick_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -160,6 +160,7 @@ def fork_server(
     """
     # Before the fork: imported after it, the two processes would copy each other's memory.
     _preload()
+    quick_exit.keep_modules()
     gc.freeze()
     gc.enable()  # the caller imported with it disabled
     sys.stdout.flush()
@@ -272,6 +273,7 @@ class _ForkServerProcess:
         if os.getppid() != server_pid:
             os._exit(1)
         self._connection.close()
+        quick_exit.leave_libraries_alone()
         for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         # Until the script joins, which handles it: Slurm, or the launcher, uses it to request a stop.
