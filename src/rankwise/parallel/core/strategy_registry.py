@@ -66,8 +66,11 @@ def is_placed(model: nn.Module) -> bool:
     return any(module in _placed for module in model.modules())
 
 
-def check_unregistered(model: nn.Module, strategy: str) -> None:
+def check_unregistered(model: nn.Module, strategy: str) -> dict[str, nn.Parameter]:
     """Raise if ``model`` or a part of it trains on several ranks already, or is placed and cannot be spread further.
+
+    Returns:
+        Its parameters by name, each tied one once.
 
     Raises:
         ConfigurationError: names the strategy it went through; or it is no module, or has lazy layers.
@@ -91,6 +94,7 @@ def check_unregistered(model: nn.Module, strategy: str) -> None:
                 evidence=f"its parameter {name} belongs to another model",
                 do=f"call {strategy}() once, for the whole model",
             )
+    return named
 
 
 def _instead(first: str, second: str) -> str:

@@ -105,19 +105,19 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise ConfigurationError(f"{name} cannot be {value!r}.", do=f"pass an integer of at least {least}")
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the numbers, in the model, of the optimizer's parameters, in its order.
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[int], list[str]]:
+    """Return the numbers and names, in the model, of the optimizer's parameters, in its order.
 
     Raises:
         ConfigurationError: servers cannot keep them.
     """
-    check_unregistered(model, "parameter_server")
+    named = check_unregistered(model, "parameter_server")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"optimizer of parameter_server must be a torch.optim.Optimizer, not a {type(optimizer).__name__}.",
             do="pass the optimizer of the model's parameters",
         )
-    number_of = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    number_of = {id(parameter): number for number, parameter in enumerate(named.values())}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strange = [parameter for parameter in own if id(parameter) not in number_of]
     if strange:
@@ -142,7 +142,9 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]
             evidence=f"it is a {type(spread_over_ranks[0]).__name__} on {spread_over_ranks[0].device}",
             do="pass a model that is whole on every rank",
         )
-    return [number_of[id(parameter)] for parameter in own]
+    numbers = [number_of[id(parameter)] for parameter in own]
+    names = list(named)
+    return numbers, [names[number] for number in numbers]
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:

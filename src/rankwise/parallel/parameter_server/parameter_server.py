@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rankwise.comm.agreement import same_on_all_ranks
@@ -25,7 +27,7 @@ from rankwise.parallel.parameter_server.worker import left
 from rankwise.parallel.replicate import replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
 
     import torch
@@ -176,6 +178,19 @@ def _nothing() -> None:
     pass
 
 
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Collect no garbage meanwhile: among many parameters, which all live on, that takes as long as the rest."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@uncollected()
 def parameter_server(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -246,7 +261,7 @@ def parameter_server(
         save_every=save_every,
     )
     check_weight_function(weight, "parameter_server")
-    numbers = check_model(model, optimizer)
+    numbers, names = check_model(model, optimizer)
     check_session(session)
     if world.world_size == 1:
         replicate(model, weight=weight)
@@ -262,7 +277,6 @@ def parameter_server(
         raise TypeError(f"a world of {world.world_size} rank has no collectives")
     broadcast_model(model, exchange)
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     setup = ServerSetup(
         world=world,
         detector=session.detector,
@@ -270,7 +284,7 @@ def parameter_server(
         exchange=exchange,
         settings=settings,
         optimizer=optimizer,
-        names=[name_of[id(parameter)] for parameter in own],
+        names=names,
         parameters=own,
         numbers_of=divide_by_size([parameter.nbytes for parameter in own], len(settings.servers)),
     )

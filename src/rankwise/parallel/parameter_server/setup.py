@@ -70,6 +70,8 @@ def open_worker_or_server(
     settings, rank = setup.settings, setup.world.rank
     index = settings.servers.index(rank) if rank in settings.servers else None
     shard = connections = snapshots = mapping = None
+    # Workers follow gradients while servers create their memory; servers do while workers connect.
+    sync = _sync_of(model) if index is None else None
     reported: dict[str, Any] = {}
     home = shared_home(setup.exchange, setup.world)
     if index is not None:
@@ -100,10 +102,10 @@ def open_worker_or_server(
     if shard is not None and connections is not None:
         staleness = StalenessBound(settings.workers, settings.max_staleness)
         server_loop = ServerLoop(setup, shard, connections, staleness, snapshots)
+        register(model, _sync_of(model))
         _wait_for_workers(connections, setup)
         if mapping is not None:
             mapping.settle()
-        _noted(model)
         _replace_step(setup.optimizer, _refuse_step)
         return RankRole(server_loop=server_loop, loader_state=loader_state)
     # With a staleness bound, gradients are computed from the newest parameters.
@@ -120,7 +122,9 @@ def open_worker_or_server(
     ]
     worker.connect(servers, secret)
     weakref.finalize(worker, close_all, worker.channels).atexit = False
-    _follow(model, setup.optimizer, worker, weight, num_workers=len(settings.workers))
+    sync = sync or _sync_of(model)
+    register(model, sync)
+    _follow(model, setup.optimizer, worker, weight, sync, num_workers=len(settings.workers))
     return RankRole(worker=worker, loader_state=loader_state)
 
 
@@ -204,6 +208,7 @@ def _follow(
     optimizer: torch.optim.Optimizer,
     worker: Worker,
     weight: Callable[..., float | torch.Tensor] | None,
+    sync: GradientSync,
     *,
     num_workers: int,
 ) -> None:
@@ -211,7 +216,6 @@ def _follow(
     weights: list[float] = []
     sums: list[bool] = []
     num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-    sync = _noted(model)
     sync.loss.expect_weights(by_forward=weight is not None, averages_elsewhere=True)
     if num_workers > 1:
         sync.loss.cautions[Mode.TERMS] = _OF_SEVERAL_TERMS
@@ -249,13 +253,11 @@ def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa:
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-def _noted(model: nn.Module) -> GradientSync:
-    """Register the model's strategy; return the object that counts the samples of its gradients."""
+def _sync_of(model: nn.Module) -> GradientSync:
+    """Return what counts the samples of the model's gradients."""
     named = list(model.named_parameters())
     names, parameters = [name for name, _ in named], [one for _, one in named]
-    sync = GradientSync(names, parameters, None, type(model).__name__, strategy="parameter_server")
-    register(model, sync)
-    return sync
+    return GradientSync(names, parameters, None, type(model).__name__, strategy="parameter_server")
 
 
 def _refuse_step(_: torch.optim.Optimizer, *_arguments: object, **_keywords: object) -> None:
