@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From typing the command to the first all_reduce done on every rank: `rankwise run` against torchrun."""
+"""From typing the command to the first all_reduce done on every rank, and to its end; against torchrun."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
@@ -31,11 +32,12 @@ with rw.join() as world:
     open(f"{sys.argv[1]}/{world.rank}", "w").write(repr(time.time()))
 """
 REACH = {8: 0.25, 2: 0.85}
+WHOLE_REACH = {8: 0.30}
 REPETITIONS = {8: 5, 2: 9}
 
 
-def timed(command: list[str], script: str, num_ranks: int) -> float:
-    """Return the seconds from start to the last rank's first all_reduce."""
+def timed(command: list[str], script: str, num_ranks: int, wholes: list[float]) -> float:
+    """Return the seconds from start to the last rank's first all_reduce; append those to the command's end."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(script)
@@ -43,6 +45,7 @@ def timed(command: list[str], script: str, num_ranks: int) -> float:
         marks.mkdir()
         started = time.time()
         subprocess.run([*command, str(path), str(marks)], check=True, stderr=subprocess.DEVNULL)
+        wholes.append(time.time() - started)
         times = [float(mark.read_text()) for mark in marks.iterdir()]
     if len(times) != num_ranks:
         message = f"{len(times)} of {num_ranks} ranks came to the end"
@@ -50,25 +53,34 @@ def timed(command: list[str], script: str, num_ranks: int) -> float:
     return max(times) - started
 
 
-def measure(num_ranks: int) -> Row:
-    """Return the row for ``num_ranks`` ranks."""
+def measure(num_ranks: int) -> list[Row]:
+    """Return the rows for ``num_ranks`` ranks."""
     ours = [sys.executable, "-m", "rankwise", "run", "-n", str(num_ranks)]
     theirs = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    wholes: dict[str, list[float]] = {"rankwise": [], "torchrun": []}
     sides = {
-        "rankwise": lambda: timed(ours, RANKWISE_SCRIPT, num_ranks),
-        "torchrun": lambda: timed(theirs, TORCHRUN_SCRIPT, num_ranks),
+        "rankwise": lambda: timed(ours, RANKWISE_SCRIPT, num_ranks, wholes["rankwise"]),
+        "torchrun": lambda: timed(theirs, TORCHRUN_SCRIPT, num_ranks, wholes["torchrun"]),
     }
     for side in sides.values():
         side()
-    figures = interleaved(sides, REPETITIONS[num_ranks])
-    return Row(
-        f"start to first all_reduce, {num_ranks} ranks, against torchrun",
-        seconds(statistics.median(figures["rankwise"])),
-        seconds(statistics.median(figures["torchrun"])),
-        median_ratio(figures["rankwise"], figures["torchrun"]),
-        REACH[num_ranks],
-    )
+    for one in wholes.values():
+        one.clear()
+    firsts = interleaved(sides, REPETITIONS[num_ranks])
+    return [
+        Row(
+            f"{what}, {num_ranks} ranks, against torchrun",
+            seconds(statistics.median(figures["rankwise"])),
+            seconds(statistics.median(figures["torchrun"])),
+            median_ratio(figures["rankwise"], figures["torchrun"]),
+            reach.get(num_ranks, math.inf),
+        )
+        for what, figures, reach in (
+            ("start to first all_reduce", firsts, REACH),
+            ("start to end of a script of one all_reduce", wholes, WHOLE_REACH),
+        )
+    ]
 
 
 if __name__ == "__main__":
-    show([measure(8), measure(2)])
+    show([*measure(8), *measure(2)])
