@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(150)
 LIMIT_SECONDS = 140
+CORPUS = Path(__file__).parents[1] / "corpus"
 CASES = {(case.script, case.name): case for case in cases()}
 CORRECT = [
     ("rankwise_conv", "rankwise_conv"),
@@ -114,6 +116,14 @@ def test_a_script_for_one_device_is_equal_as_auto_runs_it(command: Command) -> N
     # Without it, each rank trains on all samples.
     exit_code, verdict = verdict_of(command, "--steps", "2")
     assert (exit_code, verdict["cause"]["key"]) == (1, "same samples")
+
+
+@pytest.mark.parametrize("name", ["center_loss", "byol", "stripes_gan", "rezero_accumulation", "neural_ode"])
+def test_scripts_that_auto_runs_are_equal(command: Command, name: str) -> None:
+    """Where calls run whole on every rank too, and where one model computes the input of another."""
+    command.write("train.py", (CORPUS / f"{name}.py").read_text(encoding="utf-8"))
+    exit_code, verdict = verdict_of(command, "--auto")
+    assert (exit_code, verdict["status"]) == (0, "equal"), verdict
 
 
 def test_a_script_elsewhere_is_copied_too(command: Command) -> None:

@@ -25,9 +25,9 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 EXACT: tuple[Phase, ...] = ("data", "hyperparameters")
 """Not subject to rounding."""
 
-BASE = {"float64": 1e-10, "as-is": 3e-5}
+BASE = {"float64": 1e-8, "as-is": 3e-5}
 """Relative differences that are always rounding."""
-ASSUMED = {"float64": 1e-8, "as-is": 1e-2}
+ASSUMED = {"float64": 1e-7, "as-is": 1e-2}
 """The same where the rounding of the script cannot be measured."""
 PLAUSIBLE = {"float64": 1e-7, "as-is": 3e-3}
 """A measured difference beyond this, in the first step, is no rounding."""
@@ -188,17 +188,25 @@ def _samples(steps: Iterable[Step]) -> Counter[int]:
 
 def _computed_inputs(one: Step, theirs: Sequence[Step], name: str) -> Gap | None:
     """Return the gap of inputs that another model computed, which are subject to rounding."""
-    worst = 0.0
-    has_any = False
-    for module in one.modules:
-        if module.inputs is None:
-            continue
-        has_any = True
-        total = summed(_inputs_of(step, module.name) for step in theirs)
-        if total is None or total.rows != module.inputs.rows:
-            return None
-        worst = max(worst, _rows_apart(module.inputs, total))
-    return Gap(one.number, "data", name, "computed", tuple(range(len(theirs))), worst) if has_any else None
+    errors = [
+        _input_apart(module.inputs, [_inputs_of(step, module.name) for step in theirs])
+        for module in one.modules
+        if module.inputs is not None
+    ]
+    found = [error for error in errors if error is not None]
+    if not found or len(found) < len(errors):
+        return None
+    return Gap(one.number, "data", name, "computed", tuple(range(len(theirs))), max(found))
+
+
+def _input_apart(mine: Sketch, theirs: Sequence[Sketch | None]) -> float | None:
+    """Return how far the rows of all ranks together are from those of one rank; ``None`` if they are not those rows."""
+    total = summed(theirs)
+    if total is not None and total.rows == mine.rows:
+        return _rows_apart(mine, total)
+    # Each rank computes the whole batch.
+    whole = [other for other in theirs if other is not None and other.rows == mine.rows]
+    return max(_rows_apart(mine, other) for other in whole) if len(whole) == len(theirs) else None
 
 
 def _inputs_of(step: Step, name: str) -> Sketch | None:
