@@ -88,6 +88,7 @@ class RowDraws:
 
     def __init__(self, *, permutes: bool) -> None:
         self._permutes = permutes
+        self._is_permuted = permutes
         self._rows: int | None = None
         self._parts: Sequence[int] = ()
         self._states: list[State] = []
@@ -104,14 +105,18 @@ class RowDraws:
         for name in _OF_A_SIZE:
             self._replace(torch, name, _rows_of_size)
 
-    def begin(self, rows: int, parts: Sequence[int] = (), states: Sequence[State] = ()) -> None:
+    def begin(
+        self, rows: int, parts: Sequence[int] = (), states: Sequence[State] = (), *, is_permuted: bool = True
+    ) -> None:
         """Begin a call of a model.
 
         Args:
             rows: samples of the batch.
             parts: of each rank whose batch was joined into this one.
             states: the state of torch's generators on each of these ranks; empty if they drew nothing.
+            is_permuted: whether the rows are permuted in a run that permutes: only batches of loaders are.
         """
+        self._is_permuted = self._permutes and is_permuted
         self._rows = rows
         self._parts = parts
         self._states = list(states)
@@ -150,7 +155,7 @@ class RowDraws:
                 self._is_by_rows = False
         elif self._states and sum(self._parts) == rows:
             result = self._draw_for_ranks(original, args, kwargs)
-        elif self._permutes:
+        elif self._is_permuted:
             device = args[0].device if args and isinstance(args[0], torch.Tensor) else None
             inverse, forward = inverse_permutation(rows).to(device), permutation(rows).to(device)
             result = original(*_taken(args, lambda tensor: tensor[inverse]), **kwargs)[forward]

@@ -125,6 +125,8 @@ class Recorder:
         self._rows = 0
         self._inputs: list[int] = []
         self._batches: list[Batch] = []
+        self._has_loader = False
+        """Whether the script has taken batches from a loader."""
         self._calls: list[Call] = []
         self._modules: dict[str, ModuleOutput] = {}
         self._losses: list[float] = []
@@ -198,6 +200,7 @@ class Recorder:
 
     def _note_use(self, *, is_trained: bool) -> None:
         """Note that a model is called, with the batches that were taken since the last call."""
+        self._has_loader = self._has_loader or bool(self._unused)
         self._batches += [replace(batch, is_trained=is_trained) for batch in self._unused]
         self._unused = []
 
@@ -229,6 +232,9 @@ class Recorder:
     def _around_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
+            if torch.jit.is_tracing():
+                # What is recorded of it would become a part of the graph.
+                return original(module, *args, **kwargs)
             if self._is_recording or not self._names.has_parameters(module):
                 return self._parameterless(original, module, args, kwargs)
             if self._depth or not torch.is_grad_enabled() or in_backward():
@@ -272,7 +278,7 @@ class Recorder:
         floats = [one for one in given if one.is_floating_point()]
         states = torch_state()
         parts, joined_states = self._draws_of_ranks()
-        self._draws.begin(rows, parts, joined_states)
+        self._draws.begin(rows, parts, joined_states, is_permuted=self._has_loader)
         self._depth += 1
         try:
             result = original(module, *args, **kwargs)
@@ -337,8 +343,11 @@ class Recorder:
                 self._hooked[key] = parameter
                 parameter.register_hook(self._hook_of(key))
 
-    def _hook_of(self, key: int) -> Callable[[torch.Tensor], None]:
-        def note(gradient: torch.Tensor) -> None:
+    def _hook_of(self, key: int) -> Callable[[torch.Tensor | None], None]:
+        def note(gradient: torch.Tensor | None) -> None:
+            if gradient is None:
+                # A part of the graph that nothing flowed through.
+                return
             sketch = sketches.of_tensor(gradient)
             earlier = self._local.get(key)
             self._local[key] = sketch if earlier is None else earlier + sketch
