@@ -118,11 +118,23 @@ def test_a_script_for_one_device_is_equal_as_auto_runs_it(command: Command) -> N
     assert (exit_code, verdict["cause"]["key"]) == (1, "same samples")
 
 
-@pytest.mark.parametrize(
-    "name", ["center_loss", "byol", "stripes_gan", "multihead_weights", "neural_ode", "jit_traced", "old_weight_norm"]
+AUTO_RUNS = (
+    "center_loss",
+    "byol",
+    "stripes_gan",
+    "multihead_weights",
+    "neural_ode",
+    "jit_traced",
+    "old_weight_norm",
+    "two_views",
+    "vmap_ensemble",
+    "progan_minibatch_std",
 )
+
+
+@pytest.mark.parametrize("name", AUTO_RUNS)
 def test_scripts_that_auto_runs_are_equal(command: Command, name: str) -> None:
-    """Where calls run whole on every rank too, and where one model computes the input of another."""
+    """Where calls run whole on every rank, a model computes another's input, or calls are traced or transformed."""
     command.write("train.py", (CORPUS / f"{name}.py").read_text(encoding="utf-8"))
     exit_code, verdict = verdict_of(command, "--auto")
     assert (exit_code, verdict["status"]) == (0, "equal"), verdict

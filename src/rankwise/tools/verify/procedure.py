@@ -135,7 +135,8 @@ class _Verification:
         found = [] if self._script.auto else list(mistakes.findings(one, many.ranks))
         notes = _notes_on(floor)
         is_unsharded = any(finding.cause.key == "same samples" for finding in found)
-        is_promised = many.ranks[0].facts.uses_rankwise and not one.loaders
+        # Under auto, every rank takes the batches of one rank.
+        is_promised = self._script.auto or (many.ranks[0].facts.uses_rankwise and not one.loaders)
         if is_unsharded or is_promised or conclude.has_same_batches(one, many.ranks):
             verdict = conclude.conclusion(one, many, floor, found, is_joined=False)
             return replace(verdict, notes=notes)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -38,6 +39,7 @@ from rankwise.tools.verify.records import (
     read,
 )
 from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.saving import on_save
 
 if TYPE_CHECKING:
@@ -232,8 +234,8 @@ class Recorder:
     def _around_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
-            if torch.jit.is_tracing():
-                # What is recorded of it would become a part of the graph.
+            if is_transforming():
+                # What is recorded of it would become a part of the graph, or has no values.
                 return original(module, *args, **kwargs)
             if self._is_recording or not self._names.has_parameters(module):
                 return self._parameterless(original, module, args, kwargs)
@@ -339,14 +341,14 @@ class Recorder:
     def _follow_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             key = id(parameter)
-            if parameter.requires_grad and key not in self._hooked:
+            if parameter.requires_grad and key not in self._hooked and not is_lazy(parameter):
                 self._hooked[key] = parameter
                 parameter.register_hook(self._hook_of(key))
 
     def _hook_of(self, key: int) -> Callable[[torch.Tensor | None], None]:
         def note(gradient: torch.Tensor | None) -> None:
-            if gradient is None:
-                # A part of the graph that nothing flowed through.
+            if gradient is None or is_transforming():
+                # None of a part of the graph that nothing flowed through.
                 return
             sketch = sketches.of_tensor(gradient)
             earlier = self._local.get(key)
