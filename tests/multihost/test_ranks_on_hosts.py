@@ -113,6 +113,7 @@ def test_a_rank_killed_on_another_host_is_named_within_five_seconds(
     assert all_ended[killed].exit_code == -signal.SIGKILL, all_ended[killed].stderr
     for rank in {0, 1, 2, 3} - {killed}:
         assert all_ended[rank].exit_code == 1, all_ended[rank].stderr
+        assert (tmp_path / f"{rank}.json").exists(), f"no PeerMissing on rank {rank}: {all_ended[rank].stderr}"
         found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         assert found["ranks"] == [killed]
         assert f"rank {killed}" in found["text"]

@@ -15,6 +15,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from rankwise.world.device.kinds import LOADS_PROFILER
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -42,7 +44,7 @@ def leave_libraries_alone() -> None:
     Called by: a rank, before its script. Does nothing where a library was loaded by the environment, as profilers are:
     it may write its results at the end. Built on on_exit(3) of glibc, which passes the exit code.
     """
-    if os.environ.get("LD_PRELOAD") or os.environ.get("CUDA_INJECTION64_PATH"):
+    if os.environ.get("LD_PRELOAD") or os.environ.get(LOADS_PROFILER):
         return
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):

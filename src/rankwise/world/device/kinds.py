@@ -64,6 +64,8 @@ PASSED_ON = tuple(kind.visible for kind in KINDS.values() if kind.visible)
 """Variables that a launcher passes to other machines."""
 HIDES_GPUS = {EXAMPLE.visible: ""}
 """Variables that hide the GPUs from scripts. ROCm reads this one too; the others have none."""
+LOADS_PROFILER = "CUDA_INJECTION64_PATH"
+"""The variable by which a profiler is loaded into every process that uses a GPU."""
 
 MISSING_GPU = (
     # A torch without CUDA, by two calls; then one with CUDA, without a driver or a device.
