@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing, ReplicasDiffer
+from rankwise.health.fork_safety import threads_are_known
 from rankwise.parallel.one_copy.divided_step import INDEPENDENT
 from rankwise.testing import run_ranks
 
@@ -535,6 +536,25 @@ def test_copies_pickles_and_workers_of_loaders_keep_their_values() -> None:
     assert [result.get() for result in run_ranks(_copied, 2)] == [True, True]
 
 
+def _forked_twice(_: World) -> list[int]:
+    """Fork, write into a parameter, and fork again before the next step."""
+    model = _replicated()
+    codes = []
+    for value in (3.0, 5.0):
+        with torch.no_grad():
+            model.first.weight.fill_(value)
+        with threads_are_known():
+            child = os.fork()
+        if child == 0:
+            os._exit(int(model.first.weight[0, 0].item()))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return codes
+
+
+def test_a_forked_process_has_what_was_written_just_before() -> None:
+    assert [result.get() for result in run_ranks(_forked_twice, 2)] == [[3, 5]] * 2
+
+
 def _after_the_world(world: World, fifo: Path) -> Result:
     model = _replicated()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -644,12 +664,12 @@ def _killed(world: World, when: str) -> str:
             if all(after[name].equal(before[name]) for name in before):
                 return "intact"
             assert all(after[name].isnan().all() for name in before), after
-            return "lost, and said so" if "are NaN now" in "".join(error.__notes__) else "lost"
+            return "lost, with a note" if "are NaN now" in "".join(error.__notes__) else "lost"
         optimizer.zero_grad()
     return "trained"
 
 
-@pytest.mark.parametrize(("when", "expected"), [("before", "intact"), ("in the update", "lost, and said so")])
+@pytest.mark.parametrize(("when", "expected"), [("before", "intact"), ("in the update", "lost, with a note")])
 def test_values_are_never_half_updated_where_the_script_sees_them(when: str, expected: str) -> None:
     results = run_ranks(_killed, 3, when)
     assert [results[rank].get() for rank in (0, 2)] == [expected] * 2

@@ -105,7 +105,7 @@ class Meeting:
 
 
 class _AllHere(Until):
-    """Waits until every rank of the host has come, unless one has gone past."""
+    """Waits until every rank of the host has come, unless one cannot come any more."""
 
     __slots__ = ("_check",)
 
@@ -114,7 +114,7 @@ class _AllHere(Until):
         self._check = check
 
     def is_met(self) -> bool:
-        """Return whether all have come. Raises if one has gone past."""
+        """Return whether all have come. Raises if one cannot come any more."""
         if super().is_met():
             return True
         self._check()

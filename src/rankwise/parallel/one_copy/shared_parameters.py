@@ -44,7 +44,7 @@ class ParameterLayout:
     @classmethod
     def of(cls, parameters: Sequence[torch.Tensor], num_owners: int, start: int) -> ParameterLayout:
         """Divide parameters about equally by their bytes, from byte ``start`` on."""
-        # Frozen ones cost no time: whoever has the others has them too.
+        # Frozen parameters are not updated, so any rank may own them.
         sizes = [one.nbytes if one.requires_grad else 0 for one in parameters]
         owners, starts, parts = [0] * len(parameters), [0] * len(parameters), []
         place = rounded_up(start, PAGE_BYTES)
@@ -107,10 +107,6 @@ class SharedParameters:
         """Have the parameters be views of the memory. Called once every rank has written its part."""
         for parameter, private in zip(self.parameters, self._private, strict=True):
             parameter.data = private
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank updates a parameter of the model."""
-        return self.owners[self.number_of[id(parameter)]] == self.local_rank
 
     def named(self, numbers: Iterable[int] | None = None) -> dict[str, nn.Parameter]:
         """Return parameters by their names in messages; by default all."""
@@ -200,7 +196,10 @@ class SharedParameters:
     @torch.no_grad()
     def make_copy(self) -> None:
         """Copy the values as they are, for :meth:`use_copy`: by a process about to be forked, or by this one."""
-        if self._view is not None and self._copies is None:
+        if self._view is None:
+            return
+        # What the script has written since the last step may have changed since the last copy.
+        if self._copies is None or self.moved() is not None or self.written():
             self._copies = [parameter.detach().clone() for parameter in self.parameters]
 
     def use_copy(self) -> None:
