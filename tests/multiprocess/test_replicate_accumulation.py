@@ -143,6 +143,27 @@ def test_gradients_from_before_an_accumulation_stay(run_ranks: RunRanks) -> None
             assert largest_difference(result.get(), expected) < TOLERANCE
 
 
+def _never_cleared(world: World, reduction: str) -> Parameters:
+    """Batches of 7 samples and of 1, of which all ranks but one have none, onto gradients that are never cleared."""
+    model = rw.replicate(built(Net))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for x, y in batches([7, 1, 7, 1]):
+        mine = [part(t, world.rank, world.world_size) for t in (x, y)]
+        nn.functional.mse_loss(model(mine[0]), mine[1], reduction=reduction).backward()
+        optimizer.step()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_that_are_never_cleared_add_up_on_ranks_without_samples_too(
+    run_ranks: RunRanks, world_size: int, reduction: str
+) -> None:
+    whole = one_rank(_never_cleared, reduction)
+    for result in run_ranks(_never_cleared, world_size, reduction):
+        assert largest_difference(result.get(), whole) < TOLERANCE
+
+
 def _accumulate_oddly(world: World, how: str) -> Parameters:
     """Two microsteps of which something is odd, then what the odd thing leaves to be right."""
     model = rw.replicate(built(Net))

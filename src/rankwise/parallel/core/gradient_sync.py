@@ -266,7 +266,10 @@ class GradientSync:
             self._multiply(total)
         if self._on_mean is not None:
             self._on_mean(self.loss.counted(total * self._unit.size))
-        if self._accumulation.is_begun:
+        if self.loss.is_empty and not is_sum and not self._accumulation.is_open:
+            # The means of the others include their earlier gradients, which are the same.
+            self._accumulation.close()
+        elif self._accumulation.is_begun:
             self._accumulation.give_back_earlier()
         if total > 0 and not is_sum:
             self._unit.adjust(total / group.world_size)

@@ -177,6 +177,11 @@ class LossOnRanks:
         return self._verdict.mode is Mode.SUM
 
     @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no samples of the batch."""
+        return self._verdict.mode is Mode.NOTHING
+
+    @property
     def is_needed(self) -> bool:
         """Whether it matters what the loss of the next backward is a mean over."""
         return self._group is not None or self.is_averaged_elsewhere or self.is_accumulated
@@ -199,8 +204,8 @@ class LossOnRanks:
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
             # Later it may be unknown: on a GPU another thread runs backward.
             self._place = user_call_site()
-        if self.is_sum and not self.is_accumulated:
-            # Earlier gradients are summed over ranks already.
+        if (self.is_sum or self.is_empty) and not self.is_accumulated:
+            # Earlier gradients are summed over ranks already; a rank without samples does not know if others sum.
             self._accumulation.put_earlier_gradients_aside()
 
     def report_at_start(self) -> None:
