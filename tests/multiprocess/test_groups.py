@@ -38,7 +38,9 @@ def _scatter_sums(world: World, num_rows: int) -> None:
         torch.testing.assert_close(rw.reduce_scatter(own, op), expected, rtol=1e-12, atol=1e-12)
     tree = rw.reduce_scatter({"n": np.full(num_rows, world.rank + 1)}, "max")
     assert tree["n"].tolist() == [world.world_size] * len(np.array_split(range(num_rows), world.world_size)[world.rank])
-    assert torch.equal(own, _rows(world.rank, num_rows)), "the argument stays"
+    scattered = rw.reduce_scatter(own)
+    scattered.zero_()
+    assert torch.equal(own, _rows(world.rank, num_rows)), "the argument stays, and is no alias of the result"
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

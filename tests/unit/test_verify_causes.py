@@ -101,6 +101,12 @@ def test_a_mean_of_means_of_unequal_shares() -> None:
     assert "3, 1 samples" in verdict.cause.words
 
 
+def test_summed_gradients_are_recognized_although_they_were_clipped() -> None:
+    # The norm was 2 on one rank and 4 on two; clipped to 1, gradients are as large.
+    one = one_rank(**both(0.9, 1.0), clipped=(2.0,))
+    assert key_of(one, two_ranks({**both(1.2, 1.0), "clipped": (4.0,)})) == "summed"
+
+
 def test_the_state_of_the_optimizer() -> None:
     one = one_rank(state={"step of Net.weight": (3.0, 3.0)})
     many = two_ranks({"state": {"step of Net.weight": (0.0, 0.0)}})
