@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.14.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults bench bench-peers docs docs-browser docs-links chart lock release-check clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults slowdowns bench bench-peers docs docs-browser docs-links chart lock release-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -87,6 +87,9 @@ mutants: setup  ## put small mistakes into a copy of the code, one at a time, an
 faults: setup  ## scripts with one mistake each: does rankwise verify find it and its cause?
 	$(BIN)/python tests/faults/run.py $(ONLY)
 
+slowdowns: setup  ## jobs with one slow rank each: does the report name it and why? run nothing else at the same time
+	$(BIN)/python tests/slowdowns/run.py
+
 bench: setup  ## ratios against other tools; run nothing else at the same time
 	$(BIN)/python benchmarks/run.py
 
@@ -100,8 +103,10 @@ docs: $(DOCS_READY)  ## the documentation as static files in site/; any warning 
 	$(DOCS_BIN)/python docs/check_links.py site
 	@echo "open site/index.html"
 
-docs-browser: docs  ## the same in a real browser: widths, search, dark mode; needs chromium
+docs-browser: docs setup  ## the same, and a report, in a real browser: widths, search, dark mode; needs chromium
 	$(DOCS_BIN)/python docs/check_browser.py site
+	$(BIN)/python docs/sample_report.py build/report
+	$(DOCS_BIN)/python docs/check_report.py build/report
 
 docs-links: $(DOCS_READY)  ## follow the links of the documentation to other sites; needs a network
 	$(SPHINX) -b linkcheck -d build/docs/links docs build/docs/linkcheck

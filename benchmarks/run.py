@@ -23,6 +23,7 @@ BENCHMARKS = (
     "moved_step.py",
     "flight_recorder.py",
     "state_guard.py",
+    "measured_step.py",
     "all_reduce.py",
     "two_hosts.py",
     "slow_network.py",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         new_group,
         reduce_scatter,
     )
+    from rankwise.comm.collectives.logged_values import log_value
     from rankwise.comm.join import join, leave
     from rankwise.comm.optimizer_steps import independent
     from rankwise.comm.point_to_point.send_recv import recv, send
@@ -88,6 +89,7 @@ _ROOM_OF = {
     "local_rank_zero_first": "comm.agreement",
     "local_sgd": "parallel.local_sgd.local_sgd",
     "log": "log",
+    "log_value": "comm.collectives.logged_values",
     "mean": "comm.collectives",
     "mesh": "parallel.core.device_mesh",
     "new_group": "comm.collectives",
@@ -138,6 +140,7 @@ __all__ = [
     "local_rank_zero_first",
     "local_sgd",
     "log",
+    "log_value",
     "mean",
     "mesh",
     "new_group",

@@ -165,5 +165,9 @@ class DatasetError(RankwiseError, ValueError):
     """A dataset is empty, or not the same on every rank."""
 
 
+class ReportError(RankwiseError, ValueError):
+    """The records of a run cannot be read, or there are none."""
+
+
 class CheckpointError(RankwiseError, RuntimeError):
     """A checkpoint could not be written, is unfinished or damaged, or belongs to another model."""

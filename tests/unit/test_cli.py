@@ -42,6 +42,8 @@ options:
                         learning rates during training
   --auto                run an unedited script for one device: each rank runs all of it, and its
                         models on a part of each batch
+  --report DIR | off    record in DIR where the time of each step goes, for `rankwise report DIR`;
+                        off measures nothing (RANKWISE_REPORT)
   --torch-store {on,off}
                         whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts
                         every process that reaches it (default: RANKWISE_TORCH_STORE, else on one
@@ -172,6 +174,7 @@ def test_more_ranks_than_gpus_is_a_mistake() -> None:
         (["--interface", "eth0"], {"interface": "eth0"}),
         (["--check"], {"check": True}),
         (["--guard"], {"guard": True}),
+        (["--report", "off"], {"report": "off"}),
         (["--torch-store", "off"], {"torch_store": "off"}),
     ],
 )

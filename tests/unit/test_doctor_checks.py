@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.cli.doctor import as_json, as_text
+from rankwise.comm.clock_offset import ahead_of
 from rankwise.doctor import checks, local_facts
 from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
 from rankwise.doctor.examine import Examination
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
-from rankwise.doctor.joint_facts import clock_ahead
 from rankwise.launch.messages import value_of
 from rankwise.world.network import Interface, Route
 
@@ -266,7 +266,7 @@ def test_facts_survive_their_way_as_text() -> None:
 def test_the_clock_offset_is_as_exact_as_reported(ahead: float, there: float, back: float) -> None:
     asked = 1_000.0 + ahead
     told = 1_000.0 + there
-    error, found = clock_ahead(asked, told, asked + there + back)
+    error, found = ahead_of(asked, told, asked + there + back)
     assert abs(found - ahead) <= error + 1e-9
     assert error == pytest.approx((there + back) / 2)
 

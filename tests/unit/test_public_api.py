@@ -40,6 +40,7 @@ PUBLIC = [
     "local_rank_zero_first",
     "local_sgd",
     "log",
+    "log_value",
     "mean",
     "mesh",
     "new_group",

@@ -392,6 +392,26 @@ def check_rendezvous() -> None:
 # -- loader --------------------------------------------------------------------------------------------
 
 
+@canary("torch.utils.data.dataloader._BaseDataLoaderIter.__next__")
+def check_next() -> None:
+    seen: list[object] = []
+
+    def wrap(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(iterator: object) -> object:
+            seen.append(batch := inner(iterator))
+            return batch
+
+        return call
+
+    undo = loader.wrap_next(wrap)
+    try:
+        assert list(DataLoader([1, 2], batch_size=None)) == seen == [1, 2]
+    finally:
+        undo()
+    assert list(DataLoader([3], batch_size=None)) == [3]
+    assert seen == [1, 2]
+
+
 @canary(
     "torch.utils.data.DataLoader._iterator",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",

@@ -23,7 +23,9 @@ from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
 from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
+from rankwise.health.step_record import CHECKPOINT
 from rankwise.log import log, warn
 from rankwise.tensors.as_bytes import memory_of
 from rankwise.world.device.kinds import is_accelerator
@@ -234,19 +236,23 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------
 
     def _save(self, session: Session, step: int | None, objects: dict[str, object], *, asynchronous: bool) -> Path:
-        self.wait()
-        session.prepare_save()
-        ranks = CollectiveRanks(session)
-        content = contents.read(ranks, objects)
-        if self._locked_in is not session:
-            session.at_end(self._unlock)
-            self._locked_in = session
-        path, token = folder_lock.acquire_for_job(ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step)))
-        job = SaveJob(world=session.world, content=content, target=Path(path), token=token, retire=self._retire)
-        if asynchronous:
-            self._save_in_background(session, job)
-        else:
-            write(ranks, job)
+        with step_meter.spending(CHECKPOINT):
+            self.wait()
+            session.prepare_save()
+            ranks = CollectiveRanks(session)
+            content = contents.read(ranks, objects)
+            if self._locked_in is not session:
+                session.at_end(self._unlock)
+                self._locked_in = session
+            path, token = folder_lock.acquire_for_job(
+                ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step))
+            )
+            job = SaveJob(world=session.world, content=content, target=Path(path), token=token, retire=self._retire)
+            if asynchronous:
+                self._save_in_background(session, job)
+            else:
+                write(ranks, job)
+        step_meter.note_event(f"{'saving' if asynchronous else 'saved'} {job.target}")
         return job.target
 
     def _unlock(self) -> None:

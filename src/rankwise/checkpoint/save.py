@@ -24,6 +24,8 @@ from rankwise.checkpoint.manifest import FileEntry, Manifest
 from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
+from rankwise.health import step_meter
+from rankwise.health.step_record import CHECKPOINT
 from rankwise.tensors.synced_folders import make_folder
 
 if TYPE_CHECKING:
@@ -98,15 +100,16 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
             the folder cannot be written. What ``directory`` held before is still there.
         PeerFailed: that happened on another rank.
     """
-    current().prepare_save()
-    ranks = CollectiveRanks(current())
-    content = contents.read(ranks, objects)
-    path, token = ranks.confirm(
-        "choosing the checkpoint's directory", lambda: propose(ranks, lambda: Path(directory).absolute())
-    )[0]
-    target = Path(path)
-    job = SaveJob(world=current().world, content=content, target=target, token=token, sweep=target.name)
-    write(ranks, job)
+    with step_meter.spending(CHECKPOINT):
+        current().prepare_save()
+        ranks = CollectiveRanks(current())
+        content = contents.read(ranks, objects)
+        path, token = ranks.confirm(
+            "choosing the checkpoint's directory", lambda: propose(ranks, lambda: Path(directory).absolute())
+        )[0]
+        target = Path(path)
+        write(ranks, SaveJob(world=current().world, content=content, target=target, token=token, sweep=target.name))
+    step_meter.note_event(f"saved {target}")
     return target
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rankwise.cli.arguments import add_command, values_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
+from rankwise.launch.report.recorded_events import RecordingReporter
 from rankwise.launch.start import launch
 from rankwise.tools.auto.script import AutoScript
-from rankwise.world.environments.process import asked_torch_store
+from rankwise.world.environments.process import REPORT_OFF, asked_report, asked_torch_store
 from rankwise.world.environments.reading import parse_address
+
+if TYPE_CHECKING:
+    from rankwise.launch.report.failure_report import Reporter
 
 USAGE = "rankwise run [options] script.py [arguments]\n       rankwise run [options] -m module [arguments]"
 DESCRIPTION = """\
@@ -83,6 +89,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="run an unedited script for one device: each rank runs all of it, and its models on a part of each batch",
     )
     parser.add_argument(
+        "--report",
+        metavar="DIR | off",
+        help="record in DIR where the time of each step goes, for `rankwise report DIR`; off measures nothing "
+        "(RANKWISE_REPORT)",
+    )
+    parser.add_argument(
         "--torch-store",
         choices=("on", "off"),
         help="whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts every process that reaches it "
@@ -137,7 +149,8 @@ def execute(options: argparse.Namespace) -> int:
         return _execute_on_hosts(options)
     launch_options = _launch_options(options, options.nodes or (1, 1))
     target = find_target(options.target, options.arguments, is_module=options.module)
-    exit_code = launch(AutoScript(target) if options.auto else target, launch_options, TerminalReporter())
+    reporter = _reporter(launch_options.report)
+    exit_code = launch(AutoScript(target) if options.auto else target, launch_options, reporter)
     # Every rank has exited and everything is reported: Python's own shutdown, torch first, would only take longer.
     os._exit(exit_code)
 
@@ -160,12 +173,41 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
         command = RemoteCommand(target="rankwise.tools.auto", is_module=True, arguments=words)
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
     own = _launch_options(options, (1, 1))
-    return launch_on_hosts(command, hosts, own, nodes=options.nodes, ssh=ssh, show=TerminalReporter().show)
+    return launch_on_hosts(command, hosts, own, nodes=options.nodes, ssh=ssh, show=_reporter(own.report).show)
 
 
 def _launch_options(options: argparse.Namespace, nodes: tuple[int, int]) -> LaunchOptions:
     """Return the options of the command for one machine of a job with ``nodes``."""
-    return values_of(LaunchOptions, options, nodes=nodes, torch_store=options.torch_store or asked_torch_store())
+    return values_of(
+        LaunchOptions,
+        options,
+        nodes=nodes,
+        torch_store=options.torch_store or asked_torch_store(),
+        report=_report_folder(options.report or asked_report()),
+    )
+
+
+def _report_folder(given: str) -> str | None:
+    """Return the folder for records as an absolute path; it is created before any rank starts.
+
+    Raises:
+        ConfigurationError: it cannot be created.
+    """
+    if given in {"", REPORT_OFF}:
+        return given or None
+    folder = Path(given).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The folder of the report, {folder}, cannot be created: {error.strerror}.", do="pass another folder"
+        ) from error
+    return str(folder)
+
+
+def _reporter(report: str | None) -> Reporter:
+    shown = TerminalReporter()
+    return shown if report is None or report == REPORT_OFF else RecordingReporter(shown, report)
 
 
 def _count(text: str) -> int:

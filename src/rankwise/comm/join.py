@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from rankwise.comm import optimizer_steps, transport_interface
+from rankwise.comm import optimizer_steps, step_measuring, transport_interface
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
@@ -87,6 +87,7 @@ def join(
     world_size: int | None = None,
     exchange: str = "auto",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    report: str | os.PathLike[str] | None = None,
 ) -> JoinedWorld:
     """Join the world this process was started for, with any launcher.
 
@@ -105,6 +106,8 @@ def join(
             sockets, ``"auto"`` the first if all ranks run on CPUs and it is available, and logs which.
         timeout_seconds: how long a rank waits for the others, here and in every collective, before it raises
             an error that names the missing ones.
+        report: a folder that every host writes to: each rank records there where the time of its steps goes, for
+            ``rankwise report``. By default the one given to ``rankwise run --report``; ``"off"`` measures nothing.
 
     Returns:
         The facts about this process. A world of one needs no launcher and opens no process group.
@@ -131,12 +134,14 @@ def join(
     check_exchange(exchange)
     reading = _read(init_method, rank, world_size)
     number = next(_join_numbers)
+    hostnames = [socket.gethostname()]
     if reading.world_size == 1:
-        world = _world(reading, device, backend, [socket.gethostname()])
+        world = _world(reading, device, backend, hostnames)
         session = Session(world=world, open_group=partial(_open_group_of_one, world))
     else:
         job_store, serves, addresses = _join_store(reading, timeout_seconds, number)
-        world = _world(reading, device, backend, [place.hostname for place in addresses])
+        hostnames = [place.hostname for place in addresses]
+        world = _world(reading, device, backend, hostnames)
         transport_interface.choose(reading, addresses)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
     accelerator.use(world.device)
@@ -144,6 +149,7 @@ def join(
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session.store, world)
     speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
+    step_measuring.start(world, report)
     _hook_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
@@ -157,6 +163,7 @@ def join(
             raise
         if words:
             log(f"exchange: {words}")
+    step_measuring.follow(session, hostnames)
     return world
 
 
@@ -217,6 +224,7 @@ def _close(session: Session, *, failed: bool) -> None:
     for action in session.ending:
         action()
     optimizer_steps.stop()
+    step_measuring.stop()
     transport_interface.forget()
     # The process is about to exit, and another signal must not make it look killed.
     if not session.preemption.has_stopped:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
+from rankwise.health import step_meter
 from rankwise.health.preemption import Preemption
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Session:
         self.failure_note = failure_note
         self.share_note = share_note
         self.batch = batch
+        step_meter.count_samples(batch.num)
         self.batches.pop(batch.loader, None)
         self.batches[batch.loader] = batch
 

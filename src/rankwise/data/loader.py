@@ -40,7 +40,9 @@ from rankwise.data.sources import (
 )
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.errors import DatasetError
+from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
+from rankwise.health.step_record import DATA
 from rankwise.world.device.streams import pins
 
 if TYPE_CHECKING:
@@ -253,7 +255,9 @@ class DataLoader(StepSource, EpochPosition):
             session = current_or_none()
             if session is not None:
                 session.preemption.before_step(self)
+            part = step_meter.enter(DATA)
             fetched = next(batches, None)
+            step_meter.resume(part)
             if fetched is None:
                 break
             stop, batch = fetched

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.comm.clock_offset import clock_ahead
 from rankwise.comm.collectives import all_reduce
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, Finding
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from rankwise.comm.session import Session
     from rankwise.store.values import Store
 
-NUM_PINGS = 5
 TIMED_BYTES = (4 * 2**10, 2**20, 25 * 2**20)
 NUM_TIMED = {4 * 2**10: 20, 2**20: 5, 25 * 2**20: 3}
 SHARE_OF_TIMEOUT = 4
@@ -144,36 +144,11 @@ def _with_clock(
 ) -> Across:
     """Have the first rank of each host compare its clock with rank 0's, one host after the other."""
     asking = [first for first in first_of_host.values() if first != 0]
-    if rank == 0:
-        for first in asking:
-            for number in range(NUM_PINGS):
-                store.get(f"clock/{first}/{number}/asked", timeout_seconds)
-                store.set(f"clock/{first}/{number}/told", repr(time.time()))
-    elif rank in asking:
-        # The hosts before this one go first.
-        patience = timeout_seconds * len(asking)
-        answers = [_ask_clock(store, f"clock/{rank}/{number}", patience) for number in range(NUM_PINGS)]
-        error, ahead = min(answers)
-        return replace(found, clock_ahead_seconds=ahead, clock_error_seconds=error)
-    return found
-
-
-def _ask_clock(store: Store, key: str, timeout_seconds: float) -> tuple[float, float]:
-    """Return the largest error of one answer, and how far this clock is ahead of rank 0's.
-
-    Source: Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): the answer was sent
-    between the request and its receipt.
-    """
-    asked = time.time()
-    store.set(f"{key}/asked", "")
-    told = float(store.get(f"{key}/told", timeout_seconds))
-    heard = time.time()
-    return clock_ahead(asked, told, heard)
-
-
-def clock_ahead(asked: float, told: float, heard: float) -> tuple[float, float]:
-    """Return the largest error, and how far the asking clock is ahead of the answering one."""
-    return (heard - asked) / 2, (asked + heard) / 2 - told
+    measured = clock_ahead(store.prefixed("clock"), rank, asking, time.time, timeout_seconds)
+    if measured is None:
+        return found
+    error, ahead = measured
+    return replace(found, clock_ahead_seconds=ahead, clock_error_seconds=error)
 
 
 class _shared_file:  # noqa: N801 - reads as a word in `with _shared_file(...)`

@@ -12,9 +12,10 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from rankwise.errors import RankwiseError
-from rankwise.health import diagnosis
+from rankwise.health import diagnosis, step_meter
 from rankwise.health.event_log import post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
+from rankwise.health.step_record import EXCHANGE, SCRIPT
 from rankwise.log import warn
 from rankwise.store.values import StoreLost
 
@@ -64,16 +65,18 @@ class CollectiveWait:
         PeerFailed, PeerMissing, CollectiveMismatch: with the rank; the same on every waiting rank.
     """
 
-    __slots__ = ("_detector", "_next_notice", "_start", "_ticket")
+    __slots__ = ("_detector", "_next_notice", "_part", "_start", "_ticket")
 
     def __init__(self, detector: FailureDetector, ticket: Ticket) -> None:
         self._detector = detector
         self._ticket = ticket
         self._start = 0.0
+        self._part = SCRIPT
         self._next_notice = NOTICE_SECONDS
 
     def __enter__(self) -> Self:
         self._detector.note_wait(self._ticket)
+        self._part = step_meter.enter(EXCHANGE)
         self._start = time.monotonic()
         return self
 
@@ -100,6 +103,7 @@ class CollectiveWait:
             elif isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
                 self._raise_reason(error)
         finally:
+            step_meter.resume(self._part)
             self._detector.note_wait(None)
 
     def _raise_reason(self, error: Exception) -> None:

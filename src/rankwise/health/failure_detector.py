@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import RankwiseError
-from rankwise.health import diagnosis, process_probe, status_poll
+from rankwise.health import diagnosis, process_probe, status_poll, step_meter
 from rankwise.health.event_log import key_of, post, post_departure, post_failure
 from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
 from rankwise.health.fork_safety import hold_during_forks
@@ -88,6 +88,8 @@ class FailureDetector:
         # Collectives of some ranks cannot be compared on all.
         if self.check is not None and all(self.recorder.is_member(r, exchange_id) for r in range(self.world_size)):
             self.check(what if tensor is None else with_kind(what, tensor))
+        if tensor is not None:
+            step_meter.count_bytes(tensor.nbytes)
         return self.recorder.begin(what, exchange_id)
 
     def check_by(self, check: Callable[[str], None]) -> None:

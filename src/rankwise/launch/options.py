@@ -43,6 +43,8 @@ class LaunchOptions:
     """Whether ranks compare their collectives, including gradients, before they send."""
     guard: bool = False
     """Whether the ranks of a torch.distributed script compare what their optimizers step."""
+    report: str | None = None
+    """The folder in which ranks record their steps; ``"off"`` measures nothing. Absolute: scripts may change theirs."""
     torch_store: TorchStoreChoice = "auto"
     """Whether MASTER_ADDR and MASTER_PORT point to torch's own store; ``"auto"``: on one machine only."""
 

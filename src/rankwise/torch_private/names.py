@@ -62,6 +62,7 @@ NAMES = {
     "torch._C._len_torch_function_stack": "whether a TorchFunctionMode is the innermost",
     "torch._C._get_function_stack_at": "whether a TorchFunctionMode is the innermost",
     # loader
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "measure how long a script waits for its data",
     "torch.utils.data.DataLoader._iterator": "restart persistent workers",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": "end workers and wait for them",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers": "how each worker ended",

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Literal
 
 from rankwise.health import call_site, flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.health.step_record import SUFFIX, record_path
 from rankwise.launch import rank_files
 from rankwise.launch.agent.oom import OomCount
 from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
-from rankwise.world.environments.process import slurm_variables_for
+from rankwise.world.environments.process import REPORT_OFF, slurm_variables_for
 from rankwise.world.environments.rankwise import echo_note, variables_for
 from rankwise.world.processes import stat_of
 
@@ -193,6 +194,13 @@ class LocalRanks:
         """Return where each rank of the attempt writes its stack on request."""
         return {rank: rank_files.stack_file(self._folder, self._number, rank) for rank in self.processes}
 
+    def step_records(self) -> dict[int, Path]:
+        """Return where each rank of the attempt records its steps."""
+        folder, job = self._options.report, "" if self.attempt is None else self.attempt.run_id
+        if folder is None or folder == REPORT_OFF:
+            return {rank: Path(f"{path}{SUFFIX}") for rank, path in self.stack_files().items()}
+        return {rank: record_path(Path(folder), job, self._number, rank) for rank in self.processes}
+
     def report(self) -> RankEnds:
         """Return how the ranks of the attempt exited."""
         if self.attempt is None:
@@ -301,6 +309,7 @@ class LocalRanks:
             interface=self.job.interface,
             check=self._options.check,
             guard=self._options.guard,
+            report=self._options.report,
         )
         return own | slurm_variables_for(
             rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node

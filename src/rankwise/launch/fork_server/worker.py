@@ -18,6 +18,7 @@ from rankwise.launch.fork_server.entrypoint import run_as_main
 from rankwise.launch.fork_server.rank_setup import set_up
 from rankwise.launch.rank_files import alone_note, note_script_end
 from rankwise.launch.report import failure, same_file, unjoined
+from rankwise.world.environments.process import REPORT_OFF
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -43,6 +44,10 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     sys.excepthook = _show_nothing
     own_pid = os.getpid()
     _watch_for_mistakes(start)
+    if start.variables.get("RANKWISE_REPORT", REPORT_OFF) != REPORT_OFF:
+        from rankwise.comm import step_measuring  # noqa: PLC0415 - keeps the launcher's half of this module light
+
+        step_measuring.start_unjoined()
     try:
         run_as_main(target)
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here

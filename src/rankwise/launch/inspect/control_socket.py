@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import socket
 import stat
 import struct
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rankwise.errors import LaunchError, RankwiseError
+from rankwise.errors import ConfigurationError, LaunchError, RankwiseError, fold_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -101,6 +102,31 @@ def jobs() -> list[RunningJob]:
             with _connected(str(folder)):  # the socket of a killed launcher has no listener
                 found.append(RunningJob(folder=str(folder), **about))
     return found
+
+
+def only_job(pid: int | None, command: str) -> RunningJob:
+    """Return the job whose launcher is process ``pid``, or the only one of this user here.
+
+    Raises:
+        ConfigurationError: there is none, or several; the error shows how ``rankwise command`` chooses one.
+    """
+    running = jobs()
+    listed = "\n".join(f"{job.pid}: {fold_ranks(job.ranks)}: {shlex.join(job.command)}" for job in running)
+    if not running:
+        raise ConfigurationError(
+            "You have no job on this machine that `rankwise run` has started.",
+            do="run this on the job's machine, as the same user and with the same TMPDIR",
+        )
+    if pid is None and len(running) > 1:
+        raise ConfigurationError(
+            f"You have {len(running)} jobs on this machine.",
+            evidence=listed,
+            do=f"choose one: rankwise {command} --job {running[0].pid}",
+        )
+    for job in running:
+        if pid in {None, job.pid}:
+            return job
+    raise ConfigurationError(f"Process {pid} is not the launcher of a job.", evidence=listed, do="choose one of these")
 
 
 def ask(job: RunningJob, request: dict[str, Any], timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:

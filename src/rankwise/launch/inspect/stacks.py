@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.errors import LaunchError
 from rankwise.health import diagnosis, process_probe, status_poll
 from rankwise.launch.agent.controller_link import ControllerLost
+from rankwise.launch.inspect.steps import paces
 from rankwise.launch.messages import StacksAnswer, StacksRequest
 from rankwise.store import opening
 
@@ -70,10 +71,13 @@ class StacksService:
 
     def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
         attempt = self._ranks.attempt
-        if asked.get("kind") != "stacks":
-            raise LaunchError(f"This launcher does not support the request {asked.get('do')!r}.", do="rankwise stacks")
         if attempt is None:
             raise LaunchError("No rank has been started yet.", do="try again once the other machines have joined")
+        if asked.get("kind") == "steps":
+            return paces(self._ranks.step_records())
+        if asked.get("kind") != "stacks":
+            kind = asked.get("kind")
+            raise LaunchError(f"This launcher does not support the request {kind!r}.", do="rankwise stacks")
         with self._one_at_a_time:
             self._number += 1
             if attempt.num_nodes > 1:

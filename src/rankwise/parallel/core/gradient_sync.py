@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.health import step_meter
+from rankwise.health.step_record import BACKWARD, EXCHANGE
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
 from rankwise.parallel.core.gradient_buckets import (
@@ -326,6 +328,8 @@ def _finish_round() -> None:
     """Finish every model of this backward, in one order on all ranks: send all before waiting for any."""
     syncs = sorted(_round, key=lambda sync: sync.number)
     _round.clear()
+    step_meter.note_arrival()
+    part = step_meter.enter(EXCHANGE if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD)
     try:
         for sync in syncs:
             sync.send_rest()
@@ -335,6 +339,8 @@ def _finish_round() -> None:
         for sync in syncs:
             sync.abandon()
         raise
+    finally:
+        step_meter.resume(part)
 
 
 class SyncAfterForward(OwnHook):

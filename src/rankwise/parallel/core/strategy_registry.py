@@ -11,6 +11,7 @@ import torch
 
 from rankwise.comm import optimizer_steps
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.measured_forward import measure_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ def register(model: nn.Module, strategy: GradientStrategy | ref[GradientStrategy
     ``strategy`` is a weak reference if it refers to the model, whose hooks then hold it.
     """
     optimizer_steps.account_for(model)
+    measure_forward(model)
     _registered[model] = strategy if isinstance(strategy, ref) else lambda: strategy
 
 

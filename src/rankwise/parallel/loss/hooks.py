@@ -14,7 +14,9 @@ from weakref import ref
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.health import step_meter
 from rankwise.health.call_site import user_call_site, words
+from rankwise.health.step_record import BACKWARD
 from rankwise.log import warn
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.parallel.loss.terms import LossReader
@@ -67,6 +69,14 @@ def _undo() -> None:
 
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+    part = step_meter.enter(BACKWARD)
+    try:
+        _weighted_backward(tensors, *args, **kwargs)
+    finally:
+        step_meter.resume(part)
+
+
+def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
     subscribers = [one for one in _living() if one.is_needed]
     # Inside a backward, the caller is a checkpoint that computes its part again.
     if not subscribers or in_backward():

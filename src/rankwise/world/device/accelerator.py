@@ -7,6 +7,7 @@ The first query may initialize the driver: the launcher makes none before it has
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from rankwise.world.device.kinds import EXAMPLE, KINDS, DeviceKind, is_accelerator, kind_named
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
 _TOOLKITS = ("cuda", "hip", "xpu")
 
@@ -178,3 +179,11 @@ def num_driver_files() -> int:
 def can_use_nccl() -> bool:
     """Return whether NCCL is available, with a device that it supports."""
     return nccl_version() is not None and count_of("cuda") > 0
+
+
+def memory_reader(device: str) -> Callable[[], int] | None:
+    """Return a function for the bytes that torch has allocated on a device, or ``None`` for the CPU.
+
+    Source: torch.accelerator.memory_allocated.
+    """
+    return partial(torch.accelerator.memory_allocated, torch.device(device)) if is_accelerator(device) else None

@@ -33,6 +33,8 @@ STOP_SIGNAL = "SIGUSR2"
 """The signal that rankwise's own batch scripts have Slurm send before the time limit."""
 
 
+REPORT_OFF = "off"
+"""In place of the folder of a report: measure nothing."""
 SEEN_BY_SCRIPTS = frozenset(
     {
         "GROUP_RANK",
@@ -229,6 +231,11 @@ def job_of_process() -> tuple[str, int]:
     """
     attempt = os.environ.get("RANKWISE_ATTEMPT", "")
     return os.environ.get("RANKWISE_RUN_ID", ""), int(attempt) if attempt.isdecimal() else 0
+
+
+def asked_report() -> str:
+    """Return the folder that ranks record their steps in, or ``"off"``: ``RANKWISE_REPORT``; empty by default."""
+    return os.environ.get("RANKWISE_REPORT", "")
 
 
 def stack_file() -> str:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the records of a run of 8 ranks and 10,000 steps that never was, and its report: ``sample_report.py FOLDER``.
+
+``check_report.py`` looks at the page in a browser. Numbers that the page must show are in ``numbers.json`` beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+from rankwise.health.step_record import DATA, EXCHANGE, PARTS, RecordFile, Step, record_path
+from rankwise.insight.page import page_of
+from rankwise.insight.run_records import read_run
+from rankwise.insight.step_table import table_of
+
+NUM_RANKS = 8
+NUM_STEPS = 10_000
+SLOW = 3
+PART_SECONDS = (0.0005, 0.001, 0.004, 0.008, 0.0, 0.001, 0.0, 0.0)
+TRANSFER_SECONDS = 0.0005
+
+
+def write_records(folder: Path) -> None:
+    """Write the records of all ranks, of which one waits for its data."""
+    draw = random.Random(0)  # noqa: S311 - no secrets
+    records = [RecordFile(str(record_path(folder, "sample", 0, rank)), _facts(rank)) for rank in range(NUM_RANKS)]
+    now = 100.0
+    for number in range(1, NUM_STEPS + 1):
+        own = [[seconds * draw.uniform(0.95, 1.05) for seconds in PART_SECONDS] for _ in records]
+        own[SLOW][DATA] += 0.004
+        arrivals = [sum(parts) for parts in own]
+        end = max(arrivals) + TRANSFER_SECONDS
+        for record, parts, arrival in zip(records, own, arrivals, strict=True):
+            working = sum(parts)
+            parts[EXCHANGE] = end - arrival
+            record.add(
+                Step(
+                    number=number,
+                    start=now,
+                    parts=tuple(parts),
+                    arrival=arrival,
+                    late_exchange=0.0,
+                    processor=working,
+                    queued=0.0,
+                    samples=32,
+                    sent_bytes=10**6,
+                    memory_bytes=2**30,
+                    major_faults=0,
+                )
+            )
+        now += end
+    for start in range(1, NUM_STEPS, 100):
+        steps = list(range(start, start + 100))
+        values = [round(2.0 / step**0.3, 6) for step in steps]
+        records[0].note({"kind": "values", "name": "loss", "steps": steps, "values": values})
+    for record in records:
+        record.close()
+
+
+def _facts(rank: int) -> dict[str, object]:
+    host = {"hostname": f"node-{rank // 4}", "device": "cpu", "backend": "gloo", "source": "rankwise", "threads": 1}
+    versions = {"cores": 8, "python": "3.11", "torch": "2.13.0", "rankwise": "0.0.0", "script": "train.py"}
+    job = {"job": "sample", "attempt": 0, "pid": 100 + rank, "started": time.time(), "monotonic": 0.0}
+    return {"rank": rank, "world_size": NUM_RANKS, "node_rank": rank // 4, "num_nodes": 2, **host, **versions, **job}
+
+
+def main(folder: Path) -> None:
+    """Write records, page and numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_records(folder)
+    run = read_run(folder)
+    for language in ("en", "zh"):
+        (folder / f"report.{language}.html").write_text(page_of(run, language).html, encoding="utf-8")
+    steady = table_of(run.ranks).without_start()
+    means = {name: steady.parts[:, :, part].mean(axis=1).tolist() for part, name in enumerate(PARTS)}
+    means["waiting"] = steady.waiting.mean(axis=1).tolist()
+    (folder / "numbers.json").write_text(json.dumps({"slow": SLOW, "num_steps": NUM_STEPS, "means": means}))
+
+
+main(Path(sys.argv[1]))

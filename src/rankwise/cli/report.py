@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rankwise report``: what a run has recorded of itself, as a page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankwise.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import argparse
+
+HELP = "write a page about a run: where its time went, and what to change"
+DESCRIPTION = """\
+Write a page about a run that was started with `rankwise run --report DIR`, or recorded by
+`rankwise.join(report=DIR)`: where the time of a step goes, which rank the others wait for and why, what to change.
+
+The run may still be running, or may have failed."""
+EPILOG = """\
+examples:
+  rankwise run -n 4 --report runs/a train.py    record a run
+  rankwise report runs/a                        write runs/a/report.html
+  rankwise report runs/a -o a.html --language zh
+  rankwise report runs/a --trace a.json         open a.json at https://ui.perfetto.dev"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("folder", metavar="DIR", help="the folder that --report was given")
+    parser.add_argument("-o", dest="output", metavar="FILE", help="the page (default: DIR/report.html)")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="also write a timeline of all ranks, for Perfetto or chrome://tracing"
+    )
+    parser.add_argument("--language", choices=("en", "zh"), default="en", help="of the page (default: en)")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Write the page, print its first sentence, and return the exit code."""
+    # Imported here: they cost import time that only this command should pay.
+    from rankwise.insight.page import page_of  # noqa: PLC0415
+    from rankwise.insight.run_records import read_run  # noqa: PLC0415
+    from rankwise.insight.trace import trace_of  # noqa: PLC0415
+
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is not a folder.", do="pass the folder that --report was given")
+    run = read_run(folder)
+    page = Path(options.output) if options.output else folder / "report.html"
+    written = page_of(run, options.language)
+    _write(page, written.html)
+    if options.trace:
+        _write(Path(options.trace), json.dumps(trace_of(run.ranks), separators=(",", ":")))
+    sys.stdout.write(f"{written.headline}\n{page}\n")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror}.", do="choose another file") from error

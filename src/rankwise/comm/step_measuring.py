@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens and closes the measurements of this rank: into which file, and with which facts about it.
+
+Called by ``join`` and ``leave``. Waits for no other rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from rankwise.comm.clock_offset import clock_ahead
+from rankwise.comm.slow_rank import SlowRank
+from rankwise.errors import ConfigurationError
+from rankwise.health import step_meter
+from rankwise.health.step_meter import StepMeter
+from rankwise.health.step_record import BACKWARD, DATA, OPTIMIZER, SCRIPT, RecordFile, record_path
+from rankwise.log import warn
+from rankwise.torch_private.compiler import uncompiled_hook
+from rankwise.torch_private.loader import wrap_next
+from rankwise.version import VERSION
+from rankwise.world.device import accelerator
+from rankwise.world.environments.process import (
+    REPORT_OFF,
+    asked_report,
+    job_of_process,
+    read_process,
+    stack_file,
+)
+from rankwise.world.facts import World
+
+if TYPE_CHECKING:
+    from rankwise.comm.session import Session
+    from rankwise.store.values import Store
+
+CLOCK_SECONDS = 10.0
+"""How long an answer about a clock may take."""
+UNJOINED = "unknown"
+"""The backend of a rank that has not joined."""
+_PAGE_BYTES = resource.getpagesize()
+_undo: list[Callable[[], None]] = []
+"""What stops measuring."""
+
+
+def start(world: World, report: str | os.PathLike[str] | None) -> None:
+    """Measure the steps of this rank from now on. Waits for no other rank.
+
+    Args:
+        world: of this rank.
+        report: the folder for the record, ``"off"``, or ``None`` for what the launcher was given.
+
+    Raises:
+        ConfigurationError: the folder cannot be created.
+    """
+    folder = asked_report() if report is None else os.fspath(report)
+    if folder == REPORT_OFF:
+        return
+    try:
+        record = RecordFile(_path(folder, world.rank), _facts(world))
+    except OSError as error:
+        if folder:
+            raise ConfigurationError(
+                f"The folder of the report, {folder}, cannot be written: {error.strerror}.",
+                do="pass another folder to --report or rankwise.join(report=...)",
+            ) from error
+        warn(f"steps are not measured, because of their record: {error.strerror}")
+        return
+    stop()
+    step_meter.start(StepMeter(record, _memory_of(world.device), Path(folder) if folder else None))
+    _undo.append(register_optimizer_step_pre_hook(_before_update).remove)
+    _undo.append(register_optimizer_step_post_hook(_after_update).remove)
+    _undo.append(wrap_next(_measuring_data))
+    _undo.append(_measure_backward())
+
+
+def follow(session: Session, hostnames: Sequence[str]) -> None:
+    """Record the collectives of a rank that has joined, and how far its clock is ahead of rank zero's.
+
+    Called by: join, on every rank, after :func:`start`. The first rank of each host but rank zero's exchanges a few
+    messages with rank zero if the run was given the folder of a report.
+    """
+    meter = step_meter.current()
+    if meter is None or session.detector is None or session.store is None:
+        return
+    meter.follow_collectives(session.detector.recorder.recent)
+    world = session.world
+    if world.local_world_size <= len(os.sched_getaffinity(0)):  # Ranks that share a core are slow in turn.
+        meter.report_steps_to(SlowRank(session.store.prefixed("rankwise/pace"), world.world_size).note)
+    own = hostnames.index(world.hostname)
+    others = [first for name in dict.fromkeys(hostnames) if (first := hostnames.index(name))]
+    if meter.folder is None or not others:
+        return
+    try:
+        measured = _clock_of_host(session.store.prefixed("rankwise/clock"), world.rank, own, others)
+    except TimeoutError:
+        warn("the clocks of the hosts were not compared: were all ranks given the folder of a report?", all_ranks=True)
+        return
+    if measured is not None:
+        error, ahead = measured
+        meter.record.note({"kind": "clock", "ahead": ahead, "error": error})
+
+
+def _clock_of_host(store: Store, rank: int, first: int, others: Sequence[int]) -> tuple[float, float] | None:
+    """Return the error, and how far this host's clock is ahead of rank zero's; ``None`` on rank zero's host."""
+    measured = clock_ahead(store, rank, others, time.monotonic, CLOCK_SECONDS)
+    if measured is not None:
+        store.set(f"host/{rank}", json.dumps(measured))
+    elif first:
+        error, ahead = json.loads(store.get(f"host/{first}", CLOCK_SECONDS * len(others)))
+        measured = error, ahead
+    return measured
+
+
+def start_unjoined() -> None:
+    """Measure the steps of a rank whose script may never join, as with torch's own DistributedDataParallel.
+
+    Called by: a launcher that was given the folder of a report, before the script. ``join`` begins the record anew.
+    """
+    reading = read_process()
+    world = World(
+        rank=reading.rank,
+        world_size=reading.world_size,
+        local_rank=reading.local_rank or 0,
+        local_world_size=reading.local_world_size or 1,
+        node_rank=reading.node_rank or 0,
+        num_nodes=reading.num_nodes or 1,
+        device="cpu",
+        backend=UNJOINED,
+        hostname=socket.gethostname(),
+        source=reading.source,
+    )
+    start(world, None)
+
+
+def stop() -> None:
+    """Stop measuring, and complete the record."""
+    while _undo:
+        _undo.pop()()
+    step_meter.stop()
+
+
+def _measuring_data(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the function that yields the next batch of a torch loader, measured."""
+
+    @wraps(inner)
+    def call(iterator: object) -> object:
+        part = step_meter.enter(DATA)
+        try:
+            batch = inner(iterator)
+        finally:
+            step_meter.resume(part)
+        if part != DATA:  # Otherwise it is rankwise.DataLoader that reads, and counts.
+            step_meter.count_samples(_rows_of(batch))
+        return batch
+
+    return call
+
+
+def _rows_of(batch: object) -> int:
+    """Return how many samples a batch has: the rows of its first tensor, 0 if there is none."""
+    while isinstance(batch, Mapping) or (isinstance(batch, Sequence) and not isinstance(batch, str)):
+        values = list(batch.values()) if isinstance(batch, Mapping) else batch
+        if not values:
+            return 0
+        batch = values[0]
+    return len(batch) if isinstance(batch, torch.Tensor) and batch.dim() else 0
+
+
+def _measure_backward() -> Callable[[], None]:
+    """Measure backward of scripts without a strategy, whose own wrapper of backward measures it; return what undoes it.
+
+    Their exchange, as that of torch's DistributedDataParallel, is part of it.
+    """
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+        part = step_meter.enter(BACKWARD)
+        try:
+            original(*args, **kwargs)
+        finally:
+            step_meter.resume(part)
+
+    def undo() -> None:
+        if torch.autograd.backward is backward:
+            torch.autograd.backward = original
+
+    torch.autograd.backward = backward
+    return undo
+
+
+def _path(folder: str, rank: int) -> str | None:
+    """Return the file of the record; without a report it lies beside the files for the launcher."""
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        return str(record_path(Path(folder), *job_of_process(), rank))
+    beside = stack_file()
+    return f"{beside}.steps" if beside else None
+
+
+def _facts(world: World) -> dict[str, object]:
+    job, attempt = job_of_process()
+    return {
+        "job": job,
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "local_rank": world.local_rank,
+        "node_rank": world.node_rank,
+        "num_nodes": world.num_nodes,
+        "hostname": world.hostname,
+        "device": world.device,
+        "backend": world.backend,
+        "source": world.source,
+        "attempt": attempt,
+        "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
+        "script": sys.argv[0] if sys.argv else "",
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        "rankwise": VERSION,
+        "started": time.time(),
+        "monotonic": time.monotonic(),
+    }
+
+
+def _memory_of(device: str) -> Callable[[], int]:
+    """Return a function for the bytes that this rank has in memory: of its accelerator, else of the host."""
+    return accelerator.memory_reader(device) or _resident_bytes
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - half the time of Path.read_bytes
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+@uncompiled_hook
+def _before_update(_optimizer: object, _args: object, _kwargs: object) -> None:
+    step_meter.enter(OPTIMIZER)
+
+
+@uncompiled_hook
+def _after_update(_optimizer: object, _args: object, _kwargs: object) -> None:
+    step_meter.note_update()
+    step_meter.resume(SCRIPT)

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file in which a rank records its steps: where the time of each went, what it sent, its memory.
+
+The last steps lie in a part of the file that is mapped into memory, so that the kernel keeps them however the process
+exits, and others can read them meanwhile. All earlier ones follow in compressed chunks, in which durations, bytes and
+counts take two bytes each, as logarithms with an error of at most 0.1 %. Written by the rank, read by the launcher and
+by ``rankwise report``. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rankwise.errors import ReportError
+from rankwise.log import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PARTS = ("script", "data", "forward", "backward", "exchange", "optimizer", "checkpoint", "evaluation")
+"""What a rank spends the time of a step on. ``exchange`` is waiting for other ranks, or for what they send."""
+SCRIPT, DATA, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, CHECKPOINT, EVALUATION = range(len(PARTS))
+
+MAGIC = b"rankwise steps 1\n"
+SUFFIX = ".steps"
+FACTS_BYTES = 4096
+"""The size of the part that describes the rank, as JSON."""
+TAIL_RECORDS = 64
+SCALE = 500
+"""How many codes there are for each power of e."""
+LARGEST_CODE = 2**16 - 1
+MICROSECONDS = 1e6
+_LAST_OFFSET = 2**32 - 1
+"""The start of a step within a chunk must fit into four bytes, in microseconds."""
+
+NUM_TIMES, NUM_COUNTS = len(PARTS) + 4, 4
+"""How many durations a step has, and then other numbers."""
+NUM_VALUES = 1 + NUM_TIMES + NUM_COUNTS
+_UNITS = (MICROSECONDS,) * NUM_TIMES + (1.0,) * NUM_COUNTS
+_RAW = struct.Struct(f"<{NUM_VALUES}d")
+"""A step as it lies in memory: written in the least time, since that is the time of the training."""
+_RECORD = struct.Struct(f"<I{NUM_TIMES + NUM_COUNTS}H")
+"""The same in a chunk; the start is in microseconds from the first step of the chunk."""
+_TAIL = struct.Struct("<IId")
+"""Number of steps in memory, number of the first, when the step under way began."""
+_NOW_AT, _TAIL_AT = FACTS_BYTES, FACTS_BYTES + 8
+"""Where the part is that the rank is in now, and where the steps in memory begin."""
+_STEPS_AT = _TAIL_AT + _TAIL.size
+_MAPPED_BYTES = _STEPS_AT + TAIL_RECORDS * _RAW.size
+_CHUNK = struct.Struct("<cI")
+_STEPS = struct.Struct("<IId")
+"""Number of records, number of the first, when the chunk began."""
+_STEP_CHUNK, _NOTE = b"s", b"n"
+
+
+class Step(NamedTuple):
+    """One step of one rank: from an optimizer's update to the next. Times are in seconds."""
+
+    number: int
+    start: float
+    """By the monotonic clock of its machine."""
+    parts: tuple[float, ...]
+    """How long it spent on each of ``PARTS``; the sum is the whole step."""
+    arrival: float
+    """From its start until this rank had computed its gradients and depended on the other ranks."""
+    late_exchange: float
+    """The part of the exchange within the optimizer's update or a checkpoint."""
+    processor: float
+    """Processor time of the process, all threads together."""
+    queued: float
+    """How long it was ready to run while other processes had the processor."""
+    samples: int
+    """Samples of this rank, 0 if unknown."""
+    sent_bytes: int
+    """What this rank gave to collectives."""
+    memory_bytes: int
+    major_faults: int
+    """Pages that had to be read from a disk."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Now:
+    """What a rank is doing, by its record."""
+
+    part: int
+    step_began: float
+    """When the step under way began, by the monotonic clock of its machine."""
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """All that a rank has recorded."""
+
+    facts: dict[str, Any]
+    steps: list[Step]
+    notes: list[dict[str, Any]]
+    """What :meth:`RecordFile.note` has added, in order."""
+    now: Now
+
+
+def value_of(code: int) -> float:
+    """Return the number that a code stands for."""
+    return math.expm1(code / SCALE)
+
+
+def record_path(folder: Path, job: str, attempt: int, rank: int) -> Path:
+    """Return the file in the folder of a report that holds a rank's record of one attempt of a job."""
+    return folder / f"{job or 'job'}-attempt-{attempt}-rank-{rank:05d}{SUFFIX}"
+
+
+class RecordFile:
+    """The writer, for as long as the rank trains.
+
+    Args:
+        path: the file, which is created; ``None`` keeps the last steps in memory only.
+        facts: what describes the rank, as JSON.
+
+    Raises:
+        OSError: it cannot be created, or its disk is full.
+    """
+
+    def __init__(self, path: str | None, facts: dict[str, Any]) -> None:
+        described = json.dumps(facts).encode()
+        if len(described) > FACTS_BYTES - len(MAGIC):
+            raise ValueError(f"the facts about a rank take {len(described)} bytes")
+        self._file: int | None = None
+        size = _MAPPED_BYTES
+        if path is None:
+            self._memory = mmap.mmap(-1, size)
+        else:
+            # Another process may still write into the file of that name: to truncate it would kill that with SIGBUS.
+            unfinished = f"{path}.{os.getpid()}"
+            self._file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                # A page that the disk has no room for would kill this one.
+                os.posix_fallocate(self._file, 0, size)
+                self._memory = mmap.mmap(self._file, size)
+                Path(unfinished).replace(path)
+            except OSError:
+                os.close(self._file)
+                Path(unfinished).unlink()
+                raise
+            os.lseek(self._file, 0, os.SEEK_END)
+        self._memory[: len(MAGIC) + len(described)] = MAGIC + described
+        self._count = 0
+        self._first = 1
+        self._packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+        self.show(SCRIPT)
+        self._show_count(time.monotonic())
+
+    def show(self, part: int) -> None:
+        """Record what the rank is doing now, for those who look meanwhile."""
+        self._memory[_NOW_AT] = part
+
+    def add(self, step: Step) -> None:
+        """Append a step. They are numbered from 1, without gaps."""
+        if self._count == TAIL_RECORDS:
+            self._write_chunk()
+        _, start, parts, *rest = step
+        _RAW.pack_into(self._memory, _STEPS_AT + self._count * _RAW.size, start, *parts, *rest)
+        self._count += 1
+        self._show_count(start + sum(parts))
+
+    def note(self, note: dict[str, Any]) -> int:
+        """Append something that happens rarely, as JSON; return how many bytes it takes."""
+        packed = zlib.compress(json.dumps(note, separators=(",", ":")).encode())
+        self._append(_NOTE, packed)
+        return len(packed)
+
+    def close(self) -> None:
+        """Write the last steps as a chunk, and close the file."""
+        self._write_chunk()
+        self._memory.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _show_count(self, began: float) -> None:
+        self._began = began
+        _TAIL.pack_into(self._memory, _TAIL_AT, self._count, self._first, began)
+
+    def _write_chunk(self) -> None:
+        """Move the steps in memory into chunks."""
+        import numpy as np  # noqa: PLC0415 - torch has imported it; readers of records need not
+
+        values = np.frombuffer(self._memory, np.float64, self._count * NUM_VALUES, _STEPS_AT).reshape(-1, NUM_VALUES)
+        number = self._first
+        while len(values):
+            offsets = (values[:, 0] - values[0, 0]) * MICROSECONDS
+            fitting = int((offsets <= _LAST_OFFSET).sum())
+            scaled = values[:fitting, 1:] * _UNITS
+            rows = np.empty((fitting, _RECORD.size), np.uint8)
+            rows[:, :4] = offsets[:fitting].astype("<u4").view(np.uint8).reshape(-1, 4)
+            codes = np.minimum(np.log1p(scaled) * SCALE + 0.5, LARGEST_CODE).astype("<u2")
+            rows[:, 4:] = codes.view(np.uint8).reshape(fitting, -1)
+            # Byte by byte over all steps: the upper ones hardly change, so that they compress to almost nothing.
+            packed = self._packer.compress(rows.T.tobytes()) + self._packer.flush(zlib.Z_SYNC_FLUSH)
+            self._append(_STEP_CHUNK, _STEPS.pack(fitting, number, values[0, 0]) + packed)
+            values = values[fitting:]
+            number += fitting
+        self._first += self._count
+        self._count = 0
+        self._show_count(self._began)
+
+    def _append(self, kind: bytes, payload: bytes) -> None:
+        if self._file is None:
+            return
+        chunk = memoryview(_CHUNK.pack(kind, len(payload)) + payload)
+        try:
+            while chunk:
+                chunk = chunk[os.write(self._file, chunk) :]
+        except OSError as error:
+            # Training is worth more than its record: the last steps stay readable, the others are no longer kept.
+            os.close(self._file)
+            self._file = None
+            warn(f"no more steps are recorded, because the record cannot be written: {error.strerror}")
+
+
+def read(path: Path) -> Record:
+    """Return what a rank has recorded so far, also while it writes, or if it was killed while writing.
+
+    Raises:
+        ReportError: the file is no record of a rank.
+    """
+    data = path.read_bytes()
+    facts = _facts(path, data)
+    steps: list[Step] = []
+    notes: list[dict[str, Any]] = []
+    unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    for kind, payload in _chunks(data, _MAPPED_BYTES):
+        if kind == _NOTE:
+            notes.append(json.loads(zlib.decompress(payload)))
+        else:
+            count, first, base = _STEPS.unpack_from(payload)
+            columns = unpacker.decompress(payload[_STEPS.size :])
+            rows = bytes(columns[place * count + row] for row in range(count) for place in range(_RECORD.size))
+            steps += _steps(rows, first, base)
+    tail, now = _tail(data)
+    # A process that was killed while it wrote the last steps as a chunk has left them in both places.
+    last = steps[-1].number if steps else 0
+    steps += [step for step in tail if step.number > last]
+    return Record(facts=facts, steps=steps, notes=notes, now=now)
+
+
+def read_latest(path: Path) -> Record:
+    """Return the last steps of a rank that is still training, without the earlier ones and the notes.
+
+    Raises:
+        ReportError: the file is no record of a rank.
+    """
+    with path.open("rb") as file:
+        data = file.read(_MAPPED_BYTES)
+    facts = _facts(path, data)
+    steps, now = _tail(data)
+    return Record(facts=facts, steps=steps, notes=[], now=now)
+
+
+def _facts(path: Path, data: bytes) -> dict[str, Any]:
+    if not data.startswith(MAGIC) or len(data) < _MAPPED_BYTES:
+        raise ReportError(f"{path} is not the record of a rank.", do="pass the folder that --report was given")
+    facts: dict[str, Any] = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
+    return facts
+
+
+def _tail(data: bytes) -> tuple[list[Step], Now]:
+    count, first, began = _TAIL.unpack_from(data, _TAIL_AT)
+    steps = _raw_steps(data[_STEPS_AT : _STEPS_AT + count * _RAW.size], first)
+    return steps, Now(part=data[_NOW_AT], step_began=began, num_steps=first + count - 1)
+
+
+def _raw_steps(data: bytes, first: int) -> list[Step]:
+    """Return the steps that lie in memory."""
+    return [
+        _step(number, start, values[: len(PARTS)], values[len(PARTS) :])
+        for number, (start, *values) in enumerate(_RAW.iter_unpack(data), first)
+    ]
+
+
+def _step(number: int, start: float, parts: Sequence[float], rest: Sequence[float]) -> Step:
+    arrival, late_exchange, processor, queued, *counts = rest
+    samples, sent_bytes, memory_bytes, major_faults = map(round, counts)
+    return Step(
+        number=number,
+        start=start,
+        parts=tuple(parts),
+        arrival=arrival,
+        late_exchange=late_exchange,
+        processor=processor,
+        queued=queued,
+        samples=samples,
+        sent_bytes=sent_bytes,
+        memory_bytes=memory_bytes,
+        major_faults=major_faults,
+    )
+
+
+def _chunks(data: bytes, place: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the chunks that were written whole."""
+    while place + _CHUNK.size <= len(data):
+        kind, length = _CHUNK.unpack_from(data, place)
+        place += _CHUNK.size
+        if place + length > len(data):
+            return
+        yield kind, data[place : place + length]
+        place += length
+
+
+def _steps(rows: bytes, first: int, base: float) -> list[Step]:
+    """Return the steps of a chunk."""
+    found: list[Step] = []
+    for number, (offset, *codes) in enumerate(_RECORD.iter_unpack(rows), first):
+        values = list(map(value_of, codes))
+        times = [value / MICROSECONDS for value in values[:NUM_TIMES]]
+        found.append(
+            _step(
+                number,
+                base + offset / MICROSECONDS,
+                times[: len(PARTS)],
+                [*times[len(PARTS) :], *values[NUM_TIMES:]],
+            )
+        )
+    return found

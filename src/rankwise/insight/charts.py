@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Charts as SVG text: stacked bars, a map of rank by step, and lines. Colors are variables of the page's style.
+
+Every mark has a title that says its value, and every chart a label for those who do not see it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+WIDTH = 720
+LABEL_WIDTH = 90
+ROW_HEIGHT = 22
+MOST_COLUMNS = 240
+"""How many columns or points a chart shows at most; steps are averaged for that."""
+_LINE_HEIGHT = 180
+_SHADES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """One row of stacked bars."""
+
+    label: str
+    parts: tuple[tuple[str, float], ...]
+    """The style and the length of each part, in order."""
+
+
+def binned(values: Floats) -> tuple[Floats, int]:
+    """Return means along the last axis in at most ``MOST_COLUMNS`` columns, and how many values each stands for."""
+    length = values.shape[-1]
+    per_column = -(-length // MOST_COLUMNS)
+    starts = np.arange(0, length, per_column)
+    sums = np.add.reduceat(values, starts, axis=-1)
+    return sums / np.diff(np.append(starts, length)), per_column
+
+
+def stacked_bars(bars: Sequence[Bar], title: str, words: Callable[[str, float], str]) -> str:
+    """Return rows of bars that share one scale; ``words`` describes a part by style and length."""
+    longest = max(sum(length for _, length in bar.parts) for bar in bars) or 1.0
+    scale = (WIDTH - LABEL_WIDTH) / longest
+    marks = []
+    for row, bar in enumerate(bars):
+        top, left = row * ROW_HEIGHT, float(LABEL_WIDTH)
+        marks.append(_text(LABEL_WIDTH - 6, top + 15, bar.label, anchor="end"))
+        for style, length in bar.parts:
+            width = length * scale
+            if width >= 0.1:  # noqa: PLR2004 - thinner ones cannot be seen
+                marks.append(
+                    f'<rect class="{style}" x="{left:.1f}" y="{top + 2}" width="{width:.1f}" '
+                    f'height="{ROW_HEIGHT - 4}"><title>{escape(words(style, length))}</title></rect>'
+                )
+            left += width
+    return _svg(len(bars) * ROW_HEIGHT, title, marks)
+
+
+def heat_map(values: Floats, labels: Sequence[str], title: str, words: Callable[[int, int, float], str]) -> str:
+    """Return a map with a row per label: the darker, the larger a value is between the smallest and the largest.
+
+    Args:
+        values: [row, column].
+        labels: of the rows.
+        title: of the map.
+        words: describes row, column and value.
+    """
+    num_columns = values.shape[1]
+    low, high = float(np.quantile(values, 0.02)), float(np.quantile(values, 0.98))
+    shades = np.clip((values - low) / max(high - low, 1e-12) * (_SHADES - 1), 0, _SHADES - 1).round().astype(int)
+    width = (WIDTH - LABEL_WIDTH) / num_columns
+    marks = []
+    for row, label in enumerate(labels):
+        marks.append(_text(LABEL_WIDTH - 6, row * ROW_HEIGHT + 15, label, anchor="end"))
+        marks += [
+            f'<rect class="heat{shades[row, column]}" x="{LABEL_WIDTH + column * width:.2f}" '
+            f'y="{row * ROW_HEIGHT + 1}" width="{width + 0.3:.2f}" height="{ROW_HEIGHT - 2}">'
+            f"<title>{escape(words(row, column, float(values[row, column])))}</title></rect>"
+            for column in range(num_columns)
+        ]
+    return _svg(len(labels) * ROW_HEIGHT, title, marks)
+
+
+def lines(
+    series: Sequence[tuple[str, Floats, Floats]], title: str, words: Callable[[float], str], *, from_zero: bool = True
+) -> str:
+    """Return curves over one axis; each is a name, its x values [n] and its y values [n]."""
+    every = np.concatenate([ys for _, _, ys in series])
+    finite = every[np.isfinite(every)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    low = 0.0 if from_zero and low > 0.0 else low
+    high = high if high > low else low + 1.0
+    first = min(float(xs[0]) for _, xs, _ in series)
+    last = max(float(xs[-1]) for _, xs, _ in series)
+    across = (WIDTH - LABEL_WIDTH - 10) / max(last - first, 1e-12)
+    height = _LINE_HEIGHT - 30
+    marks = []
+    for share in (0.0, 0.5, 1.0):
+        y = 8 + height * (1 - share)
+        marks.append(f'<line class="grid" x1="{LABEL_WIDTH}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        marks.append(_text(LABEL_WIDTH - 6, y + 4, words(low + share * (high - low)), anchor="end"))
+    marks.append(_text(LABEL_WIDTH, _LINE_HEIGHT - 4, f"{first:g}"))
+    marks.append(_text(WIDTH, _LINE_HEIGHT - 4, f"{last:g}", anchor="end"))
+    for number, (name, xs, ys) in enumerate(series):
+        points = " ".join(
+            f"{LABEL_WIDTH + (x - first) * across:.1f},{8 + height * (1 - (y - low) / (high - low)):.1f}"
+            for x, y in zip(xs, ys, strict=True)
+            if np.isfinite(y)
+        )
+        marks.append(f'<polyline class="curve curve{number % _SHADES}" points="{points}"><title>{escape(name)}</title>')
+        marks.append("</polyline>")
+    return _svg(_LINE_HEIGHT, title, marks)
+
+
+def _svg(height: float, title: str, marks: Sequence[str]) -> str:
+    return (
+        f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {height:g}" '
+        f'width="{WIDTH}" height="{height:g}">{"".join(marks)}</svg>'
+    )
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

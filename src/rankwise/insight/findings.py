@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What costs a run time: which rank the others wait for and why, or what all ranks spend too long on.
+
+Pure: a table of steps in, findings out, the costliest first. ``words`` puts them into sentences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from rankwise.health.step_record import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    EXCHANGE,
+    FORWARD,
+    OPTIMIZER,
+    SCRIPT,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.insight.step_table import StepTable
+
+Cause = Literal[
+    "data",
+    "more samples",
+    "shared processor",
+    "stopped",
+    "swapping",
+    "slower",
+    "longer",
+    "script",
+    "checkpoint",
+    "evaluation",
+]
+"""Why one rank is slower than the others."""
+
+LEAST_SHARE = 0.04
+"""What takes a smaller share of the time is not reported."""
+DOMINANT = 0.6
+"""The share of all waiting that a rank or host must cause to be the one that others wait for."""
+DOMINANT_OF_TWO = 0.7
+"""The same with two of them, which cause half of it each by chance."""
+DATA_SHARE = 0.1
+EXCHANGE_SHARE = 0.2
+CHECKPOINT_SHARE = 0.05
+TURNS_SHARE = 0.15
+"""How much waiting for changing ranks is reported."""
+MORE_SAMPLES = 1.1
+LEAST_COMPUTED = 0.3
+"""A rank that computes for longer, but of that for a smaller share on a processor, was kept from computing."""
+LEAST_QUEUED = 0.5
+"""If it was ready to run for this share of what it computes longer, other processes had the processor."""
+KEPT_FROM_COMPUTING = 0.2
+"""A rank that is kept from computing takes longer for everything: for computing, at least this share of it."""
+MORE_OFTEN = 2.0
+FAULTS_PER_STEP = 5.0
+"""Pages read from a disk in each step, from which on a rank is swapping."""
+
+_CAUSE_OF = {DATA: "data", SCRIPT: "script", CHECKPOINT: "checkpoint", EVALUATION: "evaluation"}
+_COMPUTING = (FORWARD, BACKWARD, OPTIMIZER)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that costs time."""
+
+    kind: Literal["slow ranks", "turns", "data", "exchange", "checkpoint"]
+    share: float
+    """The share of the run's time that it takes."""
+    ranks: tuple[int, ...] = ()
+    hostname: str = ""
+    """The host of these ranks, if they are all of its ranks."""
+    cause: Cause | None = None
+    step_seconds: float
+    """How long a step takes now, on average."""
+    predicted_seconds: float
+    """How long it would take without this."""
+
+
+def findings_of(table: StepTable, hostnames: Sequence[str]) -> list[Finding]:
+    """Return what costs time, the costliest first.
+
+    Args:
+        table: the steps.
+        hostnames: the host of each rank of the table.
+    """
+    steady = table.without_start()
+    step_seconds = float(steady.seconds.mean())
+    if step_seconds <= 0.0:
+        return []
+    found = [*_waiting(steady, hostnames), *_everywhere(steady)]
+    kept = [one for one in found if one.share >= LEAST_SHARE]
+    return sorted(kept, key=lambda one: one.share, reverse=True)
+
+
+def _finding(table: StepTable, kind: str, seconds: float, **facts: object) -> Finding:
+    step_seconds = float(table.seconds.mean())
+    return Finding(
+        kind=kind,  # type: ignore[arg-type]
+        share=seconds / step_seconds,
+        step_seconds=step_seconds,
+        predicted_seconds=step_seconds - seconds,
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def _waiting(table: StepTable, hostnames: Sequence[str]) -> list[Finding]:
+    """Return whom the ranks wait for, if it is mostly the same one."""
+    if table.num_ranks == 1:
+        return []
+    # What a step is longer for by its slowest rank: how long the others wait for it.
+    caused = table.waiting_between().sum(axis=0) / (table.num_ranks - 1)
+    total = float(caused.sum())
+    worst = int(caused.argmax())
+    hosts = list(dict.fromkeys(hostnames))
+    of_host = [index for index, name in enumerate(hostnames) if name == hostnames[worst]]
+    by_host = float(caused[of_host].sum())
+    if caused[worst] >= total * (DOMINANT if table.num_ranks > 2 else DOMINANT_OF_TWO):  # noqa: PLR2004 - a pair
+        ranks, seconds, hostname = [worst], float(caused[worst]), ""
+    elif len(hosts) > 1 and by_host >= total * (DOMINANT if len(hosts) > 2 else DOMINANT_OF_TWO):  # noqa: PLR2004
+        ranks, seconds, hostname = of_host, by_host, hostnames[worst]
+    else:
+        return [_finding(table, "turns", total)] if total >= TURNS_SHARE * float(table.seconds.mean()) else []
+    names = tuple(table.ranks[index] for index in ranks)
+    cause = _cause_of(table, ranks)
+    return [_finding(table, "slow ranks", seconds, ranks=names, hostname=hostname, cause=cause)]
+
+
+def _cause_of(table: StepTable, ranks: Sequence[int]) -> Cause:
+    """Return why some ranks are slower than the others: what they spend more time on."""
+    others = [index for index in range(table.num_ranks) if index not in ranks]
+    means = table.parts.mean(axis=1)
+    excess = means[ranks].mean(axis=0) - np.median(means[others], axis=0)
+    excess[EXCHANGE] = 0.0
+    faults, of_others = _per_step(table.major_faults, ranks), _per_step(table.major_faults, others)
+    if faults >= FAULTS_PER_STEP and faults >= MORE_OFTEN * of_others:
+        return "swapping"
+    computing = float(excess[list(_COMPUTING)].sum())
+    part = max(_CAUSE_OF, key=lambda one: excess[one])
+    samples, of_others = _per_step(table.samples, ranks), _per_step(table.samples, others)
+    if computing >= excess[part] and samples >= MORE_SAMPLES * of_others > 0.0:
+        return "more samples"
+    computed = _per_step(table.processor, ranks) - _per_step(table.processor, others)
+    if computing >= KEPT_FROM_COMPUTING * excess.sum() and computed < LEAST_COMPUTED * computing:
+        queued = _per_step(table.queued, ranks) - _per_step(table.queued, others)
+        return "shared processor" if queued >= LEAST_QUEUED * computing else "stopped"
+    if computing < excess[part]:
+        return _CAUSE_OF[part]  # type: ignore[return-value]
+    return "slower" if samples else "longer"
+
+
+def _per_step(column: object, ranks: Sequence[int]) -> float:
+    return float(np.asarray(column)[ranks].mean())
+
+
+def _everywhere(table: StepTable) -> list[Finding]:
+    """Return what all ranks spend much of their time on, beside computing."""
+    seconds = float(table.seconds.mean())
+    data = float(table.parts[:, :, DATA].min(axis=0).mean())
+    transfer = float(table.transfer.mean())
+    checkpoint = float(table.parts[:, :, CHECKPOINT].min(axis=0).mean())
+    found = []
+    if data >= DATA_SHARE * seconds:
+        found.append(_finding(table, "data", data))
+    if transfer >= EXCHANGE_SHARE * seconds and table.num_ranks > 1:
+        found.append(_finding(table, "exchange", transfer))
+    if checkpoint >= CHECKPOINT_SHARE * seconds:
+        found.append(_finding(table, "checkpoint", checkpoint))
+    return found

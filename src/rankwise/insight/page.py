@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as one HTML page without anything from a network: light and dark, printable, English or Chinese."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from rankwise.health.step_record import EXCHANGE, PARTS
+from rankwise.insight import words
+from rankwise.insight.charts import Bar, binned, heat_map, lines, stacked_bars
+from rankwise.insight.findings import findings_of
+from rankwise.insight.step_table import table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.insight.run_records import RunRecords
+    from rankwise.insight.step_table import StepTable
+    from rankwise.insight.words import Language
+
+_ORDER = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
+"""The parts of a step as they are shown; waiting for the slowest rank is separated from the rest of the exchange."""
+_FACTS = ("hostname", "device", "backend", "source", "threads", "cores", "python", "torch", "rankwise", "pid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A table of the page; the first cell of each row names it."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    is_text: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A section of the page: a chart, and what it shows as a table."""
+
+    name: str
+    title: str
+    note: str = ""
+    chart: Markup | None = None
+    legend: tuple[dict[str, str], ...] = ()
+    tables: tuple[Table, ...] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """A written report."""
+
+    headline: str
+    html: str
+
+
+def page_of(run: RunRecords, language: Language) -> Page:
+    """Return the page about a run."""
+    titles = words.TITLES[language]
+    table = table_of(run.ranks)
+    steady = table.without_start()
+    findings = findings_of(table, [record.facts["hostname"] for record in run.ranks])
+    template = Environment(
+        loader=PackageLoader("rankwise.insight", ""), autoescape=True, undefined=StrictUndefined
+    ).get_template("page.html")
+    names = [f"{titles['rank']} {rank}" for rank in table.ranks]
+    sections = [
+        _parts(steady, names, language),
+        _steps(steady, language),
+        _heat(steady, names, language),
+        _who(steady, names, language),
+        *_values(run, language),
+        _memory(steady, names, language),
+        _events(run, language),
+        _environment(run, language),
+    ]
+    headline = words.headline(
+        table.num_ranks, table.num_steps, float(steady.seconds.mean()), findings[0] if findings else None, language
+    )
+    html = template.render(
+        language=language,
+        titles=titles,
+        script=run.facts["script"] or "python",
+        when=datetime.fromtimestamp(run.facts["started"]).astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
+        headline=headline,
+        notes=_notes(run, titles, is_estimated=table.is_estimated),
+        changes=[
+            {
+                "found": words.finding_in_words(one, language),
+                "advice": words.advice(one, language),
+                "gain": words.gain(one, language),
+            }
+            for one in findings
+        ],
+        legend=_legend(language),
+        sections=[section for section in sections if section is not None],
+    )
+    return Page(headline=headline, html=html)
+
+
+def _notes(run: RunRecords, titles: dict[str, str], *, is_estimated: bool) -> list[str]:
+    notes = [titles["estimated"]] if is_estimated else []
+    if run.missing:
+        notes.append(titles["missing"].format(", ".join(map(str, run.missing))))
+    if run.num_restarts:
+        notes.append(titles["restarted"].format(run.num_restarts))
+    return notes
+
+
+def _legend(language: Language) -> tuple[dict[str, str], ...]:
+    names = words.PART_NAMES[language]
+    return tuple({"style": style, "name": names[style]} for style in _ORDER)
+
+
+def _means(table: StepTable) -> dict[str, list[float]]:
+    """Return the mean of each part, per rank."""
+    means = {name: table.parts[:, :, number].mean(axis=1).tolist() for number, name in enumerate(PARTS)}
+    means["waiting"] = table.waiting.mean(axis=1).tolist()
+    means["exchange"] = table.transfer.mean(axis=1).tolist()
+    return means
+
+
+def _parts(table: StepTable, names: Sequence[str], language: Language) -> Section:
+    titles, part_names, means = words.TITLES[language], words.PART_NAMES[language], _means(table)
+    bars = [
+        Bar(label=name, parts=tuple((style, means[style][row]) for style in _ORDER)) for row, name in enumerate(names)
+    ]
+    shown = [style for style in _ORDER if any(value > 0 for value in means[style])]
+    rows = tuple(
+        (name, *(words.duration(means[style][row]) for style in shown), words.duration(sum_of(means, row)))
+        for row, name in enumerate(names)
+    )
+    return Section(
+        name="parts",
+        title=titles["parts"],
+        chart=Markup(  # noqa: S704 - escaped where it is drawn
+            stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {words.duration(length)}")
+        ),
+        legend=tuple(one for one in _legend(language) if one["style"] in shown),
+        tables=(
+            Table(
+                caption=titles["parts"],
+                head=(titles["rank"], *(part_names[style] for style in shown), titles["total"]),
+                rows=rows,
+            ),
+        ),
+    )
+
+
+def sum_of(means: dict[str, list[float]], row: int) -> float:
+    """Return the mean step of a rank, as the sum of its parts."""
+    return sum(values[row] for values in means.values())
+
+
+def _steps(table: StepTable, language: Language) -> Section:
+    titles = words.TITLES[language]
+    longest, per_column = binned(table.seconds.max(axis=0)[None])
+    working, _ = binned((table.seconds - table.parts[:, :, EXCHANGE]).max(axis=0)[None])
+    xs = np.arange(longest.shape[1]) * per_column + 2.0
+    curves = [(titles["total"], xs, longest[0])]
+    legend = [{"style": "key0", "name": titles["total"]}]
+    if table.num_ranks > 1:
+        label = titles["slowest"]
+        curves.append((label, xs, working[0]))
+        legend.append({"style": "key1", "name": label})
+    rows = tuple(
+        (f"{int(x)}", *(words.duration(ys[column]) for _, _, ys in curves)) for column, x in enumerate(xs.tolist())
+    )
+    return Section(
+        name="steps",
+        title=titles["steps"],
+        chart=Markup(lines(curves, titles["steps"], words.duration)),  # noqa: S704
+        legend=tuple(legend),
+        tables=(Table(caption=titles["steps"], head=(titles["step"], *(name for name, _, _ in curves)), rows=rows),),
+    )
+
+
+def _heat(table: StepTable, names: Sequence[str], language: Language) -> Section | None:
+    if table.num_ranks == 1:
+        return None
+    titles = words.TITLES[language]
+    working, per_column = binned(table.seconds - table.parts[:, :, EXCHANGE])
+
+    def told(row: int, column: int, value: float) -> str:
+        first = column * per_column + 2
+        last = min(first + per_column - 1, table.num_steps + 1)
+        steps = f"{first}" if first == last else f"{first}-{last}"
+        return f"{names[row]}, {titles['steps column']} {steps}: {words.duration(value)}"
+
+    spread = [np.quantile(table.seconds - table.parts[:, :, EXCHANGE], at, axis=1) for at in (0.1, 0.5, 0.9)]
+    rows = tuple((name, *(words.duration(float(column[row])) for column in spread)) for row, name in enumerate(names))
+    return Section(
+        name="heat",
+        title=titles["heat"],
+        note=titles["heat note"],
+        chart=Markup(heat_map(working, names, titles["heat"], told)),  # noqa: S704
+        tables=(Table(caption=titles["heat"], head=(titles["rank"], "10 %", "50 %", "90 %"), rows=rows),),
+    )
+
+
+def _who(table: StepTable, names: Sequence[str], language: Language) -> Section | None:
+    if table.num_ranks == 1:
+        return None
+    titles = words.TITLES[language]
+    matrix = table.waiting_between()
+    rows = tuple(
+        (name, *(words.duration(value) if value > 0 else "" for value in matrix[row].tolist()))
+        for row, name in enumerate(names)
+    )
+    return Section(
+        name="who",
+        title=titles["who"],
+        note=titles["who note"],
+        tables=(Table(caption=titles["who"], head=("", *names), rows=rows),),
+    )
+
+
+def _values(run: RunRecords, language: Language) -> list[Section]:
+    """Return a chart for each name that values were logged under."""
+    titles = words.TITLES[language]
+    logged: dict[str, list[tuple[float, float]]] = {}
+    for note in run.ranks[0].notes:
+        if note["kind"] == "values":
+            values = [math.nan if value is None else value for value in note["values"]]
+            logged.setdefault(note["name"], []).extend(zip(note["steps"], values, strict=True))
+    return [_curve_of(name, f"{titles['values']}: {name}", pairs, language) for name, pairs in logged.items()]
+
+
+def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language: Language) -> Section:
+    titles = words.TITLES[language]
+    xs, _ = binned(np.array([[step for step, _ in pairs]], dtype=np.float64))
+    ys, _ = binned(np.array([[value for _, value in pairs]], dtype=np.float64))
+    rows = tuple((f"{x:g}", f"{y:.6g}") for x, y in zip(xs[0].tolist(), ys[0].tolist(), strict=True))
+    return Section(
+        name=f"values-{name}",
+        title=title,
+        chart=Markup(lines([(name, xs[0], ys[0])], title, lambda value: f"{value:.4g}", from_zero=False)),  # noqa: S704
+        tables=(Table(caption=title, head=(titles["step"], name), rows=rows),),
+    )
+
+
+def _memory(table: StepTable, names: Sequence[str], language: Language) -> Section:
+    titles = words.TITLES[language]
+    held, per_column = binned(table.memory_bytes)
+    xs = np.arange(held.shape[1]) * per_column + 2.0
+    curves = [(name, xs, held[row]) for row, name in enumerate(names)]
+    rows = tuple(
+        (name, words.memory(float(table.memory_bytes[row, 0])), words.memory(float(table.memory_bytes[row].max())))
+        for row, name in enumerate(names)
+    )
+    return Section(
+        name="memory",
+        title=titles["memory"],
+        chart=Markup(lines(curves, titles["memory"], words.memory)),  # noqa: S704
+        legend=tuple({"style": f"key{row % 8}", "name": name} for row, name in enumerate(names)),
+        tables=(Table(caption=titles["memory"], head=(titles["rank"], titles["at first"], titles["most"]), rows=rows),),
+    )
+
+
+def _events(run: RunRecords, language: Language) -> Section:
+    titles = words.TITLES[language]
+    of_rank_zero = [note for note in run.ranks[0].notes if note["kind"] == "event"]
+    rows = tuple(
+        (datetime.fromtimestamp(event["time"]).astimezone().strftime("%H:%M:%S"), event["text"].strip())
+        for event in sorted((*run.events, *of_rank_zero), key=lambda event: event["time"])
+    )
+    return Section(
+        name="events",
+        title=titles["events"],
+        note="" if rows else titles["no events"],
+        tables=(Table(caption=titles["events"], head=("", ""), rows=rows, is_text=True),) if rows else (),
+    )
+
+
+def _environment(run: RunRecords, language: Language) -> Section:
+    titles = words.TITLES[language]
+    rows = tuple(
+        (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts[name]) for name in _FACTS))
+        for record in run.ranks
+    )
+    return Section(
+        name="environment",
+        title=titles["environment"],
+        tables=(Table(caption=titles["environment"], head=(titles["rank"], *_FACTS), rows=rows),),
+    )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of all ranks of a run, read from the folder that ``--report`` was given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import ReportError, fold_ranks
+from rankwise.health.step_record import SUFFIX, Record, read
+from rankwise.launch.report.recorded_events import EVENTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecords:
+    """What the ranks of one run have recorded."""
+
+    folder: Path
+    ranks: tuple[Record, ...]
+    """Of the last attempt, in rank order."""
+    missing: tuple[int, ...]
+    """Ranks of that attempt without a record."""
+    num_restarts: int
+    """How many attempts there were before."""
+    events: tuple[dict[str, Any], ...]
+    """What the launcher has reported of this job, oldest first."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts that the first rank has recorded."""
+        return self.ranks[0].facts
+
+
+def read_run(folder: Path) -> RunRecords:
+    """Return the records of the latest run in a folder; if it was restarted, those of the last attempt.
+
+    Raises:
+        ReportError: there is no record of a step.
+    """
+    records = [read(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    if not records:
+        raise ReportError(
+            f"{folder} has no record of a run.",
+            do=f"rankwise run --report {folder} train.py\nor rankwise.join(report={str(folder)!r}) in the script",
+        )
+    latest = max(records, key=lambda record: record.facts["started"]).facts
+    of_job = [record for record in records if record.facts["job"] == latest["job"]]
+    ranks = sorted(
+        (record for record in of_job if record.facts["attempt"] == latest["attempt"]),
+        key=lambda record: record.facts["rank"],
+    )
+    _check_one_run(folder, ranks)
+    if not any(record.steps for record in ranks):
+        raise ReportError(
+            f"No rank of the run in {folder} has completed a step.",
+            evidence=f"records of {fold_ranks([record.facts['rank'] for record in ranks])}, without a step",
+            do="run the script until an optimizer has updated parameters",
+        )
+    present = {record.facts["rank"] for record in ranks}
+    return RunRecords(
+        folder=folder,
+        ranks=tuple(ranks),
+        missing=tuple(rank for rank in range(ranks[0].facts["world_size"]) if rank not in present),
+        num_restarts=latest["attempt"],
+        events=_events(folder, min(record.facts["started"] for record in of_job)),
+    )
+
+
+def _events(folder: Path, started: float) -> tuple[dict[str, Any], ...]:
+    """Return the events of a job; a launcher starts at most a minute before its first rank has joined."""
+    try:
+        lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return ()
+    events = [json.loads(line) for line in lines if line.endswith("}")]
+    return tuple(event for event in events if event["time"] >= started - START_SECONDS)
+
+
+def _check_one_run(folder: Path, ranks: Sequence[Record]) -> None:
+    """Raise if records are of runs with different numbers of ranks: of an earlier run in the same folder."""
+    sizes = sorted({record.facts["world_size"] for record in ranks})
+    if len(sizes) > 1:
+        raise ReportError(
+            f"{folder} has records of several runs.",
+            evidence=f"of {' and of '.join(map(str, sizes))} ranks",
+            do="give every run a folder of its own",
+        )

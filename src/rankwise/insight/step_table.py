@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of all ranks side by side: how long each part took, and who waited for whom.
+
+Ranks leave an exchange together, so that the one that reaches it last determines the step of all. How long a rank waits
+for that one follows from when each has reached it; no rank measures it. Within an update that the ranks of a host
+share, and within a checkpoint, they wait again, for the one that takes longest for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rankwise.health.step_record import BACKWARD, CHECKPOINT, EXCHANGE, OPTIMIZER, PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from rankwise.health.step_record import Record
+
+    Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTable:
+    """The steps that all ranks have completed. Times are in seconds."""
+
+    ranks: tuple[int, ...]
+    is_estimated: bool
+    """Whether the exchange is what backward takes longer than on the rank that was fastest with it."""
+    start: Floats
+    """[rank, step], by the clock of rank zero's host."""
+    parts: Floats
+    """[rank, step, part], as in ``PARTS``. ``exchange`` includes waiting for the slowest rank."""
+    waiting_for_gradients: Floats
+    """[rank, step]: waiting for the rank that was last to compute its gradients."""
+    last: NDArray[np.int64]
+    """[step]: the index of that rank."""
+    waiting_late: Floats
+    """[rank, step]: waiting for the rank that took longest to update parameters or to write a checkpoint."""
+    last_late: NDArray[np.int64]
+    """[step]: the index of that rank."""
+    processor: Floats
+    """[rank, step]: processor time."""
+    queued: Floats
+    """[rank, step]: ready to run while other processes had the processor."""
+    samples: Floats
+    sent_bytes: Floats
+    memory_bytes: Floats
+    major_faults: Floats
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps."""
+        return self.start.shape[1]
+
+    @property
+    def seconds(self) -> Floats:
+        """[rank, step]: the whole step."""
+        return self.parts.sum(axis=2)
+
+    @property
+    def waiting(self) -> Floats:
+        """[rank, step]: waiting for a slower rank."""
+        return self.waiting_for_gradients + self.waiting_late
+
+    @property
+    def transfer(self) -> Floats:
+        """[rank, step]: the exchange without waiting for a slower rank."""
+        return self.parts[:, :, EXCHANGE] - self.waiting
+
+    def waiting_between(self) -> Floats:
+        """Return [rank, rank]: how long the first waits for the second, in seconds per step."""
+        found = np.zeros((self.num_ranks, self.num_ranks))
+        for waiting, last in ((self.waiting_for_gradients, self.last), (self.waiting_late, self.last_late)):
+            for rank in range(self.num_ranks):
+                found[:, rank] += waiting[:, last == rank].sum(axis=1)
+        return found / self.num_steps
+
+    def without_start(self) -> StepTable:
+        """Return the table without the first step, which includes the start of the script, if there are others."""
+        return self if self.num_steps < 2 else self._of(slice(1, None))  # noqa: PLR2004 - one remains
+
+    def _of(self, steps: slice) -> StepTable:
+        return StepTable(
+            ranks=self.ranks,
+            is_estimated=self.is_estimated,
+            last=self.last[steps],
+            last_late=self.last_late[steps],
+            start=self.start[:, steps],
+            parts=self.parts[:, steps],
+            waiting_for_gradients=self.waiting_for_gradients[:, steps],
+            waiting_late=self.waiting_late[:, steps],
+            processor=self.processor[:, steps],
+            queued=self.queued[:, steps],
+            samples=self.samples[:, steps],
+            sent_bytes=self.sent_bytes[:, steps],
+            memory_bytes=self.memory_bytes[:, steps],
+            major_faults=self.major_faults[:, steps],
+        )
+
+
+def table_of(records: Sequence[Record]) -> StepTable:
+    """Return the steps that all ranks have completed, of records in rank order."""
+    num_steps = min(len(record.steps) for record in records)
+    kept = [record.steps[:num_steps] for record in records]
+
+    def column(name: str) -> Floats:
+        return np.array([[getattr(step, name) for step in steps] for steps in kept], dtype=np.float64)
+
+    ahead = np.array([clock_ahead(record) for record in records])[:, None]
+    start = column("start") - ahead
+    parts = column("parts").reshape(len(records), num_steps, len(PARTS))
+    arrived = start + column("arrival")
+    is_estimated = len(records) > 1 and not parts[:, :, EXCHANGE].any()
+    if is_estimated:
+        # The script exchanges gradients itself, within backward: the rank that comes last waits the least there.
+        shortest = parts[:, :, BACKWARD].min(axis=0)
+        parts[:, :, EXCHANGE] = parts[:, :, BACKWARD] - shortest
+        parts[:, :, BACKWARD] = shortest
+        arrived = -parts[:, :, EXCHANGE]
+    late = column("late_exchange")
+    waiting = np.clip(arrived.max(axis=0) - arrived, 0.0, parts[:, :, EXCHANGE] - late)
+    after = parts[:, :, OPTIMIZER] + parts[:, :, CHECKPOINT]
+    return StepTable(
+        ranks=tuple(record.facts["rank"] for record in records),
+        is_estimated=is_estimated,
+        start=start,
+        parts=parts,
+        waiting_for_gradients=waiting,
+        last=arrived.argmax(axis=0),
+        waiting_late=np.clip(after.max(axis=0) - after, 0.0, late),
+        last_late=after.argmax(axis=0),
+        processor=column("processor"),
+        queued=column("queued"),
+        samples=column("samples"),
+        sent_bytes=column("sent_bytes"),
+        memory_bytes=column("memory_bytes"),
+        major_faults=column("major_faults"),
+    )
+
+
+def clock_ahead(record: Record) -> float:
+    """Return how far the clock of a rank's host is ahead of rank zero's, as measured last."""
+    measured = [note for note in record.notes if note["kind"] == "clock"]
+    return float(measured[-1]["ahead"]) if measured else 0.0

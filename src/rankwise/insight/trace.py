@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a run in the trace-event format, which Perfetto and chrome://tracing open.
+
+One process per rank, with a track for steps, one for their parts and one for collectives; arrows lead from the rank
+that reached a collective last to those that waited for it. Times are by the clock of rank zero's host.
+
+Source: "Trace Event Format", the description of the format by the Chromium project.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from rankwise.health.step_record import PARTS
+from rankwise.insight.step_table import clock_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rankwise.health.step_record import Record
+
+_STEPS, _PARTS, _COLLECTIVES = 1, 2, 3
+_TRACKS = {_STEPS: "steps", _PARTS: "parts", _COLLECTIVES: "collectives"}
+MICROSECONDS = 1e6
+
+
+def trace_of(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the timeline of ranks, as JSON. Times are in microseconds from the start of the first step."""
+    starts = [record.steps[0].start - clock_ahead(record) for record in records if record.steps]
+    origin = min(starts, default=0.0)
+    events: list[dict[str, Any]] = []
+    for record in records:
+        events += _rank(record, origin)
+    events += _arrows(records, origin)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _rank(record: Record, origin: float) -> Iterator[dict[str, Any]]:
+    rank, shift = record.facts["rank"], origin + clock_ahead(record)
+    name = f"rank {rank} on {record.facts['hostname']}"
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    for track, title in _TRACKS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": title}}
+    for step in record.steps:
+        at = (step.start - shift) * MICROSECONDS
+        spent = {part: round(seconds * MICROSECONDS) for part, seconds in zip(PARTS, step.parts, strict=True)}
+        yield {**_slice(rank, _STEPS, f"step {step.number}", at, step.seconds * MICROSECONDS), "args": spent}
+        memory = {"MiB": round(step.memory_bytes / 2**20, 1)}
+        yield {"ph": "C", "name": "memory", "pid": rank, "ts": round(at, 1), "args": memory}
+    for detail in _details(record):
+        at = (detail["start"] - shift) * MICROSECONDS
+        for part, offset, length in detail["slices"]:
+            yield _slice(rank, _PARTS, PARTS[part], at + offset, length)
+        for words, offset, length, *_ in detail["collectives"]:
+            yield _slice(rank, _COLLECTIVES, words, at + offset, length)
+
+
+def _details(record: Record) -> list[dict[str, Any]]:
+    return [note for note in record.notes if note["kind"] == "detail"]
+
+
+def _slice(rank: int, track: int, name: str, at: float, length: float) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": rank, "tid": track, "ts": round(at, 1), "dur": round(length, 1)}
+
+
+def _arrows(records: Sequence[Record], origin: float) -> Iterator[dict[str, Any]]:
+    """Yield an arrow from the last rank that began a collective to the end of it on each that waited."""
+    begun: dict[tuple[int, int, str], dict[int, tuple[float, float]]] = defaultdict(dict)
+    for record in records:
+        rank, shift = record.facts["rank"], origin + clock_ahead(record)
+        for detail in _details(record):
+            at = (detail["start"] - shift) * MICROSECONDS
+            for words, offset, length, exchange, sequence in detail["collectives"]:
+                begun[exchange, sequence, words][rank] = (at + offset, at + offset + length)
+    number = 0
+    for (_, _, words), on_ranks in begun.items():
+        last = max(on_ranks, key=lambda rank: on_ranks[rank][0])
+        for rank, (_, end) in on_ranks.items():
+            if rank == last or end < on_ranks[last][0]:
+                # Who sends to others need not wait for them.
+                continue
+            number += 1
+            arrow = {"name": "waits for", "cat": words, "id": number, "tid": _COLLECTIVES}
+            yield {**arrow, "ph": "s", "pid": last, "ts": round(on_ranks[last][0], 1)}
+            yield {**arrow, "ph": "f", "bp": "e", "pid": rank, "ts": round(end, 1)}

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sentences of a report, in English and in Chinese."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.insight.findings import Finding
+
+Language = Literal["en", "zh"]
+LANGUAGES: tuple[Language, ...] = ("en", "zh")
+
+PART_NAMES: dict[Language, dict[str, str]] = {
+    "en": {
+        "script": "script",
+        "data": "data",
+        "forward": "forward",
+        "backward": "backward",
+        "exchange": "exchange",
+        "waiting": "waiting for the slowest rank",
+        "optimizer": "optimizer",
+        "checkpoint": "checkpoint",
+        "evaluation": "evaluation",
+    },
+    "zh": {
+        "script": "脚本其余部分",
+        "data": "读取数据",
+        "forward": "前向",
+        "backward": "反向",
+        "exchange": "通信",
+        "waiting": "等待最慢的 rank",
+        "optimizer": "优化器",
+        "checkpoint": "检查点",
+        "evaluation": "评估",
+    },
+}
+
+_CAUSES: dict[Language, dict[str, str]] = {
+    "en": {
+        "data": "which waits for its data",
+        "more samples": "which has more samples than the others",
+        "shared processor": "whose processor other processes use too",
+        "stopped": "which is stopped again and again, or gets too little processor time",
+        "swapping": "which reads memory back from a disk: it is swapping",
+        "slower": "which computes longer for as many samples",
+        "longer": "which computes for longer",
+        "script": "which spends longer in the script, outside of the model",
+        "checkpoint": "which writes its checkpoints more slowly",
+        "evaluation": "which evaluates for longer",
+    },
+    "zh": {
+        "data": "它在等待自己的数据",
+        "more samples": "它的样本比其他 rank 多",
+        "shared processor": "它的处理器还被其他进程占用",
+        "stopped": "它反复被暂停，或得到的处理器时间太少",
+        "swapping": "它在从磁盘换回内存",
+        "slower": "同样数量的样本，它计算得更久",
+        "longer": "它计算得更久",
+        "script": "它在模型之外的脚本代码上花的时间更长",
+        "checkpoint": "它写检查点更慢",
+        "evaluation": "它的评估耗时更长",
+    },
+}
+
+_ADVICE: dict[Language, dict[str, str]] = {
+    "en": {
+        "data": "raise num_workers of the loader, or move its files to a disk as fast as that of the others",
+        "more samples": "give every rank equally many samples: use rankwise.DataLoader with global_batch_size, or "
+        "samples of similar length",
+        "shared processor": "end the other processes on its cores, or ask the scheduler for cores of your own",
+        "stopped": "look for what stops it (a debugger, a batch system, a limit of its container on processor time)",
+        "swapping": "give it more memory, or make it use less: fewer workers, smaller batches, rankwise.share(dataset)",
+        "slower": "compare its processor's clock and temperature with those of the others, or leave that machine out",
+        "longer": "see whether it has more samples than the others, or a slower processor",
+        "script": "find what only this rank does between steps (logging, printing, saving): rankwise stacks shows it",
+        "checkpoint": "check the disk that it writes to, or save in the background: Checkpointer(asynchronous=True)",
+        "evaluation": "split the evaluation evenly: use rankwise.DataLoader for it too",
+        "turns": "ranks take turns at being slow, as with samples of unequal length or a shared machine: batch samples "
+        "of similar length",
+        "all data": "raise num_workers of the loader, or prepare the data once in place of at every step",
+        "exchange": "take larger batches per step, accumulate gradients with rankwise.no_sync, or send less: "
+        'replicate(model, compress="bf16")',
+        "all checkpoint": "save less often, or in the background: Checkpointer(asynchronous=True)",
+    },
+    "zh": {
+        "data": "增大 loader 的 num_workers，或把它的文件放到和其他 rank 一样快的磁盘上",
+        "more samples": "让每个 rank 的样本一样多：用 rankwise.DataLoader 的 global_batch_size，或让样本长度相近",
+        "shared processor": "结束占用它的核的其他进程，或向调度系统申请独占的核",
+        "stopped": "找出是什么暂停了它（调试器、批处理系统、容器的处理器时间限制）",
+        "swapping": "给它更多内存，或减少占用：减少 worker、减小批量、rankwise.share(dataset)",
+        "slower": "比较它与其他处理器的频率和温度，或不使用那台机器",
+        "longer": "检查它的样本是否比其他 rank 多，或处理器是否更慢",
+        "script": "找出只有这个 rank 在两步之间做的事（日志、打印、保存）：rankwise stacks 可以看到",
+        "checkpoint": "检查它写入的磁盘，或在后台保存：Checkpointer(asynchronous=True)",
+        "evaluation": "平均分配评估：评估也使用 rankwise.DataLoader",
+        "turns": "各个 rank 轮流变慢，例如样本长度不等或机器被共用：把长度相近的样本放在同一批",
+        "all data": "增大 loader 的 num_workers，或把数据一次准备好，而不是每步都做",
+        "exchange": '每步使用更大的批量，用 rankwise.no_sync 累积梯度，或减少发送量：replicate(model, compress="bf16")',
+        "all checkpoint": "减少保存次数，或在后台保存：Checkpointer(asynchronous=True)",
+    },
+}
+
+TITLES: dict[Language, dict[str, str]] = {
+    "en": {
+        "change": "What to change",
+        "parts": "Where the time of a step goes",
+        "steps": "Steps over time",
+        "heat": "Work of each rank in each step",
+        "heat note": "Without waiting. Darker is longer; a row darker than the others is a slow rank.",
+        "who": "Who waits for whom",
+        "who note": "Each row waits for the rank of the column: per step, on average.",
+        "values": "Logged values",
+        "memory": "Memory of each rank",
+        "events": "Events",
+        "environment": "Environment",
+        "as a table": "as a table",
+        "rank": "rank",
+        "step": "step",
+        "steps column": "steps",
+        "total": "step",
+        "nothing": "Nothing stands out: the ranks compute most of the time, and none waits for another one for long.",
+        "no events": "None.",
+        "slowest": "slowest rank, without the exchange",
+        "at first": "at first",
+        "most": "most",
+        "estimated": "The script exchanges gradients itself: what is shown as exchange is how much longer backward "
+        "took than on the rank where it was shortest. How long the transfer takes is unknown, and part of backward.",
+        "missing": "There is no record of rank {}.",
+        "restarted": "The job was restarted {} times; this is its last attempt.",
+    },
+    "zh": {
+        "change": "可以改进之处",
+        "parts": "每一步的时间用在哪里",
+        "steps": "每步耗时的变化",
+        "heat": "每个 rank 每一步的工作时间",
+        "heat note": "不含等待。颜色越深时间越长；比其他行更深的一行就是慢的 rank。",
+        "who": "谁在等谁",
+        "who note": "每一行等待列所示的 rank:每步的平均值。",
+        "values": "记录的数值",
+        "memory": "每个 rank 的内存",
+        "events": "事件",
+        "environment": "环境",
+        "as a table": "表格形式",
+        "rank": "rank",
+        "step": "步",
+        "steps column": "步",
+        "total": "整步",
+        "nothing": "没有明显的问题：各个 rank 大部分时间在计算，没有长时间互相等待。",
+        "no events": "无。",
+        "slowest": "最慢的 rank，不含通信",
+        "at first": "开始",
+        "most": "最大",
+        "estimated": "脚本自己交换梯度：下文的通信是反向中比最短的 rank 多出的时间；传输本身的时间未知，算在反向之内。",
+        "missing": "没有 rank {} 的记录。",
+        "restarted": "任务重启了 {} 次；以下是最后一次。",
+    },
+}
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with three digits: ``12.3 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} µs"
+
+
+def memory(num_bytes: float) -> str:
+    """Return a number of bytes with three digits: ``1.25 GiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{_three_digits(num_bytes / 2**10)} KiB"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"  # noqa: PLR2004
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage."""
+    return f"{100 * share:.0f} %"
+
+
+def ranks_in_words(ranks: Sequence[int], hostname: str, language: Language) -> str:
+    """Return ranks by number, with their host if they are all of its ranks."""
+    numbers = ", ".join(map(str, ranks))
+    if hostname:
+        return f"{hostname} (rank {numbers})" if language == "en" else f"{hostname}（rank {numbers}）"
+    return f"rank {numbers}"
+
+
+def headline(num_ranks: int, num_steps: int, step_seconds: float, first: Finding | None, language: Language) -> str:
+    """Return the sentence that the report begins with."""
+    if language == "zh":
+        start = f"{num_ranks} 个 rank，{num_steps:,} 步，每步 {duration(step_seconds)}"
+        return f"{start}；{finding_in_words(first, language) if first else TITLES['zh']['nothing']}"
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
+    start = f"{ranks}, {steps} of {duration(step_seconds)}"
+    if first is None:
+        return f"{start}; nothing stands out, computing takes most of the time."
+    return f"{start}; {finding_in_words(first, language)}"
+
+
+def finding_in_words(finding: Finding, language: Language) -> str:
+    """Return a finding as a sentence, which begins with its share of the time."""
+    share = percent(finding.share)
+    names = ranks_in_words(finding.ranks, finding.hostname, language)
+    cause = _CAUSES[language].get(finding.cause or "", "")
+    if language == "zh":
+        return {
+            "slow ranks": f"{share} 的时间里所有 rank 都在等待 {names}，{cause}。",
+            "turns": f"{share} 的时间里各个 rank 轮流互相等待。",
+            "data": f"{share} 的时间里每个 rank 都在等待数据。",
+            "exchange": f"{share} 的时间用于 rank 之间传输数据。",
+            "checkpoint": f"{share} 的时间用于写检查点。",
+        }[finding.kind]
+    return {
+        "slow ranks": f"{share} of the time all wait for {names}, {cause}.",
+        "turns": f"{share} of the time ranks wait for one another in turn.",
+        "data": f"{share} of the time every rank waits for its data.",
+        "exchange": f"{share} of the time is spent sending data between ranks.",
+        "checkpoint": f"{share} of the time is spent writing checkpoints.",
+    }[finding.kind]
+
+
+def advice(finding: Finding, language: Language) -> str:
+    """Return what to change, as an imperative."""
+    told = _ADVICE[language]
+    if finding.kind == "slow ranks":
+        return told[finding.cause or "slower"]
+    return told.get(f"all {finding.kind}") or told[finding.kind]
+
+
+def gain(finding: Finding, language: Language) -> str:
+    """Return how long a step would take without what was found."""
+    then, now = duration(finding.predicted_seconds), duration(finding.step_seconds)
+    if language == "zh":
+        return f"每步 {now} → {then}，减少 {percent(finding.share)}"
+    return f"a step would take {then} in place of {now}, {percent(finding.share)} less"

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run records of itself, and what ``rankwise report`` and ``rankwise top`` make of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html import unescape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rankwise.health.step_record import EXCHANGE, read
+from rankwise.insight.run_records import read_run
+from rankwise.insight.step_table import table_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "slowdowns"))
+from run import SAYS
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Command
+
+TRAIN = str(Path(__file__).parents[1] / "slowdowns" / "train.py")
+
+
+def recorded(command: Command, *words: str, num_ranks: int = 2) -> str:
+    """Run the script that one rank slows down, into ``records``, and return what it prints."""
+    ended = command.run("-n", str(num_ranks), "--report", "records", TRAIN, *words)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def reported(command: Command, *words: str) -> str:
+    """Return the first line that ``rankwise report records`` prints."""
+    told = command.rankwise("report", "records", *words)
+    assert told.returncode == 0, told.stderr
+    return told.stdout.splitlines()[0]
+
+
+# Those that another process on the same cores does not change; `make slowdowns` has all, on a quiet machine.
+@pytest.mark.parametrize(("kind", "slow"), [("data", 1), ("script", 0), ("disk", 0), ("uneven", 1)])
+def test_the_first_sentence_names_the_slow_rank_and_why(command: Command, kind: str, slow: int) -> None:
+    recorded(command, kind, str(slow))
+    sentence = reported(command)
+    assert f"all wait for rank {slow}, {SAYS[kind] if SAYS[kind].startswith('whose') else 'which ' + SAYS[kind]}" in (
+        sentence
+    )
+
+
+def test_parts_add_up_to_steps_that_agree_with_another_clock(command: Command) -> None:
+    printed = recorded(command, "script", "1")
+    outside = float(re.search(r"seconds per step: (\S+)", printed)[1])
+    table = table_of(read_run(command.folder / "records").ranks)
+    # From the first update to the last, as the script measured it.
+    lasted = table.start[0, -1] - table.start[0, 1] + table.seconds[0, -1]
+    assert lasted / (table.num_steps - 1) == pytest.approx(outside, rel=0.02)
+    assert table.seconds[:, 1:-1] == pytest.approx(table.start[:, 2:] - table.start[:, 1:-1], rel=0.05)
+
+
+def test_the_page_shows_what_was_recorded(command: Command) -> None:
+    recorded(command, "data", "1")
+    sentence = reported(command, "-o", "page.html", "--trace", "trace.json")
+    page = (command.folder / "page.html").read_text(encoding="utf-8")
+    assert not re.search(r"(?:src|href)\s*=|@import|url\(", page), "the page loads nothing"
+    shown = unescape(page)
+    assert sentence in shown
+    sections = re.findall(r'<section id="([^"]+)"', shown)
+    assert sections == ["parts", "steps", "heat", "who", "values-loss", "memory", "events", "environment"]
+    for name in ("parts", "steps", "heat", "values-loss", "memory"):
+        section = shown[shown.index(f'<section id="{name}"') :]
+        chart = section[section.index("<svg") : section.index("</svg>")]
+        assert 'role="img" aria-label="' in chart
+        assert len(re.findall(r"<rect|<polyline", chart)) >= 1, name
+        assert section.index("<table") > section.index("</svg>"), "a table stands behind the chart"
+    records = read_run(command.folder / "records").ranks
+    logged = [note for note in records[0].notes if note["kind"] == "values"]
+    assert sum(len(note["values"]) for note in logged) == len(records[0].steps) == 40
+    assert_trace_fits(json.loads((command.folder / "trace.json").read_text()), num_ranks=2, num_steps=40)
+    chinese = reported(command, "--language", "zh")
+    assert "所有 rank 都在等待 rank 1" in chinese
+
+
+def assert_trace_fits(trace: dict[str, list[dict[str, object]]], num_ranks: int, num_steps: int) -> None:
+    """Check that a trace has every step, that parts lie within them, and that arrows have two ends."""
+    events = trace["traceEvents"]
+    steps = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+    assert len(steps) == num_ranks * num_steps
+    for event in events:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+    begun = {event["id"]: event for event in events if event["ph"] == "s"}
+    ended = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert begun.keys() == ended.keys()
+    assert begun
+    for number, event in begun.items():
+        assert ended[number]["pid"] != event["pid"]
+        assert ended[number]["ts"] >= event["ts"], "who waits, waits for the past"
+
+
+HAND_WRITTEN = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(320, 64), torch.randint(10, (320,)))
+sampler = torch.utils.data.distributed.DistributedSampler(data)
+for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+    if dist.get_rank() == 1:
+        time.sleep(0.02)
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_of_torchs_own_is_measured_as_far_as_it_can_be_seen(command: Command) -> None:
+    script = command.write("train.py", HAND_WRITTEN)
+    ended = command.run("-n", "2", "--report", "records", str(script))
+    assert ended.returncode == 0, ended.stderr
+    sentence = reported(command)
+    assert "all wait for rank 1, which spends longer in the script" in sentence
+    assert "The script exchanges gradients itself" in (command.folder / "records" / "report.html").read_text()
+
+
+KILLED = """
+import os, signal, torch, rankwise as rw
+world = rw.join()
+model = rw.replicate(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100):
+    if step == 70 and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_what_a_killed_rank_has_done_is_reported_with_the_failure(command: Command) -> None:
+    script = command.write("train.py", KILLED)
+    ended = command.run("-n", "2", "--report", "records", str(script))
+    assert ended.returncode == 128 + 9
+    run = read_run(command.folder / "records")
+    # A step ends where the next one begins: the killed rank was between its 70th update and that.
+    assert len(run.ranks[1].steps) == 69
+    assert [event["rank"] for event in run.events if event["kind"] == "failure"] == [1]
+    reported(command)
+    page = (command.folder / "records" / "report.html").read_text()
+    assert "rank 1" in page[page.index('<section id="events">') :]
+    assert "SIGKILL" in page
+
+
+def test_a_plain_python_process_records_itself(command: Command) -> None:
+    script = command.write(
+        "train.py", KILLED.replace("rw.join()", "rw.join(report='records')").replace("step == 70", "step == 700")
+    )
+    assert command.python(str(script)).returncode == 0
+    record = read(next((command.folder / "records").glob("*.steps")))
+    assert len(record.steps) == 100
+    assert record.facts["source"] == "nobody"
+    assert max(step.parts[EXCHANGE] for step in record.steps) == 0.0
+    assert reported(command).startswith("1 rank, 100 steps of ")
+
+
+def test_measuring_can_be_turned_off(command: Command) -> None:
+    script = command.write("train.py", KILLED.replace("step == 70", "step == 700"))
+    assert command.run("-n", "2", "--report", "off", str(script)).returncode == 0
+    assert [path.name for path in command.folder.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("report", "nothing"), "nothing is not a folder"),
+        (("report", "."), ". has no record of a run"),
+        (("run", "--report", "train.py/records", "train.py"), "train.py/records, cannot be created: Not a directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_an_error(command: Command, words: tuple[str, ...], says: str) -> None:
+    command.write("train.py", "print('started')")
+    ended = command.rankwise(*words)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert says in ended.stderr
+
+
+def test_records_of_two_runs_with_other_numbers_of_ranks(command: Command) -> None:
+    script = command.write("train.py", KILLED.replace("step == 70", "step == 700"))
+    assert command.run("-n", "2", "--report", "records", str(script)).returncode == 0
+    assert command.run("-n", "1", "--report", "records", str(script)).returncode == 0
+    assert reported(command).startswith("1 rank, 100 steps of ")
+
+
+LONG = """
+import sys, torch, rankwise as rw
+world = rw.join()
+model = rw.replicate(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10**9):
+    loss = model(torch.ones(1, 4)).square().sum()
+    rw.log_value("loss", loss)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 20 and world.rank == 0:
+        print("training", flush=True)
+"""
+
+
+def test_top_shows_the_pace_of_a_running_job(command: Command) -> None:
+    script = command.write("train.py", LONG)
+    with command.start("-n", "2", str(script)) as running:
+        assert running.stdout.readline() == "training\n"
+        shown = command.rankwise("top", "--once", "--job", str(running.pid))
+        assert shown.returncode == 0, shown.stderr
+        head, *rows = shown.stdout.splitlines()
+        assert head.split()[:4] == ["rank", "steps", "steps/s", "step"]
+        assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
+        assert all(int(row.split()[1]) >= 20 for row in rows[:2])
+        assert rows[-1].startswith("loss ")
+        asked = json.loads(command.rankwise("top", "--json", "--job", str(running.pid)).stdout)
+        assert asked["ranks"].keys() == {"0", "1"}
+        running.terminate()
+        running.communicate()
+
+
+def test_a_rank_that_stays_slow_is_named_once(command: Command) -> None:
+    script = command.write("train.py", LONG.replace("10**9", "260").replace("    loss =", "    SLOWER\n    loss ="))
+    text = script.read_text().replace("SLOWER", "if world.rank == 1: __import__('time').sleep(0.004)")
+    script.write_text(text)
+    ended = command.run("-n", "2", str(script))
+    assert ended.returncode == 0, ended.stderr
+    named = [line for line in ended.stderr.splitlines() if "longer than the others" in line]
+    assert len(named) == 1, ended.stderr
+    assert "rank 1/2" in named[0]
+    assert "it spends that in the script" in named[0]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values that a script logs, as means over all samples, in the record of rank zero."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import rankwise as rw
+from rankwise import testing
+from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined
+from rankwise.health.step_record import read
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from on_ranks import RunRanks
+
+    from rankwise.world.facts import World
+
+SAMPLES = torch.arange(7, dtype=torch.float64)
+
+
+def _log_and_train(world: World, folder: str) -> None:
+    rw.leave()
+    store = f"file://{folder}/store"
+    with rw.join(init_method=store, rank=world.rank, world_size=world.world_size, report=folder):
+        model = rw.replicate(torch.nn.Linear(1, 1).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(3):
+            for x in rw.DataLoader(SAMPLES, global_batch_size=3):
+                rw.log_value("mean", x.mean())
+                rw.log_value("given", float(world.rank), weight=world.rank)
+                model(x[:, None]).sum().backward()
+                optimizer.step()
+
+
+def logged(folder: Path) -> dict[str, list[tuple[int, float | None]]]:
+    """Return what was logged under each name: step and value."""
+    (path,) = folder.glob("*rank-00000.steps")
+    found: dict[str, list[tuple[int, float | None]]] = {}
+    for note in read(path).notes:
+        if note["kind"] == "values":
+            found.setdefault(note["name"], []).extend(zip(note["steps"], note["values"], strict=True))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_values_are_means_over_the_samples_of_all_ranks(tmp_path: Path, world_size: int) -> None:
+    for result in testing.run_ranks(_log_and_train, world_size, str(tmp_path)):
+        result.get()
+    found = logged(tmp_path)
+    # Batches of samples 0 1 2, 3 4 5 and 6: with two ranks, one has no sample of the last.
+    assert found["mean"] == [(step, value) for step, value in enumerate([1.0, 4.0, 6.0] * 3, 1)]
+    ranks = range(world_size)
+    given = sum(rank * rank for rank in ranks) / sum(ranks) if world_size > 1 else None
+    assert [value for _, value in found["given"]] == [given if given is None else pytest.approx(given)] * 9
+
+
+def _log_odd_things(_: World) -> list[str]:
+    said = []
+    for value, weight in ((torch.ones(2), None), ("loss", None), (1.0, -1.0), (1.0, math.nan)):
+        try:
+            rw.log_value("loss", value, weight)  # type: ignore[arg-type]
+        except ConfigurationError as error:
+            said.append(error.what)
+    return said
+
+
+def test_what_is_no_number_is_refused() -> None:
+    (result,) = testing.run_ranks(_log_odd_things, 1)
+    assert result.get() == [
+        "log_value() takes a number or a tensor of one element, got Tensor.",
+        "log_value() takes a number or a tensor of one element, got str.",
+        "The weight of log_value() must be at least zero and finite, got -1.0.",
+        "The weight of log_value() must be at least zero and finite, got nan.",
+    ]
+
+
+def _log_on_rank_zero(world: World) -> None:
+    if world.rank == 0:
+        rw.log_value("loss", 1.0)
+    rw.all_reduce(1)
+
+
+@pytest.mark.every_exchange
+def test_logging_on_rank_zero_only_is_an_error_on_every_rank(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_log_on_rank_zero, 2):
+        with pytest.raises(CollectiveMismatch, match="log_value of loss"):
+            result.get()
+
+
+def _log_under_other_names(world: World) -> None:
+    rw.log_value(f"loss {world.rank}", 1.0)
+
+
+def test_other_names_on_other_ranks_are_an_error() -> None:
+    for result in testing.run_ranks(_log_under_other_names, 2):
+        with pytest.raises(CollectiveMismatch, match="log_value of loss 1"):
+            result.get()
+
+
+def test_nothing_is_logged_before_joining() -> None:
+    with pytest.raises(NotJoined):
+        rw.log_value("loss", 1.0)
+
+
+def _collectives_of(world: World, num: int) -> int:
+    from rankwise.comm.session import current
+
+    detector: Any = current().detector
+    before = detector.recorder.last
+    for step in range(num):
+        rw.log_value("loss", float(step))
+    return int(detector.recorder.last - before)
+
+
+def test_many_values_travel_in_few_messages() -> None:
+    for result in testing.run_ranks(_collectives_of, 2, 1000):
+        # 1, 2, 4, ... 512 at a time, as long as that takes less than a second.
+        assert result.get() < 60

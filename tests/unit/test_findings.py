@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report says of steps whose cause of slowness is known, and that it says nothing where there is none."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from rankwise.health.step_record import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EXCHANGE,
+    FORWARD,
+    PARTS,
+    SCRIPT,
+    Now,
+    Record,
+    Step,
+)
+from rankwise.insight import words
+from rankwise.insight.findings import Finding, findings_of
+from rankwise.insight.step_table import StepTable, table_of
+
+NUM_STEPS = 60
+USUAL = {DATA: 0.001, FORWARD: 0.004, BACKWARD: 0.008, SCRIPT: 0.0005, 5: 0.001}
+"""Seconds of each part of a usual step, by its number; 5 is the optimizer."""
+
+
+def job(
+    num_ranks: int,
+    *,
+    slow: int | None = None,
+    more: dict[int, float] | None = None,
+    processor: float = 1.0,
+    queued: float = 0.0,
+    transfer: float = 0.0005,
+    every: int = 1,
+    all_more: dict[int, float] | None = None,
+    **counts: int,
+) -> list[Record]:
+    """Return the records of a job in which rank ``slow`` takes ``more`` seconds for some parts of a step.
+
+    Ranks leave each exchange together. ``processor`` is the share of its time that the slow rank has a processor;
+    ``counts`` replaces counts of its steps.
+    """
+    draw = random.Random(1)
+    steps: list[list[Step]] = [[] for _ in range(num_ranks)]
+    now = 100.0
+    for number in range(1, NUM_STEPS + 1):
+        own = []
+        for rank in range(num_ranks):
+            parts = [0.0] * len(PARTS)
+            is_slow = rank == slow and number % every == 0
+            for extra in (USUAL, all_more or {}, (more or {}) if is_slow else {}):
+                for part, seconds in extra.items():
+                    parts[part] += seconds * draw.uniform(0.97, 1.03)
+            own.append(parts)
+        arrivals = [sum(parts) for parts in own]
+        end = max(arrivals) + transfer
+        for rank, parts in enumerate(own):
+            working = sum(parts)
+            parts[EXCHANGE] = end - arrivals[rank]
+            facts: dict[str, Any] = {"samples": 32, "major_faults": 0}
+            if rank == slow:
+                facts |= counts
+            steps[rank].append(
+                Step(
+                    number=number,
+                    start=now,
+                    parts=tuple(parts),
+                    arrival=arrivals[rank],
+                    late_exchange=0.0,
+                    processor=working * (processor if rank == slow else 1.0),
+                    queued=queued if rank == slow else 0.0,
+                    sent_bytes=1000,
+                    memory_bytes=2**20,
+                    **facts,
+                )
+            )
+        now += end
+    return [
+        Record(
+            facts={"rank": rank, "world_size": num_ranks},
+            steps=own,
+            notes=[],
+            now=Now(part=0, step_began=0.0, num_steps=1),
+        )
+        for rank, own in enumerate(steps)
+    ]
+
+
+def found(records: list[Record], hostnames: list[str] | None = None) -> list[Finding]:
+    return findings_of(table_of(records), hostnames or ["one"] * len(records))
+
+
+CAUSES: list[tuple[str, dict[str, Any]]] = [
+    ("data", {"more": {DATA: 0.006}}),
+    ("script", {"more": {SCRIPT: 0.006}}),
+    ("slower", {"more": {FORWARD: 0.003, BACKWARD: 0.004}}),
+    ("longer", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "samples": 0}),
+    ("more samples", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "samples": 48}),
+    ("shared processor", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "processor": 0.6, "queued": 0.006}),
+    ("stopped", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "processor": 0.6}),
+    ("swapping", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "processor": 0.6, "major_faults": 40}),
+]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("cause", "how"), CAUSES, ids=[cause for cause, _ in CAUSES])
+def test_a_slow_rank_is_named_with_its_cause(num_ranks: int, cause: str, how: dict[str, Any]) -> None:
+    # Never the last one only.
+    for slow in range(num_ranks):
+        first = found(job(num_ranks, slow=slow, **how))[0]
+        assert (first.kind, first.ranks, first.cause) == ("slow ranks", (slow,), cause)
+        extra = sum(how["more"].values())
+        assert first.step_seconds - first.predicted_seconds == pytest.approx(extra, rel=0.1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_of_equal_ranks_nothing_stands_out(num_ranks: int) -> None:
+    assert found(job(num_ranks)) == []
+
+
+def test_a_slow_host_is_named_as_one() -> None:
+    records = job(4, slow=2, more={BACKWARD: 0.006})
+    other = job(4, slow=3, more={BACKWARD: 0.006})
+    # Ranks 2 and 3 are slow in turn.
+    mixed = [
+        Record(
+            facts=one.facts,
+            steps=[(a if a.number % 2 else b) for a, b in zip(one.steps, two.steps, strict=True)],
+            notes=[],
+            now=one.now,
+        )
+        for one, two in zip(records, other, strict=True)
+    ]
+    first = found(mixed, ["a", "a", "b", "b"])[0]
+    assert (first.kind, first.ranks, first.hostname) == ("slow ranks", (2, 3), "b")
+
+
+def test_what_all_ranks_spend_much_time_on_is_named() -> None:
+    kinds = {
+        "data": found(job(3, all_more={DATA: 0.01})),
+        "exchange": found(job(3, transfer=0.02)),
+        "checkpoint": found(job(3, all_more={CHECKPOINT: 0.01})),
+    }
+    for kind, findings in kinds.items():
+        assert findings[0].kind == kind
+        assert findings[0].share > 0.3
+    assert found(job(1, all_more={DATA: 0.01}))[0].kind == "data"
+
+
+def test_one_rank_that_saves_slowly_is_named() -> None:
+    first = found(job(3, slow=1, more={CHECKPOINT: 0.2}, every=10))[0]
+    assert (first.ranks, first.cause) == ((1,), "checkpoint")
+
+
+def test_the_clock_of_another_host_is_corrected() -> None:
+    records = job(2, slow=1, more={DATA: 0.006})
+    ahead = 1234.5
+    moved = Record(
+        facts=records[0].facts,
+        steps=[step._replace(start=step.start + ahead) for step in records[0].steps],
+        notes=[{"kind": "clock", "ahead": ahead, "error": 1e-4}],
+        now=records[0].now,
+    )
+    assert found([moved, records[1]])[0].ranks == (1,)
+
+
+def test_an_exchange_inside_backward_is_estimated() -> None:
+    records = job(2, slow=1, more={SCRIPT: 0.006})
+    inside = [
+        Record(facts=one.facts, steps=[_within_backward(step) for step in one.steps], notes=[], now=one.now)
+        for one in records
+    ]
+    table = table_of(inside)
+    assert table.is_estimated
+    first = findings_of(table, ["one", "one"])[0]
+    assert (first.ranks, first.cause) == ((1,), "script")
+
+
+def _within_backward(step: Step) -> Step:
+    parts = list(step.parts)
+    parts[BACKWARD] += parts[EXCHANGE]
+    parts[EXCHANGE] = 0.0
+    return step._replace(parts=tuple(parts), arrival=0.0)
+
+
+def test_every_finding_has_words_in_both_languages() -> None:
+    seen: list[Finding] = []
+    for _, how in CAUSES:
+        seen += found(job(3, slow=1, **how))
+    seen += found(job(3, all_more={DATA: 0.01}))
+    seen += found(job(3, transfer=0.02))
+    seen += found(job(3, all_more={CHECKPOINT: 0.01}))
+    seen += found(job(3, slow=1, more={CHECKPOINT: 0.2}, every=10))
+    for finding in seen:
+        for language in words.LANGUAGES:
+            sentence = words.finding_in_words(finding, language)
+            assert words.percent(finding.share) in sentence
+            assert words.advice(finding, language)
+            assert words.duration(finding.predicted_seconds) in words.gain(finding, language)
+
+
+def test_both_languages_have_the_same_texts() -> None:
+    for texts in (words.TITLES, words.PART_NAMES):
+        assert texts["en"].keys() == texts["zh"].keys()
+
+
+def test_parts_and_waiting_add_up() -> None:
+    table: StepTable = table_of(job(4, slow=2, more={DATA: 0.006}))
+    assert (table.waiting <= table.parts[:, :, EXCHANGE] + 1e-12).all()
+    # The rank that is last waits for nobody.
+    assert table.waiting[table.last, range(table.num_steps)].max() == 0.0
+    assert table.transfer.min() >= -1e-12
