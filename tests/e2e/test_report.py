@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import re
+import struct
+import subprocess
 import sys
+import termios
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,6 +104,83 @@ def assert_trace_fits(trace: dict[str, list[dict[str, object]]], num_ranks: int,
     for number, event in begun.items():
         assert ended[number]["pid"] != event["pid"]
         assert ended[number]["ts"] >= event["ts"], "who waits, waits for the past"
+
+
+SCALED = """
+import time, torch, rankwise as rw
+world = rw.join()
+model = rw.replicate(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+samples = torch.utils.data.TensorDataset(torch.randn(320, 4))
+for (x,) in rw.DataLoader(samples, global_batch_size=8):
+    time.sleep(0.004 * len(x))
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_runs_on_more_ranks_are_compared_with_one(command: Command) -> None:
+    script = command.write("train.py", SCALED)
+    for num_ranks in ("1", "2"):
+        assert command.run("-n", num_ranks, "--report", f"runs/{num_ranks}", str(script)).returncode == 0
+    told = command.rankwise("report", "runs/2", "--compare", "runs/1", "-o", "page.html")
+    # Each sample takes 4 ms, and ranks sleep at the same time.
+    times = re.search(r"2 ranks, 40 steps of .* ms, (\d\.\d) times as fast as one rank; ", told.stdout)
+    assert times is not None, told.stdout
+    assert 1.4 < float(times[1]) <= 2.1
+    page = (command.folder / "page.html").read_text()
+    section = page[page.index('<section id="compare">') :]
+    assert section.count("<polyline") >= 2
+    told = command.rankwise("report", "runs/2", "--compare", "runs/2")
+    assert "times as fast" not in told.stdout
+
+
+PROFILED = """
+import sys, torch, rankwise as rw
+world = rw.join()
+model = rw.replicate(torch.nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.profiler.profile() as profile:
+    for step in range(6):
+        with torch.profiler.record_function(f"forward {step}"):
+            loss = model(torch.ones(512, 256)).square().sum()
+        loss.backward()
+        optimizer.step()
+profile.export_chrome_trace(f"profile-{world.rank}.json")
+"""
+
+
+def test_traces_of_torchs_profiler_are_put_on_the_same_time(command: Command) -> None:
+    script = command.write("train.py", PROFILED)
+    ended = command.run("-n", "2", "--report", "records", str(script))
+    assert ended.returncode == 0, ended.stderr
+    reported(command, "--trace", "trace.json", "--with", "profile-1.json", "profile-0.json")
+    events = json.loads((command.folder / "trace.json").read_text())["traceEvents"]
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    for rank in (0, 1):
+        measured = [e for e in events if e["ph"] == "X" and e["pid"] == rank and e["tid"] == 2]
+        forward = [e for e in measured if e["name"] == "forward"]
+        (seen,) = [
+            e
+            for e in events
+            if e.get("name") == "forward 3" and e["ph"] == "X" and named.get(e["pid"], "").startswith(f"rank {rank}:")
+        ]
+        # By the same clock, read a moment later: the pass of the model lies within what the script has marked.
+        assert seen["ts"] - 1000 < forward[3]["ts"] < seen["ts"] + seen["dur"] + 1000
+
+
+def test_a_file_that_is_no_trace_is_an_error(command: Command) -> None:
+    script = command.write("train.py", KILLED.replace("step == 70", "step == 700"))
+    assert command.run("-n", "1", "--report", "records", str(script)).returncode == 0
+    command.write("profile-7.json", '{"baseTimeNanoseconds": 1, "traceEvents": []}')
+    for words, says in (
+        (("--with", "train.py"), "--with is for a timeline."),
+        (("--trace", "t.json", "--with", "train.py"), "train.py is no trace of torch's profiler."),
+        (("--trace", "t.json", "--with", "profile-7.json"), "does not say of which of the 1 ranks it is."),
+    ):
+        ended = command.rankwise("report", "records", *words)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert says in ended.stderr
 
 
 HAND_WRITTEN = """
@@ -234,3 +318,41 @@ def test_a_rank_that_stays_slow_is_named_once(command: Command) -> None:
     assert len(named) == 1, ended.stderr
     assert "rank 1/2" in named[0]
     assert "it spends that in the script" in named[0]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_one_line_about_the_job(command: Command, is_terminal: bool) -> None:
+    script = command.write("train.py", LONG.replace("10**9", "1500"))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    with subprocess.Popen(
+        command.words("-n", "2", "--progress", str(script)),
+        cwd=command.folder,
+        env=command.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs if is_terminal else subprocess.PIPE,
+        text=True,
+    ) as running:
+        os.close(theirs)
+        shown = written_to(ours) if is_terminal else running.communicate(timeout=50)[1]
+        assert running.wait(50) == 0
+        os.close(ours)
+    line = r"step \d+, \d+\.\d steps/s, loss [\d.e+-]+, slowest: rank [01]"
+    if is_terminal:
+        # The last of 24 lines is kept for it, redrawn in its place, and given back at the end.
+        assert "\x1b[1;23r" in shown
+        assert len(re.findall(rf"\x1b7\x1b\[24;1H\x1b\[2K{line}\x1b8", shown)) >= 1
+        assert shown.index("\x1b[r") > shown.rindex("\x1b[1;23r")
+    else:
+        assert len(re.findall(rf"^\[rankwise\] {line}$", shown, re.MULTILINE)) == 1
+        assert "\x1b" not in shown
+
+
+def written_to(descriptor: int) -> str:
+    """Return all that is written to a terminal until its other end is closed."""
+    parts = []
+    with contextlib.suppress(OSError):
+        while part := os.read(descriptor, 65536):
+            parts.append(part)
+    return b"".join(parts).decode()

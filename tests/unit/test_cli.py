@@ -44,6 +44,8 @@ options:
                         models on a part of each batch
   --report DIR | off    record in DIR where the time of each step goes, for `rankwise report DIR`;
                         off measures nothing (RANKWISE_REPORT)
+  --progress            show one line about the whole job: its pace, the values it logs, the slowest
+                        rank
   --torch-store {on,off}
                         whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts
                         every process that reaches it (default: RANKWISE_TORCH_STORE, else on one
@@ -175,6 +177,7 @@ def test_more_ranks_than_gpus_is_a_mistake() -> None:
         (["--check"], {"check": True}),
         (["--guard"], {"guard": True}),
         (["--report", "off"], {"report": "off"}),
+        (["--progress"], {"progress": True}),
         (["--torch-store", "off"], {"torch_store": "off"}),
     ],
 )

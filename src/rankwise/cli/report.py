@@ -24,7 +24,10 @@ examples:
   rankwise run -n 4 --report runs/a train.py    record a run
   rankwise report runs/a                        write runs/a/report.html
   rankwise report runs/a -o a.html --language zh
-  rankwise report runs/a --trace a.json         open a.json at https://ui.perfetto.dev"""
+  rankwise report runs/4 --compare runs/1 runs/2
+                                                how much faster with more ranks, or after a change
+  rankwise report runs/a --trace a.json         open a.json at https://ui.perfetto.dev
+  rankwise report runs/a --trace a.json --with profiler/*.json"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +35,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="the folder that --report was given")
     parser.add_argument("-o", dest="output", metavar="FILE", help="the page (default: DIR/report.html)")
     parser.add_argument(
+        "--compare", nargs="+", default=[], metavar="DIR", help="folders of other runs, to show side by side"
+    )
+    parser.add_argument(
         "--trace", metavar="FILE", help="also write a timeline of all ranks, for Perfetto or chrome://tracing"
+    )
+    parser.add_argument(
+        "--with",
+        dest="profiles",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="traces of torch's profiler, one per rank, to show in the timeline",
     )
     parser.add_argument("--language", choices=("en", "zh"), default="en", help="of the page (default: en)")
 
@@ -44,15 +58,22 @@ def execute(options: argparse.Namespace) -> int:
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
     from rankwise.insight.trace import trace_of  # noqa: PLC0415
 
+    if options.profiles and not options.trace:
+        raise ConfigurationError("--with is for a timeline.", do="pass --trace FILE too")
     folder = Path(options.folder)
-    if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is not a folder.", do="pass the folder that --report was given")
+    others = [Path(name) for name in options.compare]
+    for one in (folder, *others):
+        if not one.is_dir():
+            raise ConfigurationError(f"{one} is not a folder.", do="pass the folder that --report was given")
     run = read_run(folder)
     page = Path(options.output) if options.output else folder / "report.html"
-    written = page_of(run, options.language)
+    written = page_of(run, options.language, [read_run(one) for one in others])
     _write(page, written.html)
     if options.trace:
-        _write(Path(options.trace), json.dumps(trace_of(run.ranks), separators=(",", ":")))
+        _write(
+            Path(options.trace),
+            json.dumps(trace_of(run.ranks, [Path(name) for name in options.profiles]), separators=(",", ":")),
+        )
     sys.stdout.write(f"{written.headline}\n{page}\n")
     return 0
 

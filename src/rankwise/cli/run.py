@@ -95,6 +95,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(RANKWISE_REPORT)",
     )
     parser.add_argument(
+        "--progress",
+        action="store_true",
+        help="show one line about the whole job: its pace, the values it logs, the slowest rank",
+    )
+    parser.add_argument(
         "--torch-store",
         choices=("on", "off"),
         help="whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts every process that reaches it "

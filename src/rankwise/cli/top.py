@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rankwise.launch.inspect import control_socket
+from rankwise.launch.inspect.steps import line_of
 
 if TYPE_CHECKING:
     import argparse
@@ -34,6 +35,7 @@ examples:
 
 REDRAW_SECONDS = 1.0
 LINE_SECONDS = 60.0
+NOTHING_YET = "no rank has completed a step yet"
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -66,7 +68,9 @@ def _watch(job: RunningJob) -> None:
     with _keys() if is_terminal else contextlib.nullcontext():
         while job.pid in {one.pid for one in control_socket.jobs()}:
             answer = _ask(job)
-            sys.stdout.write(f"{_CLEAR}{table(answer)}\ns: stacks   q: quit\n" if is_terminal else line(answer))
+            sys.stdout.write(
+                f"{_CLEAR}{table(answer)}\ns: stacks   q: quit\n" if is_terminal else f"{line_of(answer)}\n"
+            )
             sys.stdout.flush()
             key = _pressed(REDRAW_SECONDS) if is_terminal else _slept(LINE_SECONDS)
             if key == "q":
@@ -109,7 +113,7 @@ _COLUMNS = ("rank", "steps", "steps/s", "step", "data", "compute", "exchange", "
 def table(answer: dict[str, Any]) -> str:
     """Return the answer of a launcher as a table, one line per rank."""
     if not answer["ranks"]:
-        return "no rank measures its steps yet\n"
+        return f"{NOTHING_YET}\n"
     rows = [_COLUMNS, *(_row(rank, pace) for rank, pace in answer["ranks"].items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -130,17 +134,3 @@ def _row(rank: str, pace: dict[str, Any]) -> tuple[str, ...]:
         f"{pace['memory_bytes'] / 2**20:.0f} MiB",
         f"{pace['now']}, {pace['seconds_in_step']:.1f} s",
     )
-
-
-def line(answer: dict[str, Any]) -> str:
-    """Return the answer of a launcher as one line: the pace of the job, and its slowest rank."""
-    ranks = answer["ranks"]
-    if not ranks:
-        return "no rank measures its steps yet\n"
-    steps = min(pace["steps"] for pace in ranks.values())
-    seconds = max(pace["step_seconds"] for pace in ranks.values())
-    words = [f"step {steps}", f"{1 / seconds:.1f} steps/s" if seconds else ""]
-    words += [f"{name} {value:.4g}" for name, value in answer["values"].items() if value is not None]
-    if len(ranks) > 1:
-        words.append(f"slowest: rank {max(ranks, key=lambda rank: ranks[rank]['own_seconds'])}")
-    return ", ".join(word for word in words if word) + "\n"

@@ -15,12 +15,15 @@ from markupsafe import Markup
 from rankwise.health.step_record import EXCHANGE, PARTS
 from rankwise.insight import words
 from rankwise.insight.charts import Bar, binned, heat_map, lines, stacked_bars
+from rankwise.insight.comparison import speed_of, times_faster
 from rankwise.insight.findings import findings_of
 from rankwise.insight.step_table import table_of
+from rankwise.insight.words import duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.insight.comparison import RunSpeed
     from rankwise.insight.run_records import RunRecords
     from rankwise.insight.step_table import StepTable
     from rankwise.insight.words import Language
@@ -60,8 +63,8 @@ class Page:
     html: str
 
 
-def page_of(run: RunRecords, language: Language) -> Page:
-    """Return the page about a run."""
+def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] = ()) -> Page:
+    """Return the page about a run, beside others that it is compared with."""
     titles = words.TITLES[language]
     table = table_of(run.ranks)
     steady = table.without_start()
@@ -70,7 +73,10 @@ def page_of(run: RunRecords, language: Language) -> Page:
         loader=PackageLoader("rankwise.insight", ""), autoescape=True, undefined=StrictUndefined
     ).get_template("page.html")
     names = [f"{titles['rank']} {rank}" for rank in table.ranks]
+    speeds = [speed_of(one) for one in (run, *compared)]
+    times = times_faster(speeds)
     sections = [
+        *([_compared(speeds, times, language)] if compared else []),
         _parts(steady, names, language),
         _steps(steady, language),
         _heat(steady, names, language),
@@ -81,7 +87,12 @@ def page_of(run: RunRecords, language: Language) -> Page:
         _environment(run, language),
     ]
     headline = words.headline(
-        table.num_ranks, table.num_steps, float(steady.seconds.mean()), findings[0] if findings else None, language
+        table.num_ranks,
+        table.num_steps,
+        float(steady.seconds.mean()),
+        findings[0] if findings else None,
+        language,
+        times_one_rank=times[0] if table.num_ranks > 1 and any(speed.num_ranks == 1 for speed in speeds) else None,
     )
     html = template.render(
         language=language,
@@ -126,6 +137,46 @@ def _means(table: StepTable) -> dict[str, list[float]]:
     return means
 
 
+def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Language) -> Section:
+    """Return runs side by side: over the number of ranks if that differs, else where the time of a step goes."""
+    titles, part_names = words.TITLES[language], words.PART_NAMES[language]
+    order = sorted(range(len(speeds)), key=lambda index: (speeds[index].num_ranks, index))
+    ranks = np.array([speeds[index].num_ranks for index in order], dtype=np.float64)
+    if len(set(ranks.tolist())) > 1:
+        curves = [
+            (titles["measured"], ranks, np.array([times[index] for index in order])),
+            (titles["ideal"], ranks, ranks / ranks.min()),
+        ]
+        chart = lines(curves, titles["compare"], lambda value: f"{value:.1f}")
+        legend = tuple({"style": f"key{number}", "name": name} for number, (name, _, _) in enumerate(curves))
+    else:
+        bars = [
+            Bar(label=speeds[index].name[:12], parts=tuple((style, speeds[index].parts[style]) for style in _ORDER))
+            for index in order
+        ]
+        chart = stacked_bars(bars, titles["compare"], lambda style, length: f"{part_names[style]}: {duration(length)}")
+        legend = _legend(language)
+    rows = tuple(
+        (
+            speeds[index].name,
+            str(speeds[index].num_ranks),
+            duration(speeds[index].step_seconds),
+            f"{speeds[index].samples_per_second:,.0f}" if speeds[index].samples_per_second else "",
+            f"{times[index]:.2f}",
+        )
+        for index in order
+    )
+    head = (titles["run"], titles["ranks column"], titles["total"], titles["samples per second"], titles["times"])
+    return Section(
+        name="compare",
+        title=titles["compare"],
+        note=titles["compare note"],
+        chart=Markup(chart),  # noqa: S704 - escaped where it is drawn
+        legend=legend,
+        tables=(Table(caption=titles["compare"], head=head, rows=rows),),
+    )
+
+
 def _parts(table: StepTable, names: Sequence[str], language: Language) -> Section:
     titles, part_names, means = words.TITLES[language], words.PART_NAMES[language], _means(table)
     bars = [
@@ -133,14 +184,14 @@ def _parts(table: StepTable, names: Sequence[str], language: Language) -> Sectio
     ]
     shown = [style for style in _ORDER if any(value > 0 for value in means[style])]
     rows = tuple(
-        (name, *(words.duration(means[style][row]) for style in shown), words.duration(sum_of(means, row)))
+        (name, *(duration(means[style][row]) for style in shown), duration(sum_of(means, row)))
         for row, name in enumerate(names)
     )
     return Section(
         name="parts",
         title=titles["parts"],
         chart=Markup(  # noqa: S704 - escaped where it is drawn
-            stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {words.duration(length)}")
+            stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {duration(length)}")
         ),
         legend=tuple(one for one in _legend(language) if one["style"] in shown),
         tables=(
@@ -169,13 +220,11 @@ def _steps(table: StepTable, language: Language) -> Section:
         label = titles["slowest"]
         curves.append((label, xs, working[0]))
         legend.append({"style": "key1", "name": label})
-    rows = tuple(
-        (f"{int(x)}", *(words.duration(ys[column]) for _, _, ys in curves)) for column, x in enumerate(xs.tolist())
-    )
+    rows = tuple((f"{int(x)}", *(duration(ys[column]) for _, _, ys in curves)) for column, x in enumerate(xs.tolist()))
     return Section(
         name="steps",
         title=titles["steps"],
-        chart=Markup(lines(curves, titles["steps"], words.duration)),  # noqa: S704
+        chart=Markup(lines(curves, titles["steps"], duration)),  # noqa: S704
         legend=tuple(legend),
         tables=(Table(caption=titles["steps"], head=(titles["step"], *(name for name, _, _ in curves)), rows=rows),),
     )
@@ -191,10 +240,10 @@ def _heat(table: StepTable, names: Sequence[str], language: Language) -> Section
         first = column * per_column + 2
         last = min(first + per_column - 1, table.num_steps + 1)
         steps = f"{first}" if first == last else f"{first}-{last}"
-        return f"{names[row]}, {titles['steps column']} {steps}: {words.duration(value)}"
+        return f"{names[row]}, {titles['steps column']} {steps}: {duration(value)}"
 
     spread = [np.quantile(table.seconds - table.parts[:, :, EXCHANGE], at, axis=1) for at in (0.1, 0.5, 0.9)]
-    rows = tuple((name, *(words.duration(float(column[row])) for column in spread)) for row, name in enumerate(names))
+    rows = tuple((name, *(duration(float(column[row])) for column in spread)) for row, name in enumerate(names))
     return Section(
         name="heat",
         title=titles["heat"],
@@ -210,7 +259,7 @@ def _who(table: StepTable, names: Sequence[str], language: Language) -> Section 
     titles = words.TITLES[language]
     matrix = table.waiting_between()
     rows = tuple(
-        (name, *(words.duration(value) if value > 0 else "" for value in matrix[row].tolist()))
+        (name, *(duration(value) if value > 0 else "" for value in matrix[row].tolist()))
         for row, name in enumerate(names)
     )
     return Section(

@@ -13,10 +13,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from rankwise.health.step_record import PARTS
+from rankwise.insight.profiler_traces import events_of
 from rankwise.insight.step_table import clock_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from rankwise.health.step_record import Record
 
@@ -25,14 +27,24 @@ _TRACKS = {_STEPS: "steps", _PARTS: "parts", _COLLECTIVES: "collectives"}
 MICROSECONDS = 1e6
 
 
-def trace_of(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the timeline of ranks, as JSON. Times are in microseconds from the start of the first step."""
+def trace_of(records: Sequence[Record], profiles: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return the timeline of ranks, as JSON. Times are in microseconds from the start of the first step.
+
+    Args:
+        records: of all ranks.
+        profiles: traces of torch's profiler to show beside them.
+
+    Raises:
+        ReportError: one of these is no such trace, or of no rank of this run.
+    """
     starts = [record.steps[0].start - clock_ahead(record) for record in records if record.steps]
     origin = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
     for record in records:
         events += _rank(record, origin)
     events += _arrows(records, origin)
+    for path in profiles:
+        events += events_of(path, records, origin)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -112,6 +112,14 @@ TITLES: dict[Language, dict[str, str]] = {
         "heat note": "Without waiting. Darker is longer; a row darker than the others is a slow rank.",
         "who": "Who waits for whom",
         "who note": "Each row waits for the rank of the column: per step, on average.",
+        "compare": "Runs side by side",
+        "compare note": "How much faster each is than the one with the fewest ranks. Ideal: by as much as it has more ranks.",
+        "run": "run",
+        "ranks column": "ranks",
+        "samples per second": "samples/s",
+        "times": "times as fast",
+        "ideal": "ideal",
+        "measured": "measured",
         "values": "Logged values",
         "memory": "Memory of each rank",
         "events": "Events",
@@ -139,6 +147,14 @@ TITLES: dict[Language, dict[str, str]] = {
         "heat note": "不含等待。颜色越深时间越长；比其他行更深的一行就是慢的 rank。",
         "who": "谁在等谁",
         "who note": "每一行等待列所示的 rank:每步的平均值。",
+        "compare": "并排比较",
+        "compare note": "每次运行是 rank 最少的那次的多少倍快；理想情况是 rank 多几倍就快几倍。",
+        "run": "运行",
+        "ranks column": "rank 数",
+        "samples per second": "样本/秒",
+        "times": "倍数",
+        "ideal": "理想",
+        "measured": "实测",
         "values": "记录的数值",
         "memory": "每个 rank 的内存",
         "events": "事件",
@@ -193,14 +209,27 @@ def ranks_in_words(ranks: Sequence[int], hostname: str, language: Language) -> s
     return f"rank {numbers}"
 
 
-def headline(num_ranks: int, num_steps: int, step_seconds: float, first: Finding | None, language: Language) -> str:
-    """Return the sentence that the report begins with."""
+def headline(
+    num_ranks: int,
+    num_steps: int,
+    step_seconds: float,
+    first: Finding | None,
+    language: Language,
+    *,
+    times_one_rank: float | None = None,
+) -> str:
+    """Return the sentence that the report begins with.
+
+    ``times_one_rank`` is how many times as fast the run is as one on one rank that it is compared with.
+    """
     if language == "zh":
         start = f"{num_ranks} 个 rank，{num_steps:,} 步，每步 {duration(step_seconds)}"
+        start += "" if times_one_rank is None else f"，是一个 rank 的 {times_one_rank:.1f} 倍快"
         return f"{start}；{finding_in_words(first, language) if first else TITLES['zh']['nothing']}"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
     start = f"{ranks}, {steps} of {duration(step_seconds)}"
+    start += "" if times_one_rank is None else f", {times_one_rank:.1f} times as fast as one rank"
     if first is None:
         return f"{start}; nothing stands out, computing takes most of the time."
     return f"{start}; {finding_in_words(first, language)}"

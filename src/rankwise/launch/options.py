@@ -45,6 +45,8 @@ class LaunchOptions:
     """Whether the ranks of a torch.distributed script compare what their optimizers step."""
     report: str | None = None
     """The folder in which ranks record their steps; ``"off"`` measures nothing. Absolute: scripts may change theirs."""
+    progress: bool = False
+    """Whether one line about the whole job is shown while it runs."""
     torch_store: TorchStoreChoice = "auto"
     """Whether MASTER_ADDR and MASTER_PORT point to torch's own store; ``"auto"``: on one machine only."""
 

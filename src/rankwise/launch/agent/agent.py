@@ -18,8 +18,10 @@ from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.agent.controller_link import ControllerLink, ControllerLost
 from rankwise.launch.agent.ranks import FOR_RESTART, KILLED
 from rankwise.launch.agent.signals import Interrupted
+from rankwise.launch.agent.status_line import StatusLine
 from rankwise.launch.agent.stragglers import Stragglers
 from rankwise.launch.controller.coordinator import RETURN_SECONDS
+from rankwise.launch.inspect.steps import line_of, paces
 from rankwise.launch.messages import (
     EndJob,
     Heartbeat,
@@ -99,6 +101,7 @@ class Agent:
         self._signals = signals
         self._stacks = stacks
         self._stragglers = Stragglers(stacks.look, ranks.is_script_over)
+        self._status = StatusLine(lambda: line_of(paces(ranks.step_records()))) if options.progress else None
         self._reporter = reporter
         self._hosts_job = hosts_job
         self._can_return = options.can_restart and not hosts_job
@@ -141,6 +144,8 @@ class Agent:
         except Interrupted as interrupted:
             return self._end_at_once(interrupted.number)
         finally:
+            if self._status is not None:
+                self._status.close()
             # If the server has exited, so have the ranks, and the reason is being raised.
             with contextlib.suppress(OSError, LaunchError):
                 self._ranks.clear()
@@ -187,6 +192,8 @@ class Agent:
         link.check()
         self._look_for_stopped(link)
         self._look_for_stragglers()
+        if self._status is not None and self._is_attempt_on:
+            self._status.update(time.monotonic())
         self._continue_ending()
         if self._is_attempt_on and not self._ranks.running:
             self._conclude(link)

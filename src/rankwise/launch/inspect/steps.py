@@ -55,3 +55,16 @@ def _values(path: Path) -> dict[str, float | None]:
         notes = read(path).notes
         return {note["name"]: note["values"][-1] for note in notes if note["kind"] == "values"}
     return {}
+
+
+def line_of(answer: dict[str, Any]) -> str:
+    """Return what :func:`paces` has returned as one line: pace, logged values, slowest rank; empty at first."""
+    ranks = answer["ranks"]
+    seconds = max((pace["step_seconds"] for pace in ranks.values()), default=0.0)
+    if not seconds:
+        return ""
+    words = [f"step {min(pace['steps'] for pace in ranks.values())}", f"{1 / seconds:.1f} steps/s"]
+    words += [f"{name} {value:.4g}" for name, value in answer["values"].items() if value is not None]
+    if len(ranks) > 1:
+        words.append(f"slowest: rank {max(ranks, key=lambda rank: ranks[rank]['own_seconds'])}")
+    return ", ".join(words)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs side by side: how fast each was, and how much faster than the one with the fewest ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.health.step_record import PARTS
+from rankwise.insight.step_table import table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.insight.run_records import RunRecords
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpeed:
+    """How fast one run was."""
+
+    name: str
+    num_ranks: int
+    step_seconds: float
+    samples_per_second: float
+    """Of all ranks together; 0 if unknown."""
+    parts: dict[str, float]
+    """The mean time of each part of a step, over ranks, in seconds; waiting apart from the rest of the exchange."""
+
+
+def speed_of(run: RunRecords) -> RunSpeed:
+    """Return how fast a run was, without its first step."""
+    steady = table_of(run.ranks).without_start()
+    step_seconds = float(steady.seconds.mean())
+    parts = {name: float(steady.parts[:, :, number].mean()) for number, name in enumerate(PARTS)}
+    parts["waiting"] = float(steady.waiting.mean())
+    parts["exchange"] = float(steady.transfer.mean())
+    return RunSpeed(
+        name=run.folder.name or str(run.folder),
+        num_ranks=steady.num_ranks,
+        step_seconds=step_seconds,
+        samples_per_second=float(steady.samples.sum(axis=0).mean()) / step_seconds,
+        parts=parts,
+    )
+
+
+def times_faster(speeds: Sequence[RunSpeed]) -> list[float]:
+    """Return how many times as fast each run was as the first one of those with the fewest ranks."""
+    first = min(speeds, key=lambda speed: speed.num_ranks)
+    # Of runs of which some count no samples, steps are compared.
+    by_samples = all(speed.samples_per_second for speed in speeds)
+    if by_samples:
+        return [speed.samples_per_second / first.samples_per_second for speed in speeds]
+    return [first.step_seconds / speed.step_seconds for speed in speeds]
