@@ -113,7 +113,7 @@ TITLES: dict[Language, dict[str, str]] = {
         "who": "Who waits for whom",
         "who note": "Each row waits for the rank of the column: per step, on average.",
         "compare": "Runs side by side",
-        "compare note": "How much faster each is than the one with the fewest ranks. Ideal: by as much as it has more ranks.",
+        "compare note": "How much faster each is than the one with the fewest ranks; ideal is in proportion to ranks.",
         "run": "run",
         "ranks column": "ranks",
         "samples per second": "samples/s",
@@ -178,6 +178,8 @@ TITLES: dict[Language, dict[str, str]] = {
 
 def duration(seconds: float) -> str:
     """Return a duration with three digits: ``12.3 ms``."""
+    if seconds == 0.0:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{_three_digits(seconds / size)} {unit}"
@@ -258,11 +260,13 @@ def finding_in_words(finding: Finding, language: Language) -> str:
 
 
 def advice(finding: Finding, language: Language) -> str:
-    """Return what to change, as an imperative."""
+    """Return what to change, as a sentence."""
     told = _ADVICE[language]
     if finding.kind == "slow ranks":
-        return told[finding.cause or "slower"]
-    return told.get(f"all {finding.kind}") or told[finding.kind]
+        words = told[finding.cause or "slower"]
+    else:
+        words = told.get(f"all {finding.kind}") or told[finding.kind]
+    return f"{words[0].upper()}{words[1:]}{'。' if language == 'zh' else '.'}"
 
 
 def gain(finding: Finding, language: Language) -> str:
