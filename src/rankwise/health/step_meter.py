@@ -41,6 +41,8 @@ LOOK_SECONDS = 0.1
 FIRST_DETAILED = 8
 DETAIL_EVERY = 128
 """Of which steps each part and collective is recorded with its time: of the first ones, then of one in this many."""
+MOST_SLICES = 512
+"""How many parts of one step are recorded with their times: an evaluation may have any number."""
 MOST_DETAIL_BYTES = 2**16
 """When details of a rank take this much, they become half as frequent."""
 
@@ -74,7 +76,6 @@ class StepMeter:
         self._read_usage()
         self._looked_at, self._memory = 0.0, 0
         self._collectives: deque[Ticket] = deque()
-        self._last_collective = 0
         self._on_step: Callable[[Step], None] | None = None
         self._every = DETAIL_EVERY
         self._detail_bytes = 0
@@ -134,7 +135,7 @@ class StepMeter:
         self._spent[part] += now - since
         if part == EXCHANGE and self._around_exchange in _AFTER_EXCHANGE:
             self._late_exchange += now - since
-        if self._slices is not None:
+        if self._slices is not None and len(self._slices) < MOST_SLICES:
             self._slices.append((part, since, now))
 
     def note_update(self) -> None:
@@ -212,9 +213,6 @@ class StepMeter:
 
     def _note_detail(self, slices: list[tuple[int, float, float]]) -> None:
         start = self._start
-        recent = [ticket for ticket in self._collectives.copy() if ticket.number > self._last_collective]
-        if recent:
-            self._last_collective = recent[-1].number
         detail = {
             "kind": "detail",
             "step": self._number,
@@ -228,8 +226,8 @@ class StepMeter:
                     ticket.exchange_id,
                     ticket.sequence,
                 ]
-                for ticket in recent
-                if ticket.ended is not None
+                for ticket in self._collectives.copy()
+                if ticket.ended is not None and ticket.since >= start
             ],
         }
         self._detail_bytes += self.record.note(detail)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as which part of a step, and where a step ends."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rankwise.health.flight_recorder import Ticket
+from rankwise.health.step_meter import FIRST_DETAILED, MOST_SLICES, StepMeter
+from rankwise.health.step_record import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    EXCHANGE,
+    FORWARD,
+    OPTIMIZER,
+    SCRIPT,
+    Record,
+    RecordFile,
+    Step,
+    read,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still; a test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr("rankwise.health.step_meter.monotonic", lambda: now[0])
+    return now
+
+
+class Measured:
+    """A meter whose parts take whole seconds."""
+
+    def __init__(self, folder: Path, clock: list[float]) -> None:
+        self.path = folder / "a.steps"
+        self.clock = clock
+        self.meter = StepMeter(RecordFile(str(self.path), {}), lambda: 7, folder)
+
+    def spend(self, part: int, seconds: float, *, inside: tuple[int, float] | None = None) -> None:
+        """Enter a part, with another one inside it, and resume what was before."""
+        before = self.meter.enter(part)
+        self.clock[0] += seconds
+        if inside is not None:
+            self.spend(*inside)
+        self.meter.resume(before)
+
+    def update(self) -> None:
+        """Note an optimizer's update."""
+        self.spend(OPTIMIZER, 1.0)
+        self.meter.note_update()
+
+    def ended(self) -> Record:
+        """Return what was recorded."""
+        self.meter.close()
+        return read(self.path)
+
+
+def parts_of(step: Step) -> dict[int, int]:
+    """Return the seconds of each part that took any."""
+    return {part: round(seconds) for part, seconds in enumerate(step.parts) if seconds > 0.5}
+
+
+def test_a_step_lasts_from_the_first_part_after_an_update_to_the_next_such_part(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(2):
+        measured.spend(DATA, 1.0)
+        measured.spend(FORWARD, 2.0)
+        measured.spend(BACKWARD, 3.0, inside=(EXCHANGE, 4.0))
+        measured.update()
+        clock[0] += 5.0  # a scheduler
+        measured.spend(CHECKPOINT, 6.0, inside=(EXCHANGE, 2.0))
+    steps = measured.ended().steps
+    whole = {SCRIPT: 5, DATA: 1, FORWARD: 2, BACKWARD: 3, EXCHANGE: 6, OPTIMIZER: 1, CHECKPOINT: 6}
+    assert [parts_of(step) for step in steps] == [whole, whole]
+    assert [round(step.start) for step in steps] == [1000, 1024]
+    assert [round(step.arrival) for step in steps] == [6, 6]
+    assert [round(step.late_exchange) for step in steps] == [2, 2], "of the checkpoint, not of backward"
+
+
+def test_microsteps_belong_to_the_step_that_updates(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(3):
+        measured.spend(FORWARD, 1.0)
+        measured.spend(BACKWARD, 1.0)
+    measured.update()
+    assert [parts_of(step) for step in measured.ended().steps] == [{FORWARD: 3, BACKWARD: 3, OPTIMIZER: 1}]
+
+
+def test_data_of_an_evaluation_belong_to_it_and_its_samples_to_nobody(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(2):
+        measured.spend(DATA, 1.0)
+        measured.meter.count_samples(8)
+        measured.spend(EVALUATION, 2.0)
+    measured.spend(DATA, 1.0)
+    measured.meter.count_samples(5)
+    measured.spend(FORWARD, 1.0)
+    measured.spend(BACKWARD, 1.0)
+    measured.update()
+    (step,) = measured.ended().steps
+    assert parts_of(step) == {EVALUATION: 6, DATA: 1, FORWARD: 1, BACKWARD: 1, OPTIMIZER: 1}
+    assert step.samples == 5
+
+
+def test_a_forward_pass_without_gradients_inside_a_step_takes_none_of_its_data(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    measured = Measured(tmp_path, clock)
+    measured.spend(DATA, 1.0)
+    measured.spend(FORWARD, 1.0)
+    measured.spend(EVALUATION, 2.0)  # a teacher
+    measured.spend(BACKWARD, 1.0)
+    measured.update()
+    assert parts_of(measured.ended().steps[0]) == {DATA: 1, FORWARD: 1, EVALUATION: 2, BACKWARD: 1, OPTIMIZER: 1}
+
+
+def test_other_threads_change_nothing(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    before = measured.meter.enter(FORWARD)
+    other = threading.Thread(target=measured.spend, args=(EXCHANGE, 3.0))
+    other.start()
+    other.join()
+    measured.meter.resume(before)
+    measured.update()
+    assert parts_of(measured.ended().steps[0]) == {FORWARD: 3, OPTIMIZER: 1}
+
+
+def test_what_never_updates_is_no_step_and_takes_no_memory(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(3 * MOST_SLICES):
+        measured.spend(EVALUATION, 1.0)
+    assert len(measured.meter._slices or ()) == MOST_SLICES
+    assert measured.ended().steps == []
+
+
+def test_details_hold_the_collectives_of_their_step_only(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    recent: deque[Ticket] = deque(maxlen=64)
+    measured.meter.follow_collectives(recent)
+    for number in range(1, 131):
+        measured.spend(FORWARD, 1.0)
+        recent.append(Ticket(number, f"sum {number}", sequence=number, since=clock[0] - 0.5, ended=clock[0] - 0.25))
+        measured.spend(BACKWARD, 1.0)
+        measured.update()
+    details = {note["step"]: note for note in measured.ended().notes if note["kind"] == "detail"}
+    assert list(details) == [*range(1, FIRST_DETAILED + 1), 128]
+    for step, detail in details.items():
+        assert detail["collectives"] == [[f"sum {step}", 500_000, 250_000, 0, step]]
+        assert [part for part, *_ in detail["slices"] if part != SCRIPT] == [FORWARD, BACKWARD, OPTIMIZER]
