@@ -110,4 +110,4 @@ def main(folder: Path) -> None:
         browser.close()
 
 
-main(Path(sys.argv[1]))
+main(Path(sys.argv[1]).resolve())

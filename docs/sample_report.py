@@ -81,4 +81,4 @@ def main(folder: Path) -> None:
     (folder / "numbers.json").write_text(json.dumps({"slow": SLOW, "num_steps": NUM_STEPS, "means": means}))
 
 
-main(Path(sys.argv[1]))
+main(Path(sys.argv[1]).resolve())

@@ -17,6 +17,7 @@ from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from rankwise.health.step_record import EXCHANGE, read
@@ -58,11 +59,13 @@ def test_the_first_sentence_names_the_slow_rank_and_why(command: Command, kind: 
 
 def test_parts_add_up_to_steps_that_agree_with_another_clock(command: Command) -> None:
     printed = recorded(command, "script", "1")
-    outside = float(re.search(r"seconds per step: (\S+)", printed)[1])
+    begun = np.array(re.findall(r"\d+\.\d+", printed), dtype=np.float64)
     table = table_of(read_run(command.folder / "records").ranks)
-    # From the beginning of the second step to that of the last, as the script measures it.
-    lasted = table.start[0, -1] - table.start[0, 1]
-    assert lasted / (table.num_steps - 2) == pytest.approx(outside, rel=0.02)
+    assert len(begun) == table.num_steps == 40
+    outside = np.diff(begun[1:])
+    # The median: whoever takes the processor away between the two clocks makes one step differ.
+    assert np.median(abs(np.diff(table.start[0, 1:]) / outside - 1)) < 0.02
+    assert np.median(abs(table.seconds[0, 1:-1] / outside - 1)) < 0.02
     assert table.seconds[:, 1:-1] == pytest.approx(table.start[:, 2:] - table.start[:, 1:-1], rel=0.05)
 
 
