@@ -23,7 +23,7 @@ CHARTS = {"parts": "rect", "steps": "polyline", "heat": "rect", "values-loss": "
 WIDTHS = (390, 1280)
 SAYS = {
     "en": "all wait for rank {slow}, which waits for its data",
-    "zh": "所有 rank 都在等待 rank {slow},它在等待自己的数据",
+    "zh": "所有 rank 都在等待 rank {slow}，它在等待自己的数据",
 }
 
 
