@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from rankwise.health.step_record import EXCHANGE, read
+from rankwise.insight.comparison import speed_of
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
 
@@ -127,10 +128,11 @@ def test_runs_on_more_ranks_are_compared_with_one(command: Command) -> None:
     for num_ranks in ("1", "2"):
         assert command.run("-n", num_ranks, "--report", f"runs/{num_ranks}", str(script)).returncode == 0
     told = command.rankwise("report", "runs/2", "--compare", "runs/1", "-o", "page.html")
-    # Each sample takes 4 ms, and ranks sleep at the same time.
     times = re.search(r"2 ranks, 40 steps of .* ms, (\d\.\d) times as fast as one rank; ", told.stdout)
     assert times is not None, told.stdout
-    assert 1.4 < float(times[1]) <= 2.1
+    one, two = (speed_of(read_run(command.folder / "runs" / name)) for name in ("1", "2"))
+    assert float(times[1]) == pytest.approx(two.samples_per_second / one.samples_per_second, abs=0.06)
+    assert one.samples_per_second * one.step_seconds == pytest.approx(8.0, rel=1e-3)
     page = (command.folder / "page.html").read_text()
     section = page[page.index('<section id="compare">') :]
     assert section.count("<polyline") >= 2

@@ -21,6 +21,7 @@ from rankwise.health.step_record import (
     Step,
 )
 from rankwise.insight import words
+from rankwise.insight.comparison import RunSpeed, times_faster
 from rankwise.insight.findings import Finding, findings_of
 from rankwise.insight.step_table import StepTable, table_of
 
@@ -208,6 +209,16 @@ def test_every_finding_has_words_in_both_languages() -> None:
 def test_both_languages_have_the_same_texts() -> None:
     for texts in (words.TITLES, words.PART_NAMES):
         assert texts["en"].keys() == texts["zh"].keys()
+
+
+def test_runs_are_compared_by_samples_where_all_of_them_count_them() -> None:
+    def speed(num_ranks: int, seconds: float, samples: float) -> RunSpeed:
+        name = str(num_ranks)
+        return RunSpeed(name=name, num_ranks=num_ranks, step_seconds=seconds, samples_per_second=samples, parts={})
+
+    # Four ranks take twice as long for a step of eight times as many samples.
+    assert times_faster([speed(4, 0.2, 400.0), speed(1, 0.1, 100.0)]) == [4.0, 1.0]
+    assert times_faster([speed(4, 0.2, 0.0), speed(1, 0.1, 100.0)]) == [0.5, 1.0]
 
 
 def test_parts_and_waiting_add_up() -> None:
