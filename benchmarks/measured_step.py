@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of measuring where the time of a step goes: of two models in the same processes, one is measured."""
+"""Cost of measuring where the time of a step goes: on and off by turns, in the same processes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rankwise.testing import run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rankwise.health.step_meter import StepMeter
     from rankwise.world.facts import World
 
 NAME = "60 small layers"
@@ -27,33 +28,33 @@ REPETITIONS = 40
 REACH = 1.01
 
 
-def trained(*, is_measured: bool) -> Callable[[], float]:
-    """Return what takes so many steps of a new model, and returns the seconds of one."""
-    meter = step_meter.current()
-    if meter is None:
-        raise RuntimeError("steps are not measured")
-    if not is_measured:
-        step_meter.pause()
+def sides_of(meter: StepMeter) -> dict[str, Callable[[], float]]:
+    """Return what takes so many steps of one model with and without measuring, and returns the seconds of one.
+
+    Of one model: two of the same shape differ by 2 % from each other, by where they lie in memory.
+    """
     model, shape = MODELS[NAME]()
     rw.replicate(model)
-    step_meter.start(meter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     x = torch.randn(shape)
 
     def run() -> float:
-        if not is_measured:
-            step_meter.pause()
         rw.barrier()
         started = time.perf_counter()
         for _ in range(STEPS):
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        spent = time.perf_counter() - started
-        step_meter.start(meter)
-        return spent / STEPS
+        return (time.perf_counter() - started) / STEPS
 
-    return run
+    def without() -> float:
+        step_meter.pause()
+        try:
+            return run()
+        finally:
+            step_meter.start(meter)
+
+    return {"with": run, "without": without}
 
 
 def measured(world: World, folder: str) -> dict[str, list[float]]:
@@ -62,7 +63,10 @@ def measured(world: World, folder: str) -> dict[str, list[float]]:
     rw.leave()
     store = f"file://{folder}/store-{world.world_size}"
     with rw.join(init_method=store, rank=world.rank, world_size=world.world_size, report=folder):
-        sides = {"with": trained(is_measured=True), "without": trained(is_measured=False)}
+        meter = step_meter.current()
+        if meter is None:
+            raise RuntimeError("steps are not measured")
+        sides = sides_of(meter)
         interleaved(sides, 4)
         return interleaved(sides, REPETITIONS)
 
