@@ -64,7 +64,7 @@ def test_parts_add_up_to_steps_that_agree_with_another_clock(command: Command) -
     table = table_of(read_run(command.folder / "records").ranks)
     assert len(begun) == table.num_steps == 40
     outside = np.diff(begun[1:])
-    # The median: whoever takes the processor away between the two clocks makes one step differ.
+    # The median: another process may run between the readings of the two clocks, and make one step differ.
     assert np.median(abs(np.diff(table.start[0, 1:]) / outside - 1)) < 0.02
     assert np.median(abs(table.seconds[0, 1:-1] / outside - 1)) < 0.02
     assert table.seconds[:, 1:-1] == pytest.approx(table.start[:, 2:] - table.start[:, 1:-1], rel=0.05)

@@ -7,13 +7,11 @@ of the others a window later: no rank waits for another, and none reads what eve
 
 from __future__ import annotations
 
-import contextlib
 from statistics import median
 from typing import TYPE_CHECKING
 
 from rankwise.health.step_record import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, PARTS
 from rankwise.log import warn
-from rankwise.store.values import StoreLost
 
 if TYPE_CHECKING:
     from rankwise.health.step_record import Step
@@ -56,18 +54,22 @@ class SlowRank:
         self._window = 0
         """The number of the latest window."""
         self._before_steps: list[Step] = []
-        self._is_over = False
+        self._is_store_lost = False
+        self._has_warned = False
 
     def note(self, step: Step) -> None:
         """Take a step into account. Called by the meter, after each step."""
-        if self._is_over or step.number == 1:
+        if self._is_store_lost or step.number == 1:
             return
         self._steps.append(step)
         if len(self._steps) == min(FIRST_WINDOW * 2**self._window, LARGEST_WINDOW):
-            # Whatever waits for a lost store reports it.
-            with contextlib.suppress(OSError, StoreLost, TimeoutError):
+            try:
                 self._compare()
                 self._add()
+            except (OSError, TimeoutError):
+                # Whatever waits for a lost store reports it.
+                self._is_store_lost = True
+                self._steps.clear()
 
     def _add(self) -> None:
         self._window += 1
@@ -77,7 +79,7 @@ class SlowRank:
 
     def _compare(self) -> None:
         """Compare the window before with the mean of the other ranks, all of which have added theirs by now."""
-        if not self._before_steps:
+        if not self._before_steps or self._has_warned:
             return
         own = _spent(self._before_steps)
         others = []
@@ -88,14 +90,13 @@ class SlowRank:
             others.append(((total >> _COUNT_BITS) / _MICROSECONDS - seconds) / (self._world_size - 1))
         if sum(own) < SLOWER * sum(others) or sum(own) < LEAST_SECONDS:
             return
-        self._is_over = True
+        self._has_warned = True
         excess = [mine - mean for mine, mean in zip(own, others, strict=True)]
         cause = _cause(_KINDS[excess.index(max(excess))], self._before_steps)
         more = sum(own) / sum(others) - 1 if sum(others) else 1.0
         warn(
             f"this rank works {more:.0%} longer than the others for {len(self._before_steps)} steps, and they wait for "
-            "it: "
-            f"{_ADVICE[cause]}",
+            f"it: {_ADVICE[cause]}",
             all_ranks=True,
         )
 

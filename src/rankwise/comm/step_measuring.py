@@ -125,7 +125,7 @@ def _clock_of_host(store: Store, rank: int, first: int, others: Sequence[int]) -
 def start_unjoined() -> None:
     """Measure the steps of a rank whose script may never join, as with torch's own DistributedDataParallel.
 
-    Called by: a launcher that was given the folder of a report, before the script. ``join`` begins the record anew.
+    Called by: a launcher that was given the folder of a report, before the script. ``join`` starts a new record.
     """
     reading = read_process()
     world = World(

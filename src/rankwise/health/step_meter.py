@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures where the time of each step goes on this rank: who enters which part of a step, and when a step ends.
+"""Measures what this rank spends the time of each step on: which part of a step begins, and when a step ends.
 
 Code that a training loop passes calls :func:`enter` and :func:`resume`; without a meter these return at once. A step
 ends where the first part of the next one begins after an optimizer's update. Follows the thread that joined, only.

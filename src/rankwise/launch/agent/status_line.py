@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One line about the whole job while it runs: at the bottom of a terminal, else once a minute. Used by the agent.
 
-In a terminal the lines above scroll as before, whoever writes them: rank zero writes directly, past the launcher.
+In a terminal the lines above scroll as before, also those that rank zero writes, which do not pass the launcher.
 """
 
 from __future__ import annotations
