@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rankwise.health.step_record import PARTS
 from rankwise.insight.step_table import table_of
 
 if TYPE_CHECKING:
@@ -32,9 +31,7 @@ def speed_of(run: RunRecords) -> RunSpeed:
     """Return how fast a run was, without its first step."""
     steady = table_of(run.ranks).without_start()
     step_seconds = float(steady.seconds.mean())
-    parts = {name: float(steady.parts[:, :, number].mean()) for number, name in enumerate(PARTS)}
-    parts["waiting"] = float(steady.waiting.mean())
-    parts["exchange"] = float(steady.transfer.mean())
+    parts = {name: float(means.mean()) for name, means in steady.mean_parts().items()}
     return RunSpeed(
         name=run.folder.name or str(run.folder),
         num_ranks=steady.num_ranks,

@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from rankwise.health.step_record import EXCHANGE, PARTS
+from rankwise.health.step_record import EXCHANGE
 from rankwise.insight import words
 from rankwise.insight.charts import Bar, binned, heat_map, lines, stacked_bars
 from rankwise.insight.comparison import speed_of, times_faster
@@ -129,14 +129,6 @@ def _legend(language: Language) -> tuple[dict[str, str], ...]:
     return tuple({"style": style, "name": names[style]} for style in _ORDER)
 
 
-def _means(table: StepTable) -> dict[str, list[float]]:
-    """Return the mean of each part, per rank."""
-    means = {name: table.parts[:, :, number].mean(axis=1).tolist() for number, name in enumerate(PARTS)}
-    means["waiting"] = table.waiting.mean(axis=1).tolist()
-    means["exchange"] = table.transfer.mean(axis=1).tolist()
-    return means
-
-
 def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Language) -> Section:
     """Return runs side by side: over the number of ranks if that differs, else where the time of a step goes."""
     titles, part_names = words.TITLES[language], words.PART_NAMES[language]
@@ -178,13 +170,13 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
 
 
 def _parts(table: StepTable, names: Sequence[str], language: Language) -> Section:
-    titles, part_names, means = words.TITLES[language], words.PART_NAMES[language], _means(table)
+    titles, part_names, means = words.TITLES[language], words.PART_NAMES[language], table.mean_parts()
     bars = [
         Bar(label=name, parts=tuple((style, means[style][row]) for style in _ORDER)) for row, name in enumerate(names)
     ]
     shown = [style for style in _ORDER if any(value > 0 for value in means[style])]
     rows = tuple(
-        (name, *(duration(means[style][row]) for style in shown), duration(sum_of(means, row)))
+        (name, *(duration(means[style][row]) for style in shown), duration(float(table.seconds[row].mean())))
         for row, name in enumerate(names)
     )
     return Section(
@@ -202,11 +194,6 @@ def _parts(table: StepTable, names: Sequence[str], language: Language) -> Sectio
             ),
         ),
     )
-
-
-def sum_of(means: dict[str, list[float]], row: int) -> float:
-    """Return the mean step of a rank, as the sum of its parts."""
-    return sum(values[row] for values in means.values())
 
 
 def _steps(table: StepTable, language: Language) -> Section:

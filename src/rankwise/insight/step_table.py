@@ -86,6 +86,11 @@ class StepTable:
                 found[:, rank] += waiting[:, last == rank].sum(axis=1)
         return found / self.num_steps
 
+    def mean_parts(self) -> dict[str, Floats]:
+        """Return the mean time of each part of a step, [rank]; waiting for a slower rank apart from the exchange."""
+        means = {name: self.parts[:, :, number].mean(axis=1) for number, name in enumerate(PARTS)}
+        return {**means, "exchange": self.transfer.mean(axis=1), "waiting": self.waiting.mean(axis=1)}
+
     def without_start(self) -> StepTable:
         """Return the table without the first step, which includes the start of the script, if there are others."""
         return self if self.num_steps < 2 else self._of(slice(1, None))  # noqa: PLR2004 - one remains
