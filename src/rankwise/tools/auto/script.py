@@ -33,8 +33,10 @@ class AutoScript:
         from rankwise.tools.auto.batched_backward import one_by_one  # noqa: PLC0415
         from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
         from rankwise.tools.auto.generators import start_alike  # noqa: PLC0415
+        from rankwise.tools.auto.libraries import libraries_replaced  # noqa: PLC0415
         from rankwise.tools.auto.rank_zero import RankZeroFiles, output_of_rank_zero  # noqa: PLC0415
         from rankwise.tools.auto.refusing import refusing  # noqa: PLC0415
+        from rankwise.tools.auto.shared_calls import SharedCalls  # noqa: PLC0415
         from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
 
         # An option that torch's old launcher passed: the script is to see one process.
@@ -48,9 +50,10 @@ class AutoScript:
                 run_as_main(target)
                 return
             start_alike(torch.device(world.device))
-            files = RankZeroFiles(exchange)
-            calls = SplitCalls(session, exchange, files.num_changes)
-            with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), refusing(exchange.world_size):
-                with one_by_one(), of_one_process(), exit_functions_called():
+            shared = SharedCalls(exchange)
+            calls = SplitCalls(session, exchange, shared.num_changes)
+            files = RankZeroFiles(shared)
+            with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), libraries_replaced(shared):
+                with refusing(exchange.world_size), one_by_one(), of_one_process(), exit_functions_called():
                     run_as_main(target)
                 calls.check_parameters()

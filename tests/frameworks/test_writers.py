@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that libraries write past Python's ``open``, under ``rankwise run --auto``: once, and as plain Python does."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+from conftest import HERE, RANKWISE, Launcher
+
+from tests.same_result import Result, differences
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(110)
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Return how many files there are with each suffix, without those of one process that wandb keeps."""
+    found: dict[str, int] = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and "wandb" not in path.parts:
+            kind = "events" if ".tfevents." in path.name else path.suffix
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("script", ["writers_one_device"])
+def test_what_libraries_write_is_what_plain_python_writes(script: str, tmp_path: Path) -> None:
+    printed: dict[str, Result] = {}
+    nowhere = tmp_path / "nowhere"
+    nowhere.mkdir()
+    files: dict[str, dict[str, int]] = {}
+    for name, words in {"plain": (), "auto": (*RANKWISE, "3", "--auto")}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(HERE / "scripts" / f"{script}.py", folder / "train.py")
+        done = Launcher(folder).run("-W", "ignore", *words, "train.py")
+        assert done.returncode == 0, done.stderr
+        printed[name] = Result(done.returncode, done.stdout, nowhere)
+        files[name] = _files(folder)
+        assert len(list(folder.glob("wandb/offline-run-*"))) == 1
+    assert printed["plain"].stdout.count("\n") == 10
+    assert differences(printed["plain"], printed["auto"]) == []
+    assert files["auto"] == files["plain"]
+
+
+def test_a_writer_that_stays_open_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from pyarrow import parquet; parquet.ParquetWriter('o.parquet', None)")
+    done = Launcher(tmp_path).run("-W", "ignore", *RANKWISE, "2", "--auto", "train.py")
+    assert done.returncode != 0
+    assert "ConfigurationError: The script writes with pyarrow.ParquetWriter, which every rank would do." in done.stderr
+    assert not (tmp_path / "o.parquet").exists()
