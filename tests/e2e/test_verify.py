@@ -55,6 +55,30 @@ def test_a_correct_script_is_equal(command: Command, case: tuple[str, str]) -> N
     assert [path.name for path in command.folder.iterdir()] == ["train.py"]
 
 
+# torch computes these gradients by vmap, in which no value can be read.
+BATCHED = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.randn(6, 3, requires_grad=True)
+    out = model(x)
+    directions = torch.eye(2)[:, None].expand(2, 6, 2)
+    wanted = (x, model[0].weight)
+    jacobian, _ = torch.autograd.grad(out, wanted, directions, is_grads_batched=True, create_graph=True)
+    optimizer.zero_grad()
+    (out.square().sum() + jacobian.square().sum()).backward()
+    optimizer.step()
+"""
+
+
+def test_gradients_computed_at_once_are_recorded(command: Command) -> None:
+    command.write("train.py", BATCHED)
+    exit_code, verdict = verdict_of(command, "--auto")
+    assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 3), verdict
+
+
 @pytest.mark.parametrize("case", MISTAKES, ids=" ".join)
 def test_a_mistake_is_found_with_its_cause(command: Command, case: tuple[str, str]) -> None:
     command.write("train.py", CASES[case].text)

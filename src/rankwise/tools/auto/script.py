@@ -30,13 +30,13 @@ class AutoScript:
         from rankwise.comm.join import join  # noqa: PLC0415
         from rankwise.comm.session import current  # noqa: PLC0415
         from rankwise.tools.auto.at_exit import exit_functions_called  # noqa: PLC0415
-        from rankwise.tools.auto.batched_backward import one_by_one  # noqa: PLC0415
         from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
         from rankwise.tools.auto.generators import start_alike  # noqa: PLC0415
         from rankwise.tools.auto.libraries import libraries_replaced  # noqa: PLC0415
         from rankwise.tools.auto.rank_zero import RankZeroFiles, output_of_rank_zero  # noqa: PLC0415
         from rankwise.tools.auto.refusing import refusing  # noqa: PLC0415
         from rankwise.tools.auto.shared_calls import SharedCalls  # noqa: PLC0415
+        from rankwise.tools.batched_backward import one_by_one  # noqa: PLC0415
         from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
 
         # An option that torch's old launcher passed: the script is to see one process.

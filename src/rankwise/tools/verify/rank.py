@@ -22,6 +22,7 @@ from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
 from rankwise.tools.auto.script import AutoScript
+from rankwise.tools.batched_backward import one_by_one
 from rankwise.tools.verify.recorder import Plan, Recorder, StepsTaken
 from rankwise.world.environments.process import read_process
 
@@ -63,7 +64,8 @@ class Recorded:
         recorder.install()
         how = "script"
         try:
-            run_as_main(self.target)
+            with one_by_one():
+                run_as_main(self.target)
         except StepsTaken:
             how = "steps"
         except SystemExit as error:

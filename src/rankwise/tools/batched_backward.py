@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several gradients of one graph, which torch computes at once by vmap: one after the other, since ranks exchange."""
+"""Several gradients of one graph, which torch computes at once by vmap: one by one where ranks exchange or record."""
 
 from __future__ import annotations
 
