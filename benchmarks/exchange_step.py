@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from measure import Row, interleaved, median_ratio, seconds, show
-from models import MODELS
+from models import ALL_MODELS
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
@@ -52,17 +52,6 @@ REACH = {
     ("AdamW", "own copies", "ddp"): {"60 small layers": 0.70, "wide MLP": 0.71},
 }
 """The ratios to stay at or below, by optimizer, way and peer; of two ranks."""
-
-
-def unet() -> tuple[nn.Module, tuple[int, ...]]:
-    """Return the net of examples/unet3d.py: 19 MB of gradients, a batch of two crops."""
-    from monai.networks.nets import UNet  # noqa: PLC0415 - takes seconds to import, for this model only
-
-    net = UNet(3, in_channels=1, out_channels=1, channels=(16, 32, 64, 128, 256), strides=(2, 2, 2, 2), num_res_units=2)
-    return net, (2, 1, 32, 32, 32)
-
-
-ALL_MODELS = {**MODELS, "MONAI 3D UNet": unet}
 
 
 def compare(world: World, name: str, kind: str, num_steps: int) -> dict[str, list[float]]:

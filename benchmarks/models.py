@@ -31,8 +31,17 @@ def transformer() -> tuple[nn.Module, tuple[int, ...]]:
     return nn.TransformerEncoder(layer, 4), (8, 64, 256)
 
 
+def unet() -> tuple[nn.Module, tuple[int, ...]]:
+    """Return the net of examples/unet3d.py: 19 MB of gradients, a batch of two crops."""
+    from monai.networks.nets import UNet  # noqa: PLC0415 - takes seconds to import, for this model only
+
+    net = UNet(3, in_channels=1, out_channels=1, channels=(16, 32, 64, 128, 256), strides=(2, 2, 2, 2), num_res_units=2)
+    return net, (2, 1, 32, 32, 32)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
     "60 small layers": many_small,
     "wide MLP": wide,
     "transformer": transformer,
 }
+ALL_MODELS = {**MODELS, "MONAI 3D UNet": unet}

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from accelerate import Accelerator
 
-from peer_loops import LEARNING_RATE
-
 if TYPE_CHECKING:
-    from peer_loops import Serve, Step
+    import torch
+
+    from peer_loops import MakeOptimizer, Serve, Step
 
 
 def train(serve: Serve) -> None:
     accelerator = Accelerator(cpu=True)
 
-    def prepare(model: torch.nn.Module) -> Step:
+    def prepare(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> Step:
         accelerator.free_memory()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        optimizer = make_optimizer(model.parameters())
         model, optimizer = accelerator.prepare(model, optimizer)
 
         def step(x: torch.Tensor) -> None:

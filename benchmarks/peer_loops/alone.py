@@ -6,16 +6,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch
-
-from peer_loops import LEARNING_RATE
-
 if TYPE_CHECKING:
-    from peer_loops import Serve, Step
+    import torch
+
+    from peer_loops import MakeOptimizer, Serve, Step
 
 
-def prepare(model: torch.nn.Module) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+def prepare(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> Step:
+    optimizer = make_optimizer(model.parameters())
 
     def step(x: torch.Tensor) -> None:
         model(x).square().mean().backward()

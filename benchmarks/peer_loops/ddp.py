@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from peer_loops import LEARNING_RATE
-
 if TYPE_CHECKING:
-    from peer_loops import Serve, Step
+    from peer_loops import MakeOptimizer, Serve, Step
 
 
-def prepare(model: torch.nn.Module) -> Step:
+def prepare(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> Step:
     replica = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=LEARNING_RATE)
+    optimizer = make_optimizer(replica.parameters())
 
     def step(x: torch.Tensor) -> None:
         replica(x).square().mean().backward()

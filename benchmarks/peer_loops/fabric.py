@@ -9,18 +9,16 @@ import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
 
-from peer_loops import LEARNING_RATE
-
 if TYPE_CHECKING:
-    from peer_loops import Serve, Step
+    from peer_loops import MakeOptimizer, Serve, Step
 
 
 def train(serve: Serve) -> None:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
     fabric.launch()
 
-    def prepare(model: torch.nn.Module) -> Step:
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    def prepare(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> Step:
+        optimizer = make_optimizer(model.parameters())
         model, optimizer = fabric.setup(model, optimizer)
 
         def step(x: torch.Tensor) -> None:

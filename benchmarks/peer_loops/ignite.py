@@ -6,17 +6,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import ignite.distributed as idist
-import torch
-
-from peer_loops import LEARNING_RATE
 
 if TYPE_CHECKING:
-    from peer_loops import Serve, Step
+    import torch
+
+    from peer_loops import MakeOptimizer, Serve, Step
 
 
-def prepare(model: torch.nn.Module) -> Step:
+def prepare(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> Step:
     model = idist.auto_model(model)
-    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    optimizer = idist.auto_optim(make_optimizer(model.parameters()))
 
     def step(x: torch.Tensor) -> None:
         model(x).square().mean().backward()

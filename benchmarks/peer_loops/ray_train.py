@@ -7,19 +7,18 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import ray
-import torch
 from ray.train import RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 
-from peer_loops import LEARNING_RATE
-
 if TYPE_CHECKING:
-    from peer_loops import Serve, Step
+    import torch
+
+    from peer_loops import MakeOptimizer, Serve, Step
 
 
-def prepare(model: torch.nn.Module) -> Step:
+def prepare(model: torch.nn.Module, make_optimizer: MakeOptimizer) -> Step:
     model = prepare_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = make_optimizer(model.parameters())
 
     def step(x: torch.Tensor) -> None:
         model(x).square().mean().backward()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
+from functools import partial
 from multiprocessing.connection import Client
 from typing import TYPE_CHECKING, Any
 
 import torch
-from models import MODELS
+from models import ALL_MODELS
 from torch import nn
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 NUM_BATCHES = 8
 UNTIMED_STEPS = 2
+SGD = partial(torch.optim.SGD, lr=1e-3)
+ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
 
 class Rank:
@@ -38,19 +41,20 @@ class Rank:
         self._batches: Iterator[torch.Tensor]
 
     def build(self, name: str, *, lively: bool) -> None:
-        """Make a model ready for training: the same on every rank, with batches that differ.
+        """Make a model ready for training with AdamW: the same on every rank, with batches that differ.
 
         With ``lively``, weights are such that a deep model's gradients depend on its batch. With torch's own they
-        fade, so that ranks that exchange nothing would agree too.
+        fade, so that ranks that exchange nothing would agree too. The optimizer is SGD then: AdamW turns the rounding
+        of a gradient near zero into a whole step.
         """
         torch.set_num_threads(1)  # some libraries set it while they start
         torch.manual_seed(0)
-        self._model, shape = MODELS[name]()
+        self._model, shape = ALL_MODELS[name]()
         if lively:
             for parameter in self._model.parameters():
                 if parameter.dim() > 1:
                     nn.init.kaiming_normal_(parameter)
-        self._step = self._prepare(self._model)
+        self._step = self._prepare(self._model, SGD if lively else ADAMW)
         torch.manual_seed(1 + self._number)
         self._batches = itertools.cycle([torch.randn(*shape) for _ in range(NUM_BATCHES)])
 
