@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conftest import HERE, RANKWISE, Launcher
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.same_result import Result, differences
 
@@ -53,3 +54,14 @@ def test_a_writer_that_stays_open_is_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "ConfigurationError: The script writes with pyarrow.ParquetWriter, which every rank would do." in done.stderr
     assert not (tmp_path / "o.parquet").exists()
+
+
+def test_logged_values_are_written_to_tensorboard(tmp_path: Path) -> None:
+    shutil.copy(HERE / "scripts" / "logged_values.py", tmp_path / "train.py")
+    done = Launcher(tmp_path).run("-W", "ignore", *RANKWISE, "2", "--report", "runs", "train.py")
+    assert done.returncode == 0, done.stderr
+    events = EventAccumulator(str(tmp_path / "runs" / "tensorboard")).Reload()
+    # The mean over ranks by their weights, 1 and 2.
+    expected = [(step, pytest.approx(step - 1 + 20.0 / 3.0)) for step in (1, 2, 3, 4)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == expected
+    assert len(list((tmp_path / "runs" / "tensorboard").iterdir())) == 1

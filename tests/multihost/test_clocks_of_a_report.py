@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rankwise.health.step_timeline import clock_ahead
 from rankwise.insight.run_records import read_run
-from rankwise.insight.step_table import clock_ahead, table_of
+from rankwise.insight.step_table import table_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -61,7 +61,7 @@ def test_a_command_that_is_shown_is_one(page: str, command: str) -> None:
 @pytest.mark.parametrize("page", READMES)
 def test_every_command_is_in_the_readme(page: str) -> None:
     assert {command.split()[0] for command in ours(page)} == {
-        *("run", "verify", "report", "top", "doctor", "env", "stacks", "submit")
+        *("run", "verify", "report", "show", "top", "doctor", "env", "stacks", "submit")
     }
 
 

@@ -48,4 +48,4 @@ def test_a_row_names_a_test_and_the_pinned_version(row: Row) -> None:
 def test_each_script_that_trains_has_a_row() -> None:
     named = {found[1] for row in ROWS if (found := re.search(r"\[(\w+)\]$", row.test))}
     scripts = {path.stem for path in SCRIPTS.glob("*.py")}
-    assert scripts - named == {"lightning_endless", "tensorflow_collectives"}
+    assert scripts - named == {"lightning_endless", "logged_values", "tensorflow_collectives"}

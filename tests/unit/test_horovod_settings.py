@@ -22,12 +22,22 @@ def test_supported_settings_are_honoured() -> None:
         "HOROVOD_FUSION_THRESHOLD": "",
         "PATH": "/bin",
     }
-    without_effect = ("HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE")
+    timeline = given["HOROVOD_TIMELINE"]
     assert read(given, has_joined=False) == HorovodSettings(
-        log_level=logging.WARNING, limit_seconds=90.0, interface="eth0", without_effect=without_effect
+        log_level=logging.WARNING,
+        limit_seconds=90.0,
+        interface="eth0",
+        timeline=timeline,
+        without_effect=("HOROVOD_CYCLE_TIME",),
     )
-    late = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_IFACE", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_TIMELINE")
-    assert read(given, has_joined=True) == HorovodSettings(log_level=logging.WARNING, without_effect=late)
+    late = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_IFACE", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    assert read(given, has_joined=True) == HorovodSettings(
+        log_level=logging.WARNING, timeline=timeline, without_effect=late
+    )
+
+
+def test_a_script_may_start_the_timeline_itself() -> None:
+    assert read({"HOROVOD_TIMELINE": "DYNAMIC"}, has_joined=False) == HorovodSettings()
 
 
 def test_without_a_limit_there_is_none() -> None:

@@ -30,6 +30,8 @@ options:
   -np N, --num-proc N   total number of ranks
   --output-filename DIR
                         write DIR/rank-0.out and so on
+  --timeline-filename FILE
+                        write a timeline of all ranks, as trace events
 
 several machines:
   -H A:SLOTS,..., --hosts A:SLOTS,...

@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rankwise.cli import doctor, env, horovodrun, report, run, stacks, submit, top, verify
+from rankwise.cli import doctor, env, horovodrun, report, run, show, stacks, submit, top, verify
 from rankwise.cli.arguments import equivalents
 from rankwise.errors import RankwiseError
 from rankwise.version import VERSION
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rankwise {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (run, report, top, verify, doctor, env, stacks, submit, horovodrun):
+    for module in (run, report, show, top, verify, doctor, env, stacks, submit, horovodrun):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2],
             help=module.HELP,

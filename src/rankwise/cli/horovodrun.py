@@ -40,7 +40,7 @@ COMPAT = "rankwise.compat.horovod"
 
 NO_TUNING = "nothing is tuned: tensors that are ready together are sent together"
 NO_WARNINGS = "a rank that waits too long names the missing ranks, and fails after 10 minutes"
-NO_TIMELINE = "no timeline is written; use torch.profiler in the script; `rankwise stacks` shows where ranks are"
+NO_CYCLES = "there is no background thread with cycles"
 NOTED = {
     "--gloo": "the backend is chosen from where the ranks run",
     "--mpi": f"the backend is chosen from where the ranks run; with mpirun: mpirun -n 4 python -m {COMPAT} train.py",
@@ -55,8 +55,8 @@ NOTED = {
     "--no-torus-allreduce": NO_TUNING,
     "--autotune": NO_TUNING,
     "--no-autotune": NO_TUNING,
-    "--timeline-mark-cycles": NO_TIMELINE,
-    "--no-timeline-mark-cycles": NO_TIMELINE,
+    "--timeline-mark-cycles": NO_CYCLES,
+    "--no-timeline-mark-cycles": NO_CYCLES,
     "--no-stall-check": NO_WARNINGS,
     "--stall-check": NO_WARNINGS,
     "--mpi-threads-disable": "MPI is not used",
@@ -78,7 +78,6 @@ NOTED_WITH_VALUE = {
     "--autotune-gaussian-process-noise": NO_TUNING,
     "--stall-check-warning-time-seconds": NO_WARNINGS,
     "--stall-check-shutdown-time-seconds": "set HOROVOD_STALL_SHUTDOWN_TIME_SECONDS before the command",
-    "--timeline-filename": NO_TIMELINE,
     "--num-nccl-streams": "torch chooses NCCL's streams",
     "--thread-affinity": "there is no background thread",
     "--gloo-timeout-seconds": NO_WARNINGS,
@@ -106,6 +105,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="total number of ranks")
     parser.add_argument("--output-filename", dest="log_dir", metavar="DIR", help="write DIR/rank-0.out and so on")
+    parser.add_argument(
+        "--timeline-filename", dest="timeline", metavar="FILE", help="write a timeline of all ranks, as trace events"
+    )
     hosts = parser.add_argument_group("several machines")
     named = hosts.add_mutually_exclusive_group()
     named.add_argument("-H", "--hosts", metavar="A:SLOTS,...", help="hosts, and how many ranks each can run")
@@ -150,7 +152,7 @@ def execute(options: argparse.Namespace) -> int:
     run.add_options(parser)
     translated = parser.parse_args(words[1:])
     if translated.hosts is None:
-        _check_before_ranks_start(translated.arguments)
+        _check_before_ranks_start(_rank_command(options.command))
     return run.execute(translated)
 
 
@@ -190,7 +192,8 @@ def translate(options: argparse.Namespace) -> list[str]:
         words += ["--max-restarts", str(RESTARTS if options.reset_limit is None else options.reset_limit)]
     if options.log_dir is not None:
         words += ["--log-dir", options.log_dir]
-    return [*words, "-m", COMPAT, *command]
+    timeline = [] if options.timeline is None else ["--timeline-filename", options.timeline]
+    return [*words, "-m", COMPAT, *timeline, *command]
 
 
 def notes(options: argparse.Namespace) -> list[str]:

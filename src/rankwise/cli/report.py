@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankwise.cli.page_file import write_page
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def execute(options: argparse.Namespace) -> int:
     """Write the page, print its first sentence, and return the exit code."""
     # Imported here: they cost import time that only this command should pay.
     from rankwise.insight.page import page_of  # noqa: PLC0415
+    from rankwise.insight.profiler_traces import timeline_of  # noqa: PLC0415
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
-    from rankwise.insight.trace import trace_of  # noqa: PLC0415
 
     if options.profiles and not options.trace:
         raise ConfigurationError("--with is for a timeline.", do="pass --trace FILE too")
@@ -68,18 +68,8 @@ def execute(options: argparse.Namespace) -> int:
     run = read_run(folder)
     page = Path(options.output) if options.output else folder / "report.html"
     written = page_of(run, options.language, [read_run(one) for one in others])
-    _write(page, written.html)
+    write_page(page, written.html)
     if options.trace:
-        _write(
-            Path(options.trace),
-            json.dumps(trace_of(run.ranks, [Path(name) for name in options.profiles]), separators=(",", ":")),
-        )
+        write_page(Path(options.trace), timeline_of(run.ranks, [Path(name) for name in options.profiles]))
     sys.stdout.write(f"{written.headline}\n{page}\n")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror}.", do="choose another file") from error

@@ -67,7 +67,7 @@ def start(world: World, report: str | os.PathLike[str] | None) -> None:
     if folder == REPORT_OFF:
         return
     try:
-        record = RecordFile(_path(folder, world.rank), _facts(world))
+        record = RecordFile(_path(folder, world.rank), facts_of(world))
     except OSError as error:
         if folder:
             raise ConfigurationError(
@@ -97,18 +97,32 @@ def follow(session: Session, hostnames: Sequence[str]) -> None:
     world = session.world
     if world.local_world_size <= len(os.sched_getaffinity(0)):  # Ranks that share a core are slow in turn.
         meter.report_steps_to(SlowRank(session.store.prefixed("rankwise/pace"), world.world_size).note)
-    own = hostnames.index(world.hostname)
+    if meter.folder is not None:
+        try:
+            note_clock(meter.record, session.store.prefixed("rankwise/clock"), world.rank, hostnames)
+        except TimeoutError:
+            missing = "the clocks of the hosts were not compared: were all ranks given the folder of a report?"
+            warn(missing, all_ranks=True)
+
+
+def note_clock(record: RecordFile, store: Store, rank: int, hostnames: Sequence[str]) -> None:
+    """Record how far this host's clock is ahead of rank zero's. Called by: every rank.
+
+    Args:
+        record: of this rank.
+        store: keys of this measurement, unused so far.
+        rank: this rank.
+        hostnames: of all ranks.
+
+    Raises:
+        TimeoutError: a rank did not answer.
+    """
+    own = hostnames.index(hostnames[rank])
     others = [first for name in dict.fromkeys(hostnames) if (first := hostnames.index(name))]
-    if meter.folder is None or not others:
-        return
-    try:
-        measured = _clock_of_host(session.store.prefixed("rankwise/clock"), world.rank, own, others)
-    except TimeoutError:
-        warn("the clocks of the hosts were not compared: were all ranks given the folder of a report?", all_ranks=True)
-        return
+    measured = _clock_of_host(store, rank, own, others) if others else None
     if measured is not None:
         error, ahead = measured
-        meter.record.note({"kind": "clock", "ahead": ahead, "error": error})
+        record.note({"kind": "clock", "ahead": ahead, "error": error})
 
 
 def _clock_of_host(store: Store, rank: int, first: int, others: Sequence[int]) -> tuple[float, float] | None:
@@ -209,7 +223,8 @@ def _path(folder: str, rank: int) -> str | None:
     return f"{beside}.steps" if beside else None
 
 
-def _facts(world: World) -> dict[str, object]:
+def facts_of(world: World) -> dict[str, object]:
+    """Return what describes a rank, for the head of its record."""
     job, attempt = job_of_process()
     return {
         "job": job,

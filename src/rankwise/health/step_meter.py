@@ -14,7 +14,7 @@ import time
 from collections import deque
 from threading import get_ident
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.health.step_record import (
     BACKWARD,
@@ -79,12 +79,28 @@ class StepMeter:
         self._on_step: Callable[[Step], None] | None = None
         self._every = DETAIL_EVERY
         self._detail_bytes = 0
+        self._timeline: RecordFile | None = None
+        """Takes every step in detail, while someone wants a timeline."""
         self._slices: list[tuple[int, float, float]] | None = []
         """The parts of this step so far, with start and end, if it is recorded in detail."""
 
     def follow_collectives(self, recent: deque[Ticket]) -> None:
         """Record the collectives among ``recent``, to which others add, with steps that are recorded in detail."""
         self._collectives = recent
+
+    def begin_timeline(self, record: RecordFile) -> None:
+        """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
+        self._end_updated()
+        self._timeline = record
+        if self._slices is None:
+            self._slices = []
+
+    def end_timeline(self) -> None:
+        """Record the step under way as far as it has come, and no more in detail."""
+        self._end_updated()
+        if self._timeline is not None and self._slices is not None:
+            self._timeline.note(self._detail(self._slices))
+        self._timeline = None
 
     def report_steps_to(self, listener: Callable[[Step], None]) -> None:
         """Call ``listener`` with each step, in the thread that trains. It must not raise."""
@@ -158,13 +174,17 @@ class StepMeter:
         """Record the step under way, if it has updated parameters, and end the record."""
         if os.getpid() != self._process:
             return
+        self._end_updated()
+        if self._scheduling is not None:
+            os.close(self._scheduling)
+        self.record.close()
+
+    def _end_updated(self) -> None:
+        """End the step under way, if it has updated parameters."""
         now = monotonic()
         self._spend(self._part, now)
         if self._has_updated:
             self._end_step(now)
-        if self._scheduling is not None:
-            os.close(self._scheduling)
-        self.record.close()
 
     def _end_step(self, now: float) -> None:
         if now - self._looked_at > LOOK_SECONDS:
@@ -191,10 +211,9 @@ class StepMeter:
         if self._on_step is not None:
             self._on_step(step)
         if self._slices is not None:
-            self._note_detail(self._slices)
+            self._note_detail(step, self._detail(self._slices))
         self._number += 1
-        is_detailed = self._number <= FIRST_DETAILED or self._number % self._every == 0
-        self._slices = [] if is_detailed and self.folder is not None else None
+        self._slices = [] if self._timeline is not None or self._is_sampled() else None
         self._start = now
         self._spent = [0.0] * len(PARTS)
         self._arrival = self._late_exchange = 0.0
@@ -211,9 +230,24 @@ class StepMeter:
         before, self._usage = self._usage, now
         return now[0] - before[0], now[1] - before[1], now[2] - before[2]
 
-    def _note_detail(self, slices: list[tuple[int, float, float]]) -> None:
+    def _is_sampled(self) -> bool:
+        """Return whether the report shows the step under way in detail."""
+        return self.folder is not None and (self._number <= FIRST_DETAILED or self._number % self._every == 0)
+
+    def _note_detail(self, step: Step, detail: dict[str, Any]) -> None:
+        if self._timeline is not None:
+            self._timeline.add(step)
+            self._timeline.note(detail)
+        if not self._is_sampled():
+            return
+        self._detail_bytes += self.record.note(detail)
+        if self._detail_bytes > MOST_DETAIL_BYTES:
+            self._detail_bytes = 0
+            self._every *= 2
+
+    def _detail(self, slices: list[tuple[int, float, float]]) -> dict[str, Any]:
         start = self._start
-        detail = {
+        return {
             "kind": "detail",
             "step": self._number,
             "start": start,
@@ -230,10 +264,6 @@ class StepMeter:
                 if ticket.ended is not None and ticket.since >= start
             ],
         }
-        self._detail_bytes += self.record.note(detail)
-        if self._detail_bytes > MOST_DETAIL_BYTES:
-            self._detail_bytes = 0
-            self._every *= 2
 
 
 def _open_scheduling() -> int | None:
@@ -322,6 +352,12 @@ def spending(part: int) -> Generator[None]:
         yield
     finally:
         resume(before)
+
+
+def note_layout(what: str, **values: object) -> None:
+    """Record how ranks or a model are laid out, for pictures of the run: JSON values, by name."""
+    if _open:
+        _open[0].record.note({"kind": "layout", "what": what, **values})
 
 
 def note_event(text: str) -> None:

@@ -237,8 +237,12 @@ def read(path: Path) -> Record:
     Raises:
         ReportError: the file is no record of a rank.
     """
-    data = path.read_bytes()
-    facts = _facts(path, data)
+    return parse(path.read_bytes(), str(path))
+
+
+def parse(data: bytes, name: str) -> Record:
+    """Return the same from the bytes of a file, called ``name``. Raises as :func:`read` does."""
+    facts = _facts(name, data)
     steps: list[Step] = []
     notes: list[dict[str, Any]] = []
     unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
@@ -265,14 +269,14 @@ def read_latest(path: Path) -> Record:
     """
     with path.open("rb") as file:
         data = file.read(_MAPPED_BYTES)
-    facts = _facts(path, data)
+    facts = _facts(str(path), data)
     steps, now = _tail(data)
     return Record(facts=facts, steps=steps, notes=[], now=now)
 
 
-def _facts(path: Path, data: bytes) -> dict[str, Any]:
+def _facts(name: str, data: bytes) -> dict[str, Any]:
     if not data.startswith(MAGIC) or len(data) < _MAPPED_BYTES:
-        raise ReportError(f"{path} is not the record of a rank.", do="pass the folder that --report was given")
+        raise ReportError(f"{name} is not the record of a rank.", do="pass the folder that --report was given")
     facts: dict[str, Any] = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
     return facts
 

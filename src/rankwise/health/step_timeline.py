@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a run in the trace-event format, which Perfetto and chrome://tracing open.
+"""The timeline of ranks in the trace-event format, which Perfetto and chrome://tracing open.
 
 One process per rank, with a track for steps, one for their parts and one for collectives; arrows lead from the rank
 that reached a collective last to those that waited for it. Times are by the clock of rank zero's host.
@@ -9,43 +9,46 @@ Source: "Trace Event Format", the description of the format by the Chromium proj
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from rankwise.health.step_record import PARTS
-from rankwise.insight.profiler_traces import events_of
-from rankwise.insight.step_table import clock_ahead
+from rankwise.health.step_record import MICROSECONDS, PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from rankwise.health.step_record import Record
 
 _STEPS, _PARTS, _COLLECTIVES = 1, 2, 3
 _TRACKS = {_STEPS: "steps", _PARTS: "parts", _COLLECTIVES: "collectives"}
-MICROSECONDS = 1e6
 
 
-def trace_of(records: Sequence[Record], profiles: Sequence[Path] = ()) -> dict[str, Any]:
-    """Return the timeline of ranks, as JSON. Times are in microseconds from the start of the first step.
+def origin_of(records: Sequence[Record]) -> float:
+    """Return when the first step of all ranks, or the first part of it, began, by rank zero's clock, in seconds."""
+    starts = [
+        start - clock_ahead(record)
+        for record in records
+        for start in (*(step.start for step in record.steps[:1]), *(one["start"] for one in _details(record)[:1]))
+    ]
+    return min(starts, default=0.0)
 
-    Args:
-        records: of all ranks.
-        profiles: traces of torch's profiler to show beside them.
 
-    Raises:
-        ReportError: one of these is no such trace, or of no rank of this run.
-    """
-    starts = [record.steps[0].start - clock_ahead(record) for record in records if record.steps]
-    origin = min(starts, default=0.0)
-    events: list[dict[str, Any]] = []
-    for record in records:
-        events += _rank(record, origin)
-    events += _arrows(records, origin)
-    for path in profiles:
-        events += events_of(path, records, origin)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+def events_of_ranks(records: Sequence[Record], origin: float) -> list[dict[str, Any]]:
+    """Return the events of all ranks, with times in microseconds from ``origin``."""
+    events = [event for record in records for event in _rank(record, origin)]
+    return [*events, *_arrows(records, origin)]
+
+
+def as_trace(events: list[dict[str, Any]]) -> str:
+    """Return a file of events, as JSON."""
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def clock_ahead(record: Record) -> float:
+    """Return how far the clock of a rank's host is ahead of rank zero's, as measured last."""
+    measured = [note for note in record.notes if note["kind"] == "clock"]
+    return float(measured[-1]["ahead"]) if measured else 0.0
 
 
 def _rank(record: Record, origin: float) -> Iterator[dict[str, Any]]:

@@ -26,6 +26,8 @@ MOST_COLUMNS = 240
 """How many columns or points a chart shows at most; steps are averaged for that."""
 _LINE_HEIGHT = 180
 _SHADES = 8
+_LEAST_TEXT_WIDTH = 8
+"""Of a box that a text fits into, per character."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,68 @@ class Bar:
     label: str
     parts: tuple[tuple[str, float], ...]
     """The style and the length of each part, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a row: its style, a short text, and what it says."""
+
+    style: str
+    text: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a row, in seconds: its style, from when to when, a short text, and what it says."""
+
+    style: str
+    start: float
+    end: float
+    text: str
+    title: str
+
+
+def cells(rows: Sequence[tuple[str, Sequence[Cell]]], title: str) -> str:
+    """Return rows of equally wide cells, each row with its label."""
+    width = (WIDTH - LABEL_WIDTH) / max(len(row) for _, row in rows)
+    placed = [
+        (label, [(place * width, width, cell.style, cell.text, cell.title) for place, cell in enumerate(row)])
+        for label, row in rows
+    ]
+    return _boxes(placed, title)
+
+
+def spans(rows: Sequence[tuple[str, Sequence[Span]]], title: str) -> str:
+    """Return rows of spans over one axis of time, each row with its label; gaps stay empty."""
+    scale = (WIDTH - LABEL_WIDTH) / (max((span.end for _, row in rows for span in row), default=0.0) or 1.0)
+    placed = [
+        (
+            label,
+            [(span.start * scale, (span.end - span.start) * scale, span.style, span.text, span.title) for span in row],
+        )
+        for label, row in rows
+    ]
+    return _boxes(placed, title)
+
+
+def _boxes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str, str]]]], title: str) -> str:
+    """Return rows of boxes: where each begins and how wide it is, its style, text and title."""
+    marks = []
+    for row, (label, boxes) in enumerate(rows):
+        top = row * ROW_HEIGHT
+        marks.append(_text(LABEL_WIDTH - 6, top + 15, label, anchor="end"))
+        for x, width, style, text, words in boxes:
+            marks.append(
+                f'<rect class="{style} cell" x="{LABEL_WIDTH + x:.1f}" y="{top + 2}" width="{max(width, 0.5):.1f}" '
+                f'height="{ROW_HEIGHT - 4}"><title>{escape(words)}</title></rect>'
+            )
+            if width >= _LEAST_TEXT_WIDTH * len(text):
+                middle = LABEL_WIDTH + x + width / 2
+                marks.append(
+                    f'<text class="in" x="{middle:.1f}" y="{top + 15}" text-anchor="middle">{escape(text)}</text>'
+                )
+    return _svg(len(rows) * ROW_HEIGHT, title, marks)
 
 
 def binned(values: Floats) -> tuple[Floats, int]:

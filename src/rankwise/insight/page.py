@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rankwise.health.step_record import EXCHANGE
@@ -17,6 +15,8 @@ from rankwise.insight import words
 from rankwise.insight.charts import Bar, binned, heat_map, lines, stacked_bars
 from rankwise.insight.comparison import speed_of, times_faster
 from rankwise.insight.findings import findings_of
+from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, rendered
+from rankwise.insight.layouts import layout_sections
 from rankwise.insight.step_table import table_of
 from rankwise.insight.words import duration
 
@@ -28,39 +28,7 @@ if TYPE_CHECKING:
     from rankwise.insight.step_table import StepTable
     from rankwise.insight.words import Language
 
-_ORDER = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
-"""The parts of a step as they are shown; waiting for the slowest rank is separated from the rest of the exchange."""
 _FACTS = ("hostname", "device", "backend", "source", "threads", "cores", "python", "torch", "rankwise", "pid")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """A table of the page; the first cell of each row names it."""
-
-    caption: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    is_text: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """A section of the page: a chart, and what it shows as a table."""
-
-    name: str
-    title: str
-    note: str = ""
-    chart: Markup | None = None
-    legend: tuple[dict[str, str], ...] = ()
-    tables: tuple[Table, ...] = field(default_factory=tuple)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Page:
-    """A written report."""
-
-    headline: str
-    html: str
 
 
 def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] = ()) -> Page:
@@ -69,9 +37,6 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
     table = table_of(run.ranks)
     steady = table.without_start()
     findings = findings_of(table, [record.facts["hostname"] for record in run.ranks])
-    template = Environment(
-        loader=PackageLoader("rankwise.insight", ""), autoescape=True, undefined=StrictUndefined
-    ).get_template("page.html")
     names = [f"{titles['rank']} {rank}" for rank in table.ranks]
     speeds = [speed_of(one) for one in (run, *compared)]
     times = times_faster(speeds)
@@ -82,6 +47,7 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         _heat(steady, names, language),
         _who(steady, names, language),
         *_values(run, language),
+        *layout_sections(run.layouts, run.hosts, language),
         _memory(steady, names, language),
         _events(run, language),
         _environment(run, language),
@@ -94,12 +60,10 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         language,
         times_one_rank=times[0] if table.num_ranks > 1 and any(speed.num_ranks == 1 for speed in speeds) else None,
     )
-    html = template.render(
-        language=language,
-        titles=titles,
-        script=run.facts["script"] or "python",
-        when=datetime.fromtimestamp(run.facts["started"]).astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
+    html = rendered(
+        heading=("rankwise report", run.facts["script"] or "python", _when(run)),
         headline=headline,
+        language=language,
         notes=_notes(run, titles, is_estimated=table.is_estimated),
         changes=[
             {
@@ -109,10 +73,13 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
             }
             for one in findings
         ],
-        legend=_legend(language),
         sections=[section for section in sections if section is not None],
     )
     return Page(headline=headline, html=html)
+
+
+def _when(run: RunRecords) -> str:
+    return datetime.fromtimestamp(run.facts["started"]).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 
 
 def _notes(run: RunRecords, titles: dict[str, str], *, is_estimated: bool) -> list[str]:
@@ -122,11 +89,6 @@ def _notes(run: RunRecords, titles: dict[str, str], *, is_estimated: bool) -> li
     if run.num_restarts:
         notes.append(titles["restarted"].format(run.num_restarts))
     return notes
-
-
-def _legend(language: Language) -> tuple[dict[str, str], ...]:
-    names = words.PART_NAMES[language]
-    return tuple({"style": style, "name": names[style]} for style in _ORDER)
 
 
 def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Language) -> Section:
@@ -143,11 +105,11 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
         legend = tuple({"style": f"key{number}", "name": name} for number, (name, _, _) in enumerate(curves))
     else:
         bars = [
-            Bar(label=speeds[index].name[:12], parts=tuple((style, speeds[index].parts[style]) for style in _ORDER))
+            Bar(label=speeds[index].name[:12], parts=tuple((style, speeds[index].parts[style]) for style in ORDER))
             for index in order
         ]
         chart = stacked_bars(bars, titles["compare"], lambda style, length: f"{part_names[style]}: {duration(length)}")
-        legend = _legend(language)
+        legend = legend_of(language)
     rows = tuple(
         (
             speeds[index].name,
@@ -172,9 +134,9 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
 def _parts(table: StepTable, names: Sequence[str], language: Language) -> Section:
     titles, part_names, means = words.TITLES[language], words.PART_NAMES[language], table.mean_parts()
     bars = [
-        Bar(label=name, parts=tuple((style, means[style][row]) for style in _ORDER)) for row, name in enumerate(names)
+        Bar(label=name, parts=tuple((style, means[style][row]) for style in ORDER)) for row, name in enumerate(names)
     ]
-    shown = [style for style in _ORDER if any(value > 0 for value in means[style])]
+    shown = [style for style in ORDER if any(value > 0 for value in means[style])]
     rows = tuple(
         (name, *(duration(means[style][row]) for style in shown), duration(float(table.seconds[row].mean())))
         for row, name in enumerate(names)
@@ -185,7 +147,7 @@ def _parts(table: StepTable, names: Sequence[str], language: Language) -> Sectio
         chart=Markup(  # noqa: S704 - escaped where it is drawn
             stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {duration(length)}")
         ),
-        legend=tuple(one for one in _legend(language) if one["style"] in shown),
+        legend=tuple(one for one in legend_of(language) if one["style"] in shown),
         tables=(
             Table(
                 caption=titles["parts"],

@@ -8,7 +8,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ReportError
-from rankwise.insight.step_table import clock_ahead
+from rankwise.health.step_record import MICROSECONDS
+from rankwise.health.step_timeline import as_trace, clock_ahead, events_of_ranks, origin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,7 +19,19 @@ if TYPE_CHECKING:
 
 PIDS_PER_RANK = 1000
 """The processes of a rank's trace get numbers from here on, so that those of ranks differ."""
-MICROSECONDS = 1e6
+
+
+def timeline_of(records: Sequence[Record], profiles: Sequence[Path]) -> str:
+    """Return the timeline of ranks with traces of torch's profiler beside them, as JSON.
+
+    Raises:
+        ReportError: one of these is no such trace, or of no rank of this run.
+    """
+    origin = origin_of(records)
+    events = events_of_ranks(records, origin)
+    for path in profiles:
+        events += events_of(path, records, origin)
+    return as_trace(events)
 
 
 def events_of(path: Path, records: Sequence[Record], origin: float) -> Iterator[dict[str, Any]]:

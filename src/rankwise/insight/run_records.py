@@ -33,6 +33,18 @@ class RunRecords:
     """What the launcher has reported of this job, oldest first."""
 
     @property
+    def hosts(self) -> list[str]:
+        """The host of each rank; that of the first one where a rank has no record."""
+        of_rank = {record.facts["rank"]: record.facts["hostname"] for record in self.ranks}
+        return [of_rank.get(rank, self.facts["hostname"]) for rank in range(self.facts["world_size"])]
+
+    @property
+    def layouts(self) -> list[dict[str, Any]]:
+        """How the ranks and the model were laid out, as the first rank has recorded it: the latest of each kind."""
+        latest = {note["what"]: note for note in self.ranks[0].notes if note["kind"] == "layout"}
+        return list(latest.values())
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The facts that the first rank has recorded."""
         return self.ranks[0].facts

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rankwise.health.step_record import BACKWARD, CHECKPOINT, EXCHANGE, OPTIMIZER, PARTS
+from rankwise.health.step_timeline import clock_ahead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,9 +153,3 @@ def table_of(records: Sequence[Record]) -> StepTable:
         memory_bytes=column("memory_bytes"),
         major_faults=column("major_faults"),
     )
-
-
-def clock_ahead(record: Record) -> float:
-    """Return how far the clock of a rank's host is ahead of rank zero's, as measured last."""
-    measured = [note for note in record.notes if note["kind"] == "clock"]
-    return float(measured[-1]["ahead"]) if measured else 0.0

@@ -138,6 +138,38 @@ TITLES: dict[Language, dict[str, str]] = {
         "took than on the rank where it was shortest. How long the transfer takes is unknown, and part of backward.",
         "missing": "There is no record of rank {}.",
         "restarted": "The job was restarted {} times; this is its last attempt.",
+        "mesh": "Ranks along the axes of the mesh",
+        "mesh note": "Each cell is a rank; its number and color are its place along the axis of the row.",
+        "axis": "axis",
+        "size": "size",
+        "groups": "groups of ranks that differ only along it",
+        "what it is": "what it divides",
+        "within hosts": "each within a host",
+        "across hosts": "across hosts",
+        "host": "host",
+        "axis islands": "groups that train independently and are averaged rarely",
+        "axis pp": "layers: the stages of a pipeline",
+        "axis dp_replicate": "the batch: each rank has a copy of the model",
+        "axis dp_shard": "parameters and the batch",
+        "axis tp": "each layer",
+        "placement": "Devices of the model",
+        "placement note": "Each color is a part of the model, in their order.",
+        "part": "part",
+        "device": "device",
+        "bytes": "size",
+        "runs on": "runs on",
+        "why": "why",
+        "schedule": "A step of the pipeline",
+        "stage": "stage",
+        "micro-batch": "micro-batch",
+        "computes": "computes",
+        "waits": "waits",
+        "files": "Files of the checkpoint",
+        "file": "file",
+        "tensors": "Tensors of the checkpoint",
+        "tensor": "tensor",
+        "shape": "shape",
+        "more tensors": "{} smaller ones are not listed.",
     },
     "zh": {
         "change": "可以改进之处",
@@ -172,6 +204,38 @@ TITLES: dict[Language, dict[str, str]] = {
         "estimated": "脚本自己交换梯度：下文的通信是反向中比最短的 rank 多出的时间；传输本身的时间未知，算在反向之内。",
         "missing": "没有 rank {} 的记录。",
         "restarted": "任务重启了 {} 次；以下是最后一次。",
+        "mesh": "rank 在 mesh 各轴上的位置",
+        "mesh note": "每格是一个 rank；数字和颜色是它在该行所示轴上的位置。",
+        "axis": "轴",
+        "size": "大小",
+        "groups": "只在这个轴上不同的 rank 组",
+        "what it is": "划分什么",
+        "within hosts": "每组都在一台主机内",
+        "across hosts": "跨主机",
+        "host": "主机",
+        "axis islands": "各自独立训练、很少求平均的组",
+        "axis pp": "层：流水线的各个阶段",
+        "axis dp_replicate": "批：每个 rank 有一份模型",
+        "axis dp_shard": "参数和批",
+        "axis tp": "每一层",
+        "placement": "模型各部分所在的设备",
+        "placement note": "每种颜色是模型的一部分，按顺序排列。",
+        "part": "部分",
+        "device": "设备",
+        "bytes": "大小",
+        "runs on": "运行于",
+        "why": "原因",
+        "schedule": "流水线的一步",
+        "stage": "阶段",
+        "micro-batch": "微批",
+        "computes": "计算",
+        "waits": "等待",
+        "files": "检查点的文件",
+        "file": "文件",
+        "tensors": "检查点的张量",
+        "tensor": "张量",
+        "shape": "形状",
+        "more tensors": "另有 {} 个更小的张量未列出。",
     },
 }
 
@@ -275,3 +339,27 @@ def gain(finding: Finding, language: Language) -> str:
     if language == "zh":
         return f"每步 {now} → {then}，减少 {percent(finding.share)}"
     return f"a step would take {then} in place of {now}, {percent(finding.share)} less"
+
+
+def checkpoint_headline(
+    *, num_objects: int, num_tensors: int, num_files: int, world_size: int, size: str, language: Language
+) -> str:
+    """Return what a checkpoint holds, in one sentence."""
+    if language == "zh":
+        held = f"{num_objects} 个对象、{num_tensors:,} 个张量，共 {size}"
+        return f"{held}，在 {num_files} 个文件里，由 {world_size} 个 rank 写出。"
+    objects = _counted(num_objects, "object")
+    tensors = _counted(num_tensors, "tensor")
+    files, ranks = _counted(num_files, "file"), _counted(world_size, "rank")
+    return f"{objects} with {tensors}, {size} in {files}, written by {ranks}."
+
+
+def mesh_headline(axes: str, num_ranks: int, num_hosts: int, language: Language) -> str:
+    """Return what a mesh is, in one sentence."""
+    if language == "zh":
+        return f"{num_ranks} 个 rank，{num_hosts} 台主机：{axes}。"
+    return f"{_counted(num_ranks, 'rank')} on {_counted(num_hosts, 'host')}: {axes}."
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

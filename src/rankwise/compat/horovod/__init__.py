@@ -33,8 +33,6 @@ from rankwise.compat.horovod.initialization import (
     rocm_built,
     shutdown,
     size,
-    start_timeline,
-    stop_timeline,
 )
 from rankwise.compat.horovod.launching import run
 from rankwise.compat.horovod.operations.api import barrier, join, poll, synchronize
@@ -75,6 +73,7 @@ from rankwise.compat.horovod.optimizer.distributed_optimizer import DistributedO
 from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from rankwise.compat.horovod.sync_batch_norm import SyncBatchNorm
+from rankwise.compat.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

@@ -42,7 +42,11 @@ def _target(argv: list[str]) -> Target | Command:
         help="the rest is a command, which replaces this process; Python programs that it starts find horovod too",
     )
     parser.add_argument("command", nargs=argparse.PARSER, metavar="train.py | module | command", help="what to run")
+    parser.add_argument(
+        "--timeline-filename", dest="timeline", metavar="FILE", help="write a timeline of all ranks: HOROVOD_TIMELINE"
+    )
     options = parser.parse_args(argv)
+    set_horovod_variables(options.timeline)
     name, *arguments = options.command
     if options.no_python:
         return find_command(name, arguments)
@@ -54,7 +58,6 @@ def main() -> None:
     try:
         provide()
         target = _target(sys.argv[1:])
-        set_horovod_variables()
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(USAGE_ERROR)

@@ -14,7 +14,7 @@ from rankwise.comm.collectives import gather_json
 from rankwise.comm.join import join, leave
 from rankwise.comm.session import current, current_or_none
 from rankwise.compat.horovod import settings
-from rankwise.compat.horovod.errors import NotOffered, not_initialized
+from rankwise.compat.horovod.errors import not_initialized
 from rankwise.compat.horovod.negotiation.queue import (
     MachinePosition,
     OperationQueue,
@@ -24,6 +24,7 @@ from rankwise.compat.horovod.negotiation.queue import (
 )
 from rankwise.compat.horovod.negotiation.request import SetMembers
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
+from rankwise.compat.horovod.timeline import start_timeline
 from rankwise.errors import ConfigurationError
 from rankwise.log import log, logger
 from rankwise.world.device import accelerator
@@ -54,12 +55,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - 
         process_sets = None
     given: list[ProcessSet] = list(process_sets or ())
     is_alone = current_or_none() is None
-    if current_queue_or_none() is None:
-        _apply_variables(joins=is_alone)
+    timeline = _apply_variables(joins=is_alone) if current_queue_or_none() is None else ""
     _check_comm(comm)
     optimizer_steps.stop()  # Horovod's optimizers keep models equal, each among the ranks of its process set.
     if current_queue_or_none() is None:
-        _open_queue(has_opened_world=is_alone)
+        _open_queue(timeline, has_opened_world=is_alone)
     for number, process_set in enumerate(given):
         if any(process_set.ranks == other.ranks for other in given[:number]):
             raise ConfigurationError(
@@ -184,27 +184,6 @@ def rocm_built() -> bool:
     return accelerator.has_toolkit("hip")
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's arguments
-    """Raise: there is no background thread whose cycles a timeline would show.
-
-    Raises:
-        NotOffered: always; torch.profiler writes the trace of a rank.
-    """
-    raise NotOffered(
-        f"There is no timeline to write to {file_path!r} (mark_cycles={mark_cycles}).",
-        do="use torch.profiler.profile() and export_chrome_trace(); `rankwise stacks` shows what every rank is doing",
-    )
-
-
-def stop_timeline() -> None:
-    """Do nothing, since no timeline can be started.
-
-    Raises:
-        ConfigurationError: :func:`init` has not been called.
-    """
-    current_queue()
-
-
 def _world() -> World:
     session = current_or_none()
     if session is None or current_queue_or_none() is None:
@@ -212,8 +191,8 @@ def _world() -> World:
     return session.world
 
 
-def _apply_variables(*, joins: bool) -> None:
-    """Apply Horovod's variables, join the world if ``joins``, and log the variables that have no effect."""
+def _apply_variables(*, joins: bool) -> str:
+    """Apply Horovod's variables, join the world if ``joins``; return the file of a timeline, or an empty string."""
     wanted = settings.read(process.given_horovod_variables(), has_joined=not joins)
     if wanted.log_level is not None:
         logger.setLevel(wanted.log_level)
@@ -230,6 +209,7 @@ def _apply_variables(*, joins: bool) -> None:
         current().at_end(partial(process.unset, chosen))
     if wanted.without_effect:
         log(f"without effect here: {', '.join(wanted.without_effect)} (docs/from-horovod.md, Variables)")
+    return wanted.timeline
 
 
 def _check_comm(comm: object) -> None:
@@ -244,16 +224,17 @@ def _check_comm(comm: object) -> None:
     )
 
 
-def _open_queue(*, has_opened_world: bool) -> None:
+def _open_queue(timeline: str, *, has_opened_world: bool) -> None:
     session = current()
     world = session.world
-    own = (world.node_rank, world.local_rank, world.local_world_size)
+    own = (world.node_rank, world.local_rank, world.local_world_size, world.hostname)
     seats = [tuple(seat) for seat in gather_json(own, what="hvd.init()")]
-    beside = sorted(node for node, local, _ in seats if local == world.local_rank)
+    beside = sorted(node for node, local, *_ in seats if local == world.local_rank)
     seat = MachinePosition(
         cross_rank=beside.index(world.node_rank),
         cross_size=len(beside),
-        is_homogeneous=len({num_ranks for _, _, num_ranks in seats}) == 1,
+        is_homogeneous=len({num_ranks for _, _, num_ranks, _ in seats}) == 1,
+        hostnames=tuple(hostname for *_, hostname in seats),
     )
     everyone = tuple(range(world.world_size))
     members = {0: SetMembers(ranks=everyone, group=None)}
@@ -261,3 +242,5 @@ def _open_queue(*, has_opened_world: bool) -> None:
     session.on_leave(queue.flush)
     set_current_queue(queue)
     bind_global(everyone)
+    if timeline:
+        start_timeline(timeline)

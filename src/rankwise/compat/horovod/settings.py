@@ -23,6 +23,9 @@ LEVELS = {
 LOG_LEVEL = "HOROVOD_LOG_LEVEL"
 LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 INTERFACE = "HOROVOD_GLOO_IFACE"
+TIMELINE = "HOROVOD_TIMELINE"
+DYNAMIC = "DYNAMIC"
+"""In place of a file: the script starts the timeline."""
 FACTS = {
     f"HOROVOD_{name}"
     for name in (
@@ -42,6 +45,8 @@ class HorovodSettings:
     """The time after which a rank that waits for others raises an error."""
     interface: str = ""
     """The network interface that ranks use."""
+    timeline: str = ""
+    """The file that the timeline of all ranks is written to."""
     without_effect: tuple[str, ...] = ()
     """Names of variables that are set but have no effect here."""
 
@@ -50,11 +55,13 @@ def read(variables: Mapping[str, str], *, has_joined: bool) -> HorovodSettings:
     """Return the settings in variables; without limit and interface if the world was joined before ``hvd.init()``."""
     given = {name: value.strip() for name, value in variables.items() if name.startswith("HOROVOD_") and value.strip()}
     too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
-    honoured = {LOG_LEVEL, LIMIT, INTERFACE} - too_late
+    honoured = {LOG_LEVEL, LIMIT, INTERFACE, TIMELINE} - too_late
+    timeline = given.get(TIMELINE, "")
     return HorovodSettings(
         log_level=_level(given[LOG_LEVEL]) if LOG_LEVEL in given else None,
         limit_seconds=_seconds(given[LIMIT]) if LIMIT in given and not has_joined else None,
         interface="" if has_joined else given.get(INTERFACE, ""),
+        timeline="" if timeline == DYNAMIC else timeline,
         without_effect=tuple(sorted(given.keys() - honoured - FACTS)),
     )
 

@@ -11,6 +11,7 @@ from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
+from rankwise.health.step_meter import note_layout
 from rankwise.log import log, warn
 from rankwise.world.device.choice import choose_backend, goes_through_host
 from rankwise.world.device.kinds import type_of
@@ -135,6 +136,8 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     device_type = type_of(world.device) if is_carried else "cpu"
     device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
     session.lay_out(axes, device_mesh)
+    if world.rank == 0:
+        note_layout("mesh", axes={name: axes.size(name) for name in NAMES if axes.size(name) > 1})
     if axes.islands > 1:
         session.before_save(_check_islands_meet)
         session.on_leave(_warn_unless_islands_meet)

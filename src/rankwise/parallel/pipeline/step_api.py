@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import traceback
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +16,7 @@ import torch
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.health.event_log import post_failure
+from rankwise.health.step_meter import note_layout
 from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
@@ -186,6 +188,8 @@ class Pipeline:
             yield
         finally:
             self._spans = None
+        if self._picture is not None and current().world.rank == 0:
+            note_layout("schedule", title=self._picture.title, spans=[astuple(span) for span in self._picture.spans])
 
     def draw(self, path: str | Path) -> None:
         """Draw the last measured step: when each rank computed, and when it waited.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
+from rankwise.health.step_meter import note_layout
 from rankwise.parallel.core.blocks import near
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.strategy_registry import (
@@ -156,6 +157,7 @@ def place(
         commit(units, new, to_int8)
         on_error.pop_all()
     hooks.install(model, runs_on, away, is_ahead=chosen.has_room_ahead)
+    note_layout("placement", parts=[(one.module, one.device, one.num_bytes, one.runs_on, one.why) for one in parts])
     if to_int8:
         hooks.refuse_training(model)
         model.requires_grad_(requires_grad=False)

@@ -130,8 +130,11 @@ def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per
     )
 
 
-def set_horovod_variables() -> None:
+def set_horovod_variables(timeline: str | None) -> None:
     """Set horovodrun's variables in this process, from those of its launcher; none without a launcher.
+
+    Args:
+        timeline: the file for a timeline of all ranks, if one was asked for.
 
     Raises:
         EnvironmentConflict: as :func:`read_process`.
@@ -140,6 +143,8 @@ def set_horovod_variables() -> None:
     reading = read_process()
     if reading.source != table.NOBODY:
         os.environ.update(other_launchers.horovod_variables(reading))
+    if timeline is not None:
+        os.environ["HOROVOD_TIMELINE"] = timeline
 
 
 def in_kubernetes() -> bool:

@@ -66,6 +66,8 @@ class MachinePosition(NamedTuple):
     cross_rank: int
     cross_size: int
     is_homogeneous: bool
+    hostnames: tuple[str, ...]
+    """Of all ranks, in their order."""
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of how ranks and models are laid out: the axes of a mesh, the devices of a model, a step of a pipeline."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from rankwise.errors import ConfigurationError, ReportError
+from rankwise.insight import words
+from rankwise.insight.charts import MOST_COLUMNS, Bar, Cell, Span, cells, spans, stacked_bars
+from rankwise.insight.html import Page, Section, Table, rendered
+from rankwise.insight.words import duration, memory
+from rankwise.world.mesh import NAMES, Axes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.insight.run_records import RunRecords
+    from rankwise.insight.words import Language
+
+NUM_KEYS = 8
+"""How many colors there are for things of one kind."""
+_GROUPS_SHOWN = 4
+_STYLES = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward of inputs": "exchange",
+    "backward of weights": "optimizer",
+}
+
+
+def layout_sections(layouts: Sequence[dict[str, Any]], hosts: Sequence[str], language: Language) -> list[Section]:
+    """Return a section for each layout that a run has recorded, where there is more than one rank or device.
+
+    Args:
+        layouts: what :func:`rankwise.health.step_meter.note_layout` has recorded.
+        hosts: of each rank.
+        language: of the page.
+    """
+    make = {
+        "mesh": lambda one: mesh_section(Axes(**one["axes"]), hosts, language),
+        "placement": lambda one: _placement(one["parts"], language),
+        "schedule": lambda one: _schedule(one["title"], one["spans"], language),
+    }
+    return [make[one["what"]](one) for one in layouts]
+
+
+def mesh_section(axes: Axes, hosts: Sequence[str], language: Language) -> Section:
+    """Return the picture of a mesh: a row per axis, a cell per rank with its coordinate along the axis."""
+    titles = words.TITLES[language]
+    named = [name for name in NAMES if axes.size(name) > 1] or ["dp_replicate"]
+    shown = range(min(axes.world_size, MOST_COLUMNS))
+    places = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    rows = [(titles["rank"], [Cell("script", str(rank), f"{titles['rank']} {rank}") for rank in shown])]
+    if len(places) > 1:
+        rows.append((titles["host"], [_key(places[hosts[rank]], hosts[rank]) for rank in shown]))
+    for name in named:
+        along = [axes.coordinate(rank, name) for rank in shown]
+        rows.append((name, [_key(at, f"{titles['rank']} {rank}: {name} {at}") for rank, at in enumerate(along)]))
+    table = Table(
+        caption=titles["mesh"],
+        head=(titles["axis"], titles["size"], titles["groups"], titles["what it is"]),
+        rows=tuple(
+            (
+                name,
+                str(axes.size(name)),
+                _groups_in_words(axes.groups_along(name), hosts, titles),
+                titles[f"axis {name}"],
+            )
+            for name in named
+        ),
+        is_text=True,
+    )
+    return Section(
+        name="mesh",
+        title=titles["mesh"],
+        note=titles["mesh note"],
+        chart=Markup(cells(rows, titles["mesh"])),  # noqa: S704 - escaped where it is drawn
+        tables=(table,),
+    )
+
+
+def _key(number: int, title: str) -> Cell:
+    return Cell(f"key{number % NUM_KEYS}", str(number), title)
+
+
+def _groups_in_words(groups: Sequence[Sequence[int]], hosts: Sequence[str], titles: dict[str, str]) -> str:
+    listed = "; ".join(", ".join(map(str, group)) for group in groups[:_GROUPS_SHOWN])
+    more = "; …" if len(groups) > _GROUPS_SHOWN else ""
+    is_within = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
+    return f"{listed}{more} ({titles['within hosts'] if is_within else titles['across hosts']})"
+
+
+def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
+    titles = words.TITLES[language]
+    devices = list(dict.fromkeys(device for _, device, *_ in parts))
+    bars = [
+        Bar(
+            label=device,
+            parts=tuple(
+                (f"key{number % NUM_KEYS}", float(num_bytes))
+                for number, (_, on, num_bytes, *_) in enumerate(parts)
+                if on == device
+            ),
+        )
+        for device in devices
+    ]
+    rows = tuple((module, device, memory(size), runs_on, why) for module, device, size, runs_on, why in parts)
+    return Section(
+        name="placement",
+        title=titles["placement"],
+        note=titles["placement note"],
+        chart=Markup(stacked_bars(bars, titles["placement"], lambda _, length: memory(length))),  # noqa: S704
+        tables=(
+            Table(
+                caption=titles["placement"],
+                head=(titles["part"], titles["device"], titles["bytes"], titles["runs on"], titles["why"]),
+                rows=rows,
+                is_text=True,
+            ),
+        ),
+    )
+
+
+def _schedule(title: str, measured: Sequence[Sequence[Any]], language: Language) -> Section:
+    titles = words.TITLES[language]
+    num_ranks = 1 + max(rank for rank, *_ in measured)
+    rows: list[list[Span]] = [[] for _ in range(num_ranks)]
+    busy = [0.0] * num_ranks
+    for rank, kind, stage, micro_batch, start, end in measured:
+        told = f"{kind}, {titles['stage']} {stage}, {titles['micro-batch']} {micro_batch}: {duration(end - start)}"
+        rows[rank].append(Span(_STYLES[kind], start, end, str(micro_batch), told))
+        busy[rank] += end - start
+    whole = max(end for *_, end in measured)
+    names = [f"{titles['rank']} {rank}" for rank in range(num_ranks)]
+    kinds = dict.fromkeys(kind for _, kind, *_ in measured)
+    return Section(
+        name="schedule",
+        title=titles["schedule"],
+        note=title,
+        chart=Markup(spans(list(zip(names, rows, strict=True)), titles["schedule"])),  # noqa: S704
+        legend=tuple({"style": _STYLES[kind], "name": kind} for kind in kinds),
+        tables=(
+            Table(
+                caption=titles["schedule"],
+                head=(titles["rank"], titles["computes"], titles["waits"]),
+                rows=tuple(
+                    (name, duration(time), duration(whole - time)) for name, time in zip(names, busy, strict=True)
+                ),
+            ),
+        ),
+    )
+
+
+def page_of_layouts(run: RunRecords, language: Language) -> Page:
+    """Return the page about how a run was laid out.
+
+    Raises:
+        ReportError: it has recorded no layout.
+    """
+    sections = layout_sections(run.layouts, run.hosts, language)
+    if not sections:
+        raise ReportError(
+            f"The run in {run.folder} has recorded no layout.",
+            evidence="layouts are recorded by mesh() and the strategies that use one, place(), and step.measure()",
+            do=f"rankwise report {run.folder}, which shows where its time went",
+        )
+    return _page(run.facts["script"] or "python", " · ".join(section.title for section in sections), sections, language)
+
+
+def page_of_mesh(text: str, ranks_per_host: int | None, language: Language) -> Page:
+    """Return the page about a mesh, such as ``dp_shard=4,tp=2``.
+
+    Raises:
+        ConfigurationError: these are no axes, or their ranks do not fill hosts evenly.
+    """
+    axes = _axes(text)
+    num = axes.world_size
+    per_host = num if ranks_per_host is None else ranks_per_host
+    if per_host < 1 or num % per_host:
+        raise ConfigurationError(
+            f"{num} ranks do not fill hosts with {per_host} each.",
+            do=f"pass --ranks-per-host {math.gcd(num, per_host)}",
+        )
+    hosts = [f"host {rank // per_host}" for rank in range(num)]
+    headline = words.mesh_headline(str(axes), num, num // per_host, language)
+    return _page(text, headline, [mesh_section(axes, hosts, language)], language)
+
+
+def _axes(text: str) -> Axes:
+    sizes: dict[str, int] = {}
+    for one in text.split(","):
+        name, _, size = one.partition("=")
+        if name not in NAMES or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise ConfigurationError(
+                f"{one!r} is not the size of an axis.",
+                evidence=f"the axes are {', '.join(NAMES)}, each once",
+                do="pass dp_shard=4,tp=2",
+            )
+        sizes[name] = int(size)
+    return Axes(**sizes)
+
+
+def _page(subject: str, headline: str, sections: Sequence[Section], language: Language) -> Page:
+    heading = ("rankwise show", subject, "")
+    return Page(headline, rendered(heading=heading, headline=headline, language=language, sections=sections))
