@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
+from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
 from rankwise.comm.backends.hierarchical import CrossHostGroup, TwoLevelChannel
 from rankwise.comm.backends.mapping import PAGE_BYTES, open_together, rounded_up
 from rankwise.comm.backends.meeting import HostMemory
@@ -133,8 +133,10 @@ class SharedMemory:
         """Return the notes of all ranks, once they have agreed on ``what``."""
         if self._cross_host is not None:
             return self._torch_group.gather_notes(note, what)
-        self._agreed = what
-        return bytes_of_rows(self.all_gather(row_of(note, NOTE_BYTES), what=what))
+        found: list[bytes] = []
+        words = self._words(what)
+        self._run(self._staging.gather_notes(note.ljust(NOTE_BYTES, b"\0"), found, words), words, None)
+        return found
 
     def barrier(self, what: str) -> None:
         """Return when every rank has reached ``what``."""
