@@ -92,6 +92,7 @@ def main() -> None:
             batch_losses, sizes = [], []
             for x, y in loader:
                 loss = F.cross_entropy(model(x), y)
+                rw.log_value("loss", loss)  # for the report: rankwise run --report DIR
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

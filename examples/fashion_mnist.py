@@ -84,6 +84,7 @@ def main() -> None:
             losses, sizes = [], []
             for x, y in rw.progress(loader, desc=f"epoch {epoch + 1}", leave=False):
                 loss = F.cross_entropy(model(x / 255), y)
+                rw.log_value("loss", loss)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -135,6 +135,7 @@ def train(arguments: argparse.Namespace, device: str, folder: str) -> tuple[list
     losses = []
     for number, (x, y) in enumerate(loader, start=1):
         loss = step(x, y)
+        rw.log_value("loss", loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(rw.mean(loss, len(x)))

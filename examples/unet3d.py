@@ -101,6 +101,7 @@ def main() -> None:
             losses, sizes = [], []
             for batch in rw.progress(loader, desc=f"epoch {epoch + 1}", leave=False):
                 loss = dice_loss(model(batch["image"]), batch["label"])
+                rw.log_value("Dice loss", loss)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -52,6 +52,15 @@ def test_digits_resumes(command: Command, tmp_path: Path) -> None:
     assert len(losses[0]) == 2
 
 
+def test_digits_write_a_report_with_their_loss(command: Command, tmp_path: Path) -> None:
+    run_on(command, "2", "--report", str(tmp_path / "runs"), str(EXAMPLES / "digits.py"), "--epochs", "2")
+    done = command.rankwise("report", str(tmp_path / "runs"))
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"2 ranks, \d+ steps of ", done.stdout)
+    page = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
+    assert '<polyline class="curve curve0"' in page.partition('id="values-loss"')[2].partition("</section>")[0]
+
+
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "int8", "powersgd", "top-k"])
 def test_digits_are_learned_from_compressed_gradients(command: Command, compress: str) -> None:
     words = ("--dtype", "float32", "--epochs", "6", "--compress", compress)

@@ -317,12 +317,17 @@ def test_a_rank_that_stays_slow_is_named_once(command: Command) -> None:
     script = command.write("train.py", LONG.replace("10**9", "260").replace("    loss =", "    SLOWER\n    loss ="))
     text = script.read_text().replace("SLOWER", "if world.rank == 1: __import__('time').sleep(0.004)")
     script.write_text(text)
-    ended = command.run("-n", "2", str(script))
+    ended = command.run("-n", "2", "--report", "runs", str(script))
     assert ended.returncode == 0, ended.stderr
     named = [line for line in ended.stderr.splitlines() if "longer than the others" in line]
     assert len(named) == 1, ended.stderr
     assert "rank 1/2" in named[0]
     assert "it spends that in the script" in named[0]
+    assert command.rankwise("report", "runs").returncode == 0
+    events = (
+        (command.folder / "runs" / "report.html").read_text().partition('id="events"')[2].partition("</section>")[0]
+    )
+    assert len(re.findall(r"rank 1: this rank works \d+% longer than the others", events)) == 1
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
+from rankwise.health.step_meter import note_event
 from rankwise.health.step_record import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, PARTS
 from rankwise.log import warn
 
@@ -94,11 +95,12 @@ class SlowRank:
         excess = [mine - mean for mine, mean in zip(own, others, strict=True)]
         cause = _cause(_KINDS[excess.index(max(excess))], self._before_steps)
         more = sum(own) / sum(others) - 1 if sum(others) else 1.0
-        warn(
+        told = (
             f"this rank works {more:.0%} longer than the others for {len(self._before_steps)} steps, and they wait for "
-            f"it: {_ADVICE[cause]}",
-            all_ranks=True,
+            f"it: {_ADVICE[cause]}"
         )
+        warn(told, all_ranks=True)
+        note_event(told)
 
 
 def _spent(steps: list[Step]) -> list[float]:

@@ -134,7 +134,9 @@ class CollectiveWait:
             return
         answers = self._detector.poll_status(ticket.exchange_id, ticket.sequence)
         found = diagnosis.findings(answers, ticket.sequence, self._members())
-        warn(diagnosis.notice(ticket.words, waited, found), all_ranks=True)
+        told = diagnosis.notice(ticket.words, waited, found)
+        warn(told, all_ranks=True)
+        step_meter.note_event(told)
 
     def _reach_verdict(self, waited: float) -> None:
         """Have one waiting rank determine the missing ranks for all; then raise its verdict."""

@@ -263,10 +263,9 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
 
 def _events(run: RunRecords, language: Language) -> Section:
     titles = words.TITLES[language]
-    of_rank_zero = [note for note in run.ranks[0].notes if note["kind"] == "event"]
     rows = tuple(
-        (datetime.fromtimestamp(event["time"]).astimezone().strftime("%H:%M:%S"), event["text"].strip())
-        for event in sorted((*run.events, *of_rank_zero), key=lambda event: event["time"])
+        (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text)
+        for time, text in sorted([*((one["time"], one["text"].strip()) for one in run.events), *_events_of_ranks(run)])
     )
     return Section(
         name="events",
@@ -274,6 +273,17 @@ def _events(run: RunRecords, language: Language) -> Section:
         note="" if rows else titles["no events"],
         tables=(Table(caption=titles["events"], head=("", ""), rows=rows, is_text=True),) if rows else (),
     )
+
+
+def _events_of_ranks(run: RunRecords) -> list[tuple[float, str]]:
+    """Return time and text of what ranks have recorded; what rank zero has recorded too, such as a save, once."""
+    first, *others = run.ranks
+    found = [(note["time"], note["text"].strip()) for note in first.notes if note["kind"] == "event"]
+    known = {text for _, text in found}
+    for record in others:
+        own = [note for note in record.notes if note["kind"] == "event" and note["text"].strip() not in known]
+        found += [(note["time"], f"rank {record.facts['rank']}: {note['text'].strip()}") for note in own]
+    return found
 
 
 def _environment(run: RunRecords, language: Language) -> Section:
