@@ -57,6 +57,26 @@ def test_a_checkpoint_is_shown_with_its_files_and_tensors(command: Command) -> N
     assert "检查点的张量" in _written(command.folder, "zh.html")
 
 
+NUMBERED = """
+import torch
+import rankwise as rw
+
+model = torch.nn.Linear(3, 2)
+with rw.join():
+    checkpoints = rw.Checkpointer("kept")
+    checkpoints.save(model=model)
+    checkpoints.save(model=model, text=["second"])
+"""
+
+
+def test_the_newest_of_several_checkpoints_is_shown(command: Command) -> None:
+    command.write("train.py", NUMBERED)
+    assert command.python("train.py").returncode == 0
+    assert command.rankwise("show", "kept").stdout.startswith("2 objects with 2 tensors, ")
+    first = sorted((command.folder / "kept").iterdir())[0]
+    assert command.rankwise("show", str(first)).stdout.startswith("1 object with 2 tensors, ")
+
+
 def test_a_mesh_is_shown_before_a_run(command: Command) -> None:
     done = command.rankwise("show", "dp_shard=4,tp=2", "--ranks-per-host", "4")
     assert done.stdout.splitlines()[0] == "8 ranks on 2 hosts: dp_shard=4, tp=2."
@@ -123,14 +143,14 @@ def test_the_devices_of_a_model_are_shown(command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("nowhere",), "nowhere is neither a folder nor axes of a mesh."),
+        (("nowhere",), "nowhere is no checkpoint, no folder of a report, and no axes of a mesh."),
         (("dp=4",), "'dp=4' is not the size of an axis."),
         (("tp=2,tp=2",), "'tp=2' is not the size of an axis."),
         (("tp=0",), "'tp=0' is not the size of an axis."),
         (("tp=4", "--ranks-per-host", "3"), "4 ranks do not fill hosts with 3 each."),
         (("tp=4", "--ranks-per-host", "0"), "4 ranks do not fill hosts with 0 each."),
         (("tp=2", "-o", "no/page.html"), "no/page.html cannot be written"),
-        ((".",), ". has no record of a run."),
+        ((".",), ". is no checkpoint, no folder of a report, and no axes of a mesh."),
     ],
 )
 def test_what_cannot_be_shown_is_said(command: Command, words: tuple[str, ...], told: str) -> None:

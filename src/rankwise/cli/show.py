@@ -21,7 +21,8 @@ Write a page with pictures: what a checkpoint contains and which file holds it; 
 of a mesh; or the layouts of a run with --report: its mesh, the devices of its model, a step of its pipeline."""
 EPILOG = """\
 examples:
-  rankwise show checkpoints/step-000100             what is in a checkpoint
+  rankwise show runs/net                            what is in the newest checkpoint of rw.Checkpointer("runs/net")
+  rankwise show runs/net/checkpoint-000010          what is in this one
   rankwise show runs/a                              the layouts of a run
   rankwise show dp_shard=4,tp=2 --ranks-per-host 4  a mesh, before a run"""
 
@@ -47,20 +48,22 @@ def execute(options: argparse.Namespace) -> int:
 
 def _page(options: argparse.Namespace) -> Page:
     # Imported here: they cost import time that only this command should pay.
-    from rankwise.checkpoint.folder import find  # noqa: PLC0415
+    from rankwise.checkpoint.folder import find, list_numbered  # noqa: PLC0415
     from rankwise.checkpoint.manifest import MANIFEST_NAME  # noqa: PLC0415
+    from rankwise.health.step_record import SUFFIX  # noqa: PLC0415
     from rankwise.insight.checkpoint_contents import page_of_checkpoint  # noqa: PLC0415
     from rankwise.insight.layouts import page_of_layouts, page_of_mesh  # noqa: PLC0415
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
 
     folder = find(Path(options.what))
-    if (folder / MANIFEST_NAME).is_file():
-        return page_of_checkpoint(folder, options.language)
-    if folder.is_dir():
+    newest = next(iter(list_numbered(folder).values()), folder)
+    if (newest / MANIFEST_NAME).is_file():
+        return page_of_checkpoint(newest, options.language)
+    if any(folder.glob(f"*{SUFFIX}")):
         return page_of_layouts(read_run(folder), options.language)
-    if "=" not in options.what:
+    if "=" not in options.what or folder.exists():
         raise ConfigurationError(
-            f"{options.what} is neither a folder nor axes of a mesh.",
-            do="pass the folder of a checkpoint or of a report, or axes: dp_shard=4,tp=2",
+            f"{options.what} is no checkpoint, no folder of a report, and no axes of a mesh.",
+            do="pass one of them, such as dp_shard=4,tp=2",
         )
     return page_of_mesh(options.what, options.ranks_per_host, options.language)
