@@ -73,7 +73,7 @@ def test_the_newest_of_several_checkpoints_is_shown(command: Command) -> None:
     command.write("train.py", NUMBERED)
     assert command.python("train.py").returncode == 0
     assert command.rankwise("show", "kept").stdout.startswith("2 objects with 2 tensors, ")
-    first = sorted((command.folder / "kept").iterdir())[0]
+    first = min((command.folder / "kept").iterdir())
     assert command.rankwise("show", str(first)).stdout.startswith("1 object with 2 tensors, ")
 
 
