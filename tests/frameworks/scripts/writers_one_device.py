@@ -46,11 +46,29 @@ named.add_hparams({"lr": 0.1}, {"loss": losses[-1]})
 for writer in (named_by_time, named, other):
     writer.close()
 torch.save(model.state_dict(), f"{named_by_time.log_dir}/best.pt")
+torch.save(model.state_dict(), named.log_dir / "best.pt")
+torch.save(model.state_dict(), Path(run.dir) / "best.pt")
 print(run.config["lr"], len(list(Path("runs").glob("*/best.pt"))))
 wandb.finish()
 
-with h5py.File("weights.h5", "w") as file:
-    file["weight"] = model.weight.detach().numpy()
+file = h5py.File("weights.h5", "w")
+file["weight"] = model.weight.detach().numpy()
+file.flush()
+with h5py.File("weights.h5", "r") as again:
+    print(sorted(again), Path(file.filename).name)
+file.close()
+Path(".cache").mkdir()
+with h5py.File(".cache/weights.h5", "w", track_order=True) as file:
+    file["z"], file["a"] = 1.0, 2.0
+    print(list(file))
+
+
+def leave_open() -> None:
+    h5py.File("left.h5", "w")["a"] = 1.0
+
+
+leave_open()
+print(h5py.File("left.h5")["a"][()])
 with h5py.File("weights.h5", "a") as file:
     file["bias"] = model.bias.detach().numpy()
     print(sorted(file))
@@ -63,8 +81,32 @@ with h5py.File("weights.h5") as file:
 print(cv2.imwrite("weights.png", image), cv2.imread("weights.png").shape)
 frames = cv2.VideoCapture("steps.avi")
 print(int(frames.get(cv2.CAP_PROP_FRAME_COUNT)))
+for name in ("nowhere/steps.avi", "second.avi"):
+    video = cv2.VideoWriter(name, cv2.VideoWriter_fourcc(*"MJPG"), 5, (64, 32))
+    if video.isOpened():
+        print(name)
+        break
+video.release()
+parquet.write_to_dataset(pa.table({"loss": losses, "part": [0, 0, 1, 1]}), "parts", partition_cols=["part"])
+print(parquet.read_table("parts").num_rows)
 parquet.write_table(pa.table({"loss": losses}), "losses.parquet")
 print(parquet.read_table("losses.parquet").to_pydict())
+
+
+class Recording(nn.Linear):
+    """Records each of its calls, which is to happen once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        calls.add_scalar("calls", 1.0, 0)
+        return super().forward(x)
+
+
+calls = SummaryWriter("logs/calls")
+recording = Recording(3, 2)
+for _ in range(5):
+    recording(torch.randn(4, 3))
+calls.close()
+print(len(EventAccumulator("logs/calls").Reload().Scalars("calls")))
 # Every rank reads what rank zero wrote; only what differs from one process is compared by the test.
 for folder in (named_by_time.log_dir, "logs/torch", "logs/x"):
     events = EventAccumulator(str(folder)).Reload()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.tools.after_import import changed_after_import
-from rankwise.tools.auto.open_files import hdf5_of_rank_zero, videos_of_rank_zero
+from rankwise.tools.auto.hdf5_files import HDF5OfRankZero
 from rankwise.tools.auto.trackers import events_of_rank_zero, folder_of_rank_zero, wandb_of_rank_zero
+from rankwise.tools.auto.videos import videos_of_rank_zero
 from rankwise.tools.replacing import replace_attributes
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ _WRITES: dict[str, list[tuple[str, int, str]]] = {
     "polars": [(f"DataFrame.write_{kind}", 1, "file") for kind in ("avro", "csv", "ipc", "json", "ndjson", "parquet")],
     "pyarrow.csv": [("write_csv", 1, "output_file")],
     "pyarrow.feather": [("write_feather", 1, "dest")],
-    "pyarrow.parquet": [("write_table", 1, "where")],
+    "pyarrow.dataset": [("write_dataset", 1, "base_dir")],
+    "pyarrow.parquet": [("write_table", 1, "where"), ("write_to_dataset", 1, "root_path")],
     "soundfile": [("write", 0, "file")],
     "torch.autograd.profiler": [("profile.export_chrome_trace", 1, "path")],
     "torch.profiler": [("profile.export_chrome_trace", 1, "path")],
@@ -39,7 +41,7 @@ _WRITES: dict[str, list[tuple[str, int, str]]] = {
 }
 """By module: functions and methods that write one file, the position of its path, and the name of that argument."""
 _OPENS = {
-    "lmdb": ("open", "Environment"),
+    "lmdb": ("open",),
     "mlflow.tracking.fluent": ("start_run",),
     "netCDF4": ("Dataset",),
     "pyarrow.parquet": ("ParquetWriter",),
@@ -59,7 +61,7 @@ def libraries_replaced(shared: SharedCalls) -> Generator[None]:
         own = TemporaryDirectory()
     changes: dict[str, list[Change]] = {
         "cv2": [videos_of_rank_zero(shared, Path(own.name))],
-        "h5py": [hdf5_of_rank_zero(shared)],
+        "h5py": [HDF5OfRankZero(shared, Path(own.name)).change],
         "tensorboardX.writer": [events_of_rank_zero(shared), folder_of_rank_zero()],
         "torch.utils.tensorboard.writer": [events_of_rank_zero(shared), folder_of_rank_zero()],
         "wandb": [wandb_of_rank_zero(shared)],
@@ -92,19 +94,39 @@ def _written_once(shared: SharedCalls, functions: list[tuple[str, int, str]], mo
 def _refused(names: tuple[str, ...], module: ModuleType) -> Replaced:
     library = module.__name__.partition(".")[0]
 
-    def make(name: str, opened: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(opened)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the library's own
+    def make(name: str, opens: Callable[..., Any]) -> Callable[..., Any]:
+        def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             default = "r" if module.__name__ in _READ_BY_DEFAULT else None
             mode = args[_MODE] if len(args) > _MODE else kwargs.get("mode", default)
-            if mode == "r" or kwargs.get("readonly"):
-                return opened(*args, **kwargs)
-            raise ConfigurationError(
-                f"The script writes with {library}.{name}, which every rank would do.",
-                where=words(user_call_site()),
-                do="write to a file in another way, or run without --auto",
-            )
+            if mode != "r" and not kwargs.get("readonly"):
+                raise ConfigurationError(
+                    f"The script writes with {library}.{name}, which every rank would do.",
+                    where=words(user_call_site()),
+                    do="write to a file in another way, or run without --auto",
+                )
 
-        return call
+        # lmdb.open is a class that has no subclasses; scripts name it lmdb.Environment where they need one.
+        if isinstance(opens, type) and name != "open":
+            return _checked_class(opens, check)
+        return _checked_function(opens, check)
 
     return [one for name in names for one in replace_attributes(module, [name], partial(make, name))]
+
+
+def _checked_function(opens: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    @wraps(opens)
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the library's own
+        check(args, kwargs)
+        return opens(*args, **kwargs)
+
+    return call
+
+
+def _checked_class(opens: type[Any], check: Callable[..., None]) -> type[Any]:
+    """Return a class that stays one, for annotations and ``isinstance``."""
+
+    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the library's own
+        check(args, kwargs)
+        return object.__new__(cls) if opens.__new__ is object.__new__ else opens.__new__(cls, *args, **kwargs)
+
+    return type(opens.__name__, (opens,), {"__new__": new, "__doc__": opens.__doc__})

@@ -102,8 +102,8 @@ class RankZeroFiles:
             return self._open(file, mode, *args, **kwargs)
         is_zero = self._shared.is_rank_zero
         earlier = b""
-        if not is_zero and set(mode) & set("a+") and "w" not in mode and Path(file).exists():
-            earlier = Path(file).read_bytes()
+        if not is_zero and set(mode) & set("a+") and "w" not in mode and Path(os.fsdecode(file)).exists():
+            earlier = Path(os.fsdecode(file)).read_bytes()
         self._shared.meet("opening a file")
         opened = self._shared.by_rank_zero(lambda: self._open(file, mode, *args, **kwargs), keeps=True)
         if not is_zero:

@@ -78,17 +78,30 @@ class SharedCalls:
 
     def counts(self, path: object) -> bool:
         """Return whether a call is the script's, about a file that others see."""
-        if self._is_inside or os.getpid() != self._process or current_or_none() is None:
-            return False
-        if threading.current_thread() is not threading.main_thread() or not isinstance(path, str | bytes | os.PathLike):
-            return False
-        if calling_module().partition(".")[0] in _FOR_THEMSELVES:
+        if not isinstance(path, str | bytes | os.PathLike) or not self.is_for_script():
             return False
         name = os.fsdecode(path)
         if name.startswith(_DEVICES) or name.endswith(_LOCKS):
             return False
+        if calling_module() == "__main__":
+            return True
+        # Libraries keep caches in hidden folders, each process its own.
         inside = os.path.realpath(name).removeprefix(f"{Path.cwd()}/")
         return not any(part.startswith(".") for part in Path(inside).parts)
+
+    def is_for_script(self) -> bool:
+        """Return whether a call is the script's, not a package's own, and can be made by all ranks together."""
+        return self.can_meet() and calling_module().partition(".")[0] not in _FOR_THEMSELVES
+
+    def can_meet(self) -> bool:
+        """Return whether a call is in the process and the thread in which all ranks make the same calls."""
+        if self._is_inside or os.getpid() != self._process or current_or_none() is None:
+            return False
+        return threading.current_thread() is threading.main_thread()
+
+    def note_change(self) -> None:
+        """Count a change that the script makes without another call of this class."""
+        self._num_changes += 1
 
     def is_one_file(self, path: Any, words: str, folder: int | None = None) -> bool:  # noqa: ANN401 - any path
         """Return whether all ranks name the same file. Called by: every rank.

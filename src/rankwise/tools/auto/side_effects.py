@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections import deque
+from collections import ChainMap, UserDict, deque
 from collections.abc import Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -155,9 +155,13 @@ class _Tensor:
         return id(self._tensor)
 
 
+_MAPPINGS = (dict, ChainMap, MappingProxyType, UserDict)
+
+
 def _within(value: object) -> Iterable[tuple[str, object]]:
     """Yield the parts of a value, and names for them."""
-    if isinstance(value, Mapping):
+    # Not those of libraries: an HDF5 file is one, and fails once it is closed.
+    if isinstance(value, _MAPPINGS) or (isinstance(value, Mapping) and _is_of_user(type(value))):
         yield "", len(value)
         if len(value) <= LARGEST:
             yield from ((f"[{key!r}]", inner) for key, inner in list(value.items()))

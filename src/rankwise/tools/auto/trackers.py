@@ -7,6 +7,7 @@ import os
 import socket
 from datetime import datetime
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.comm.collectives.objects import broadcast_object
@@ -14,11 +15,15 @@ from rankwise.tools.replacing import replace_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     from rankwise.tools.after_import import Change
     from rankwise.tools.auto.shared_calls import SharedCalls
+    from rankwise.tools.replacing import Replaced
 
 _FOLDER = ("logdir", "log_dir")
+_NAMES = ("dir", "id", "name")
+"""Of a run of wandb, which scripts make paths of."""
 
 
 def folder_of_rank_zero() -> Change:
@@ -32,7 +37,8 @@ def folder_of_rank_zero() -> Change:
             if not folder:
                 comment = args[1] if args[1:] else kwargs.get("comment", "")
                 folder = f"runs/{datetime.now().astimezone():%b%d_%H-%M-%S}_{socket.gethostname()}{comment}"
-            start(writer, broadcast_object(os.fspath(folder)), *args[1:], **kwargs)
+            agreed = broadcast_object(os.fspath(folder))
+            start(writer, Path(agreed) if isinstance(folder, Path) else agreed, *args[1:], **kwargs)
 
         return init
 
@@ -69,6 +75,7 @@ class _EventsOfRankZero:
 
     def add_event(self, event: Any) -> None:  # noqa: ANN401 - TensorBoard's
         """Write an event, sooner or later."""
+        self._shared.note_change()
         self._on_rank_zero("add_event", event)
 
     def flush(self) -> None:
@@ -91,13 +98,14 @@ class _EventsOfRankZero:
                 getattr(self._events, name)(*args)
 
     def _meet(self) -> None:
-        # The script may read the file next.
-        if self._shared.counts(self._logdir):
+        # The script may read the file next. Torch's SummaryWriter calls this, so the calling module says nothing.
+        if self._shared.can_meet():
             self._shared.meet("writing events")
 
 
 def wandb_of_rank_zero(shared: SharedCalls) -> Change:
-    """Return a change of ``wandb``: ranks other than zero have a disabled run with rank zero's configuration."""
+    """Return a change of ``wandb``: the others have a disabled run with rank zero's configuration and names."""
+    facts: dict[str, Any] = {}
 
     def make(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
@@ -107,11 +115,31 @@ def wandb_of_rank_zero(shared: SharedCalls) -> Change:
                 with shared.alone():
                     run = start(*args, **{**kwargs, "mode": "disabled"})
             # A sweep gives rank zero values that the script has not.
-            config = broadcast_object(dict(run.config))
+            config, of_zero = broadcast_object((dict(run.config), {name: getattr(run, name) for name in _NAMES}))
             if not shared.is_rank_zero:
                 run.config.update(config, allow_val_change=True)
+                facts.update(of_zero)
             return run
 
         return init
 
-    return lambda module: replace_attributes(module, ["init"], make)
+    def named(name: str, own: property) -> property:
+        return property(lambda run: facts.get(name, own.fget(run)), own.fset, doc=own.__doc__)  # type: ignore[misc]
+
+    def counted(log: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(log)
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as wandb
+            shared.note_change()
+            return log(*args, **kwargs)
+
+        return call
+
+    def change(module: ModuleType) -> Replaced:
+        run = module.sdk.wandb_run.Run
+        return [
+            *replace_attributes(module, ["init"], make),
+            *(one for name in _NAMES for one in replace_attributes(run, [name], partial(named, name))),
+            *replace_attributes(run, ["log"], counted),
+        ]
+
+    return change
