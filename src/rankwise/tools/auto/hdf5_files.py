@@ -54,7 +54,7 @@ class HDF5OfRankZero:
             *(
                 one
                 for kind, names in _WRITES.items()
-                for one in replace_attributes(getattr(module, kind), names, partial(_counted, self._shared))
+                for one in replace_attributes(getattr(module, kind), names, self._shared.counted)
             ),
         ]
 
@@ -130,12 +130,3 @@ class HDF5OfRankZero:
 
 def _path(name: Any) -> str:  # noqa: ANN401 - a path
     return os.path.realpath(os.fsdecode(name))
-
-
-def _counted(shared: SharedCalls, write: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(write)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as h5py
-        shared.note_change()
-        return write(*args, **kwargs)
-
-    return call

@@ -103,6 +103,16 @@ class SharedCalls:
         """Count a change that the script makes without another call of this class."""
         self._num_changes += 1
 
+    def counted(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that counts as a change, and is made by every rank."""
+
+        @wraps(write)
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the function
+            self.note_change()
+            return write(*args, **kwargs)
+
+        return call
+
     def is_one_file(self, path: Any, words: str, folder: int | None = None) -> bool:  # noqa: ANN401 - any path
         """Return whether all ranks name the same file. Called by: every rank.
 

@@ -126,20 +126,12 @@ def wandb_of_rank_zero(shared: SharedCalls) -> Change:
     def named(name: str, own: property) -> property:
         return property(lambda run: facts.get(name, own.fget(run)), own.fset, doc=own.__doc__)  # type: ignore[misc]
 
-    def counted(log: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(log)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as wandb
-            shared.note_change()
-            return log(*args, **kwargs)
-
-        return call
-
     def change(module: ModuleType) -> Replaced:
         run = module.sdk.wandb_run.Run
         return [
             *replace_attributes(module, ["init"], make),
             *(one for name in _NAMES for one in replace_attributes(run, [name], partial(named, name))),
-            *replace_attributes(run, ["log"], counted),
+            *replace_attributes(run, ["log"], shared.counted),
         ]
 
     return change
