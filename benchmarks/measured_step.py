@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import time
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from measure import Row, interleaved, median_ratio, seconds, show
+from measure import Row, seconds, show
 from models import MODELS
 
 import rankwise as rw
@@ -16,49 +18,20 @@ from rankwise.health import step_meter
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rankwise.health.step_meter import StepMeter
     from rankwise.world.facts import World
 
 NAME = "60 small layers"
-STEPS = 32
-"""Of one turn."""
-REPETITIONS = 40
+STEPS = 6000
+WARM_UP = 40
 REACH = 1.01
 
 
-def sides_of(meter: StepMeter) -> dict[str, Callable[[], float]]:
-    """Return what takes so many steps of one model with and without measuring, and returns the seconds of one.
-
-    Of one model: two of the same shape differ by 2 % from each other, by where they lie in memory.
-    """
-    model, shape = MODELS[NAME]()
-    rw.replicate(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    x = torch.randn(shape)
-
-    def run() -> float:
-        rw.barrier()
-        started = time.perf_counter()
-        for _ in range(STEPS):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return (time.perf_counter() - started) / STEPS
-
-    def without() -> float:
-        step_meter.pause()
-        try:
-            return run()
-        finally:
-            step_meter.start(meter)
-
-    return {"with": run, "without": without}
-
-
 def measured(world: World, folder: str) -> dict[str, list[float]]:
-    """Return seconds per step with and without measuring."""
+    """Return seconds per step with and without measuring, of one model whose steps draw lots which it is.
+
+    Turns of many steps would measure the machine, whose speed changes by more than what is sought; and two models of
+    one shape differ by 2 %, by where they lie in memory.
+    """
     torch.set_num_threads(1)
     rw.leave()
     store = f"file://{folder}/store-{world.world_size}"
@@ -66,9 +39,26 @@ def measured(world: World, folder: str) -> dict[str, list[float]]:
         meter = step_meter.current()
         if meter is None:
             raise RuntimeError("steps are not measured")
-        sides = sides_of(meter)
-        interleaved(sides, 4)
-        return interleaved(sides, REPETITIONS)
+        model, shape = MODELS[NAME]()
+        rw.replicate(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        x = torch.randn(shape)
+        draw = random.Random(0)
+        found: dict[str, list[float]] = {"with": [], "without": []}
+        for number in range(STEPS + WARM_UP):
+            side = draw.choice(("with", "without"))
+            if side == "without":
+                step_meter.pause()
+            rw.barrier()
+            started = time.perf_counter()
+            # With measuring, the forward pass also records the step before.
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number >= WARM_UP:
+                found[side].append(time.perf_counter() - started)
+            step_meter.start(meter)
+        return found
 
 
 def main() -> None:
@@ -77,9 +67,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = run_ranks(measured, num_ranks, folder, timeout_seconds=900)[0].get()
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-        medians = [seconds(sorted(found[side])[REPETITIONS // 2]) for side in ("with", "without")]
-        ratio = median_ratio(found["with"], found["without"])
-        rows.append(Row(f"measured step, {ranks}, {NAME}, against not measured", *medians, ratio, REACH))
+        medians = [median(found[side]) for side in ("with", "without")]
+        rows.append(
+            Row(
+                f"measured step, {ranks}, {NAME}, against not measured",
+                *map(seconds, medians),
+                medians[0] / medians[1],
+                REACH,
+            )
+        )
     show(rows)
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from rankwise.health.step_record import DATA, EXCHANGE, PARTS, RecordFile, Step, record_path
+from rankwise.health.step_record import DATA, EXCHANGE, PARTS, RecordFile, Step, record_path, row_of
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
@@ -37,21 +37,20 @@ def write_records(folder: Path) -> None:
         for record, parts, arrival in zip(records, own, arrivals, strict=True):
             working = sum(parts)
             parts[EXCHANGE] = end - arrival
-            record.add(
-                Step(
-                    number=number,
-                    start=now,
-                    parts=tuple(parts),
-                    arrival=arrival,
-                    late_exchange=0.0,
-                    processor=working,
-                    queued=0.0,
-                    samples=32,
-                    sent_bytes=10**6,
-                    memory_bytes=2**30,
-                    major_faults=0,
-                )
+            step = Step(
+                number=number,
+                start=now,
+                parts=tuple(parts),
+                arrival=arrival,
+                late_exchange=0.0,
+                processor=working,
+                queued=0.0,
+                samples=32,
+                sent_bytes=10**6,
+                memory_bytes=2**30,
+                major_faults=0,
             )
+            record.add(row_of(step))
         now += end
     for start in range(1, NUM_STEPS, 100):
         steps = list(range(start, start + 100))
@@ -62,7 +61,14 @@ def write_records(folder: Path) -> None:
 
 
 def _facts(rank: int) -> dict[str, object]:
-    host = {"hostname": f"node-{rank // 4}", "device": "cpu", "backend": "gloo", "source": "rankwise", "threads": 1}
+    host = {
+        "hostname": f"node-{rank // 4}",
+        "device": "cpu",
+        "backend": "gloo",
+        "source": "rankwise",
+        "times": "host",
+        "threads": 1,
+    }
     versions = {"cores": 8, "python": "3.11", "torch": "2.13.0", "rankwise": "0.0.0", "script": "train.py"}
     job = {"job": "sample", "attempt": 0, "pid": 100 + rank, "started": time.time(), "monotonic": 0.0}
     return {"rank": rank, "world_size": NUM_RANKS, "node_rank": rank // 4, "num_nodes": 2, **host, **versions, **job}

@@ -214,13 +214,15 @@ def test_a_script_of_torchs_own_is_measured_as_far_as_it_can_be_seen(command: Co
 
 
 KILLED = """
-import os, signal, torch, rankwise as rw
+import os, signal, time, torch, rankwise as rw
 world = rw.join()
 model = rw.replicate(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(100):
     if step == 70 and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if step == 69:
+        time.sleep(0.2)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
 """
@@ -231,7 +233,8 @@ def test_what_a_killed_rank_has_done_is_reported_with_the_failure(command: Comma
     ended = command.run("-n", "2", "--report", "records", str(script))
     assert ended.returncode == 128 + 9
     run = read_run(command.folder / "records")
-    # A step ends where the next one begins: the killed rank was between its 70th update and that.
+    # A step ends where the next one begins: the killed rank was between its 70th update and that. What has ended is
+    # recorded every 0.1 seconds, so after the step that took longer.
     assert len(run.ranks[1].steps) == 69
     assert [event["rank"] for event in run.events if event["kind"] == "failure"] == [1]
     reported(command)

@@ -18,6 +18,8 @@ from trained_otherwise import train_in_words, train_seldom
 import rankwise as rw
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
+from rankwise.insight.run_records import read_run
+from rankwise.insight.step_table import table_of
 from rankwise.testing import run_ranks
 from rankwise.world.device.choice import choose_backend, choose_device
 
@@ -433,3 +435,35 @@ def test_doctor_sees_the_devices() -> None:
     assert rank["machine"]["gpus"] == ["stand-in on the CPU"] * NUM_DEVICES
     (told,) = [finding for finding in report["findings"] if finding["check"] == "GPUs"]
     assert told["what"].startswith("4x stand-in on the CPU on each host")
+
+
+TIMED = """
+import time, torch, rankwise as rw
+world = rw.join()
+model = rw.replicate(torch.nn.Linear(4, 4).to(world.device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    model(torch.ones(2, 4, device=world.device)).sum().backward()
+    optimizer.step()
+    time.sleep(0.01)
+"""
+
+
+def test_the_parts_of_a_step_are_timed_by_events_of_the_device(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TIMED)
+    records = tmp_path / "records"
+    ended = python_with_standin("-m", "rankwise", "run", "-n", "2", "--report", str(records), str(script))
+    assert ended.returncode == 0, ended.stderr
+    run = read_run(records)
+    assert [(record.facts["times"], record.facts["device"]) for record in run.ranks] == [
+        ("device", "standin:0"),
+        ("device", "standin:1"),
+    ]
+    table = table_of(run.ranks)
+    assert table.num_steps == 20
+    means = table.without_start().mean_parts()
+    assert (means["script"] > 0.009).all(), "the pause"
+    assert all((means[part] > 0.0).all() for part in ("forward", "backward", "optimizer"))
+    whole = table.start[:, -1] - table.start[:, 0]
+    assert whole == pytest.approx(table.seconds[:, :-1].sum(axis=1), rel=0.02), "steps follow one another"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankwise.health.flight_recorder import Ticket
-from rankwise.health.step_meter import FIRST_DETAILED, MOST_SLICES, StepMeter
+from rankwise.health.step_meter import StepMeter
 from rankwise.health.step_record import (
     BACKWARD,
     CHECKPOINT,
@@ -25,6 +25,7 @@ from rankwise.health.step_record import (
     Step,
     read,
 )
+from rankwise.health.step_recorder import FIRST_DETAILED, MOST_SLICES, StepRecorder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still; a test moves it."""
     now = [1000.0]
-    monkeypatch.setattr("rankwise.health.step_meter.monotonic", lambda: now[0])
+    for module in ("step_meter", "step_recorder", "device_times"):
+        monkeypatch.setattr(f"rankwise.health.{module}.monotonic", lambda: now[0])
     return now
 
 
@@ -44,7 +46,7 @@ class Measured:
     def __init__(self, folder: Path, clock: list[float]) -> None:
         self.path = folder / "a.steps"
         self.clock = clock
-        self.meter = StepMeter(RecordFile(str(self.path), {}), lambda: 7, folder)
+        self.meter = StepMeter(StepRecorder(RecordFile(str(self.path), {}), lambda: 7, folder))
 
     def spend(self, part: int, seconds: float, *, inside: tuple[int, float] | None = None) -> None:
         """Enter a part, with another one inside it, and resume what was before."""
@@ -141,14 +143,14 @@ def test_what_never_updates_is_no_step_and_takes_no_memory(tmp_path: Path, clock
     measured = Measured(tmp_path, clock)
     for _ in range(3 * MOST_SLICES):
         measured.spend(EVALUATION, 1.0)
-    assert len(measured.meter._slices or ()) == MOST_SLICES
+    assert len(measured.meter.recorder._slices) == MOST_SLICES
     assert measured.ended().steps == []
 
 
 def test_details_hold_the_collectives_of_their_step_only(tmp_path: Path, clock: list[float]) -> None:
     measured = Measured(tmp_path, clock)
     recent: deque[Ticket] = deque(maxlen=64)
-    measured.meter.follow_collectives(recent)
+    measured.meter.recorder.follow_collectives(recent)
     for number in range(1, 131):
         measured.spend(FORWARD, 1.0)
         recent.append(Ticket(number, f"sum {number}", sequence=number, since=clock[0] - 0.5, ended=clock[0] - 0.25))

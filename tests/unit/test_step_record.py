@@ -21,6 +21,7 @@ from rankwise.health.step_record import (
     Step,
     read,
     read_latest,
+    row_of,
 )
 
 
@@ -47,7 +48,7 @@ def write(path: Path | None, num_steps: int, rank: int = 0) -> list[Step]:
     for number in range(1, num_steps + 1):
         steps.append(some_step(number, start, draw))
         start += steps[-1].seconds
-        record.add(steps[-1])
+        record.add(row_of(steps[-1]))
     record.close()
     return steps
 
@@ -64,7 +65,7 @@ def assert_close(found: Step, step: Step) -> None:
 def test_numbers_are_kept_to_a_tenth_of_a_percent(tmp_path: Path, value: int) -> None:
     record = RecordFile(str(tmp_path / "a.steps"), {})
     step = some_step(1, 1.0, random.Random(0))._replace(sent_bytes=value, samples=min(value, 400))
-    record.add(step)
+    record.add(row_of(step))
     record.close()
     (found,) = read(tmp_path / "a.steps").steps
     assert found.sent_bytes == pytest.approx(value, rel=1e-3)
@@ -85,7 +86,7 @@ def test_notes_lie_between_steps(tmp_path: Path) -> None:
     record = RecordFile(str(tmp_path / "a.steps"), {})
     draw = random.Random(0)
     for number in range(1, 200):
-        record.add(some_step(number, 10.0 + number, draw))
+        record.add(row_of(some_step(number, 10.0 + number, draw)))
         if number % 50 == 0:
             record.note({"kind": "event", "number": number})
     record.close()
@@ -99,7 +100,7 @@ def test_a_step_that_begins_hours_after_the_last_one_keeps_its_time(tmp_path: Pa
     draw = random.Random(0)
     starts = [100.0, 101.0, 101.0 + 7200.0, 101.0 + 14400.0]
     for number, start in enumerate(starts, 1):
-        record.add(some_step(number, start, draw))
+        record.add(row_of(some_step(number, start, draw)))
     record.close()
     assert [step.start for step in read(tmp_path / "a.steps").steps] == pytest.approx(starts, abs=2e-6)
 
@@ -108,12 +109,12 @@ KILLED = """
 import os, random, signal, sys
 sys.path.insert(0, {tests!r})
 from test_step_record import some_step
-from rankwise.health.step_record import DATA, RecordFile
+from rankwise.health.step_record import DATA, RecordFile, row_of
 record = RecordFile({path!r}, {{"rank": 3}})
 draw = random.Random(0)
 for number in range(1, 131):
-    record.add(some_step(number, float(number), draw))
-record.show(DATA)
+    record.add(row_of(some_step(number, float(number), draw)))
+record.now[0] = DATA
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -147,8 +148,8 @@ def test_last_steps_are_read_while_the_rank_trains(tmp_path: Path) -> None:
     record = RecordFile(str(path), {"rank": 1})
     draw = random.Random(0)
     for number in range(1, TAIL_RECORDS + 4):
-        record.add(some_step(number, float(number), draw))
-    record.show(EXCHANGE)
+        record.add(row_of(some_step(number, float(number), draw)))
+    record.now[0] = EXCHANGE
     latest = read_latest(path)
     assert [step.number for step in latest.steps] == [TAIL_RECORDS + 1, TAIL_RECORDS + 2, TAIL_RECORDS + 3]
     assert (latest.facts, latest.now.part) == ({"rank": 1}, EXCHANGE)
@@ -167,12 +168,12 @@ FULL = """
 import random, resource, sys
 sys.path.insert(0, {tests!r})
 from test_step_record import some_step
-from rankwise.health.step_record import RecordFile
+from rankwise.health.step_record import RecordFile, row_of
 record = RecordFile({path!r}, {{}})
 resource.setrlimit(resource.RLIMIT_FSIZE, (16000, 16000))
 draw = random.Random(0)
 for number in range(1, 1001):
-    record.add(some_step(number, float(number), draw))
+    record.add(row_of(some_step(number, float(number), draw)))
 record.close()
 print("trained on")
 """
@@ -204,8 +205,8 @@ def test_two_processes_that_write_the_same_record_leave_each_other_alone(tmp_pat
     second = RecordFile(str(path), {"rank": 1})
     draw = random.Random(0)
     for number in range(1, 2 * TAIL_RECORDS):
-        first.add(some_step(number, float(number), draw))
-    second.add(some_step(1, 1.0, draw))
+        first.add(row_of(some_step(number, float(number), draw)))
+    second.add(row_of(some_step(1, 1.0, draw)))
     first.close()
     second.close()
     record = read(path)

@@ -24,13 +24,16 @@ from rankwise.comm.clock_offset import clock_ahead
 from rankwise.comm.slow_rank import SlowRank
 from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
+from rankwise.health.device_times import DeviceTimes
 from rankwise.health.step_meter import StepMeter
 from rankwise.health.step_record import BACKWARD, DATA, OPTIMIZER, SCRIPT, RecordFile, record_path
+from rankwise.health.step_recorder import StepRecorder
 from rankwise.log import warn
 from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.torch_private.loader import wrap_next
 from rankwise.version import VERSION
 from rankwise.world.device import accelerator
+from rankwise.world.device.streams import timing_events
 from rankwise.world.environments.process import (
     REPORT_OFF,
     asked_report,
@@ -66,8 +69,10 @@ def start(world: World, report: str | os.PathLike[str] | None) -> None:
     folder = asked_report() if report is None else os.fspath(report)
     if folder == REPORT_OFF:
         return
+    new_event = timing_events(torch.device(world.device))
+    times = "host" if new_event is None else "device"
     try:
-        record = RecordFile(_path(folder, world.rank), facts_of(world))
+        record = RecordFile(_path(folder, world.rank), {**facts_of(world), "times": times})
     except OSError as error:
         if folder:
             raise ConfigurationError(
@@ -77,7 +82,10 @@ def start(world: World, report: str | os.PathLike[str] | None) -> None:
         warn(f"steps are not measured, because of their record: {error.strerror}")
         return
     stop()
-    step_meter.start(StepMeter(record, _memory_of(world.device), Path(folder) if folder else None))
+    folder_path = Path(folder) if folder else None
+    device_times = None if new_event is None else DeviceTimes(new_event)
+    recorder = StepRecorder(record, _memory_of(world.device), folder_path, device_times)
+    step_meter.start(StepMeter(recorder))
     _undo.append(register_optimizer_step_pre_hook(_before_update).remove)
     _undo.append(register_optimizer_step_post_hook(_after_update).remove)
     _undo.append(wrap_next(_measuring_data))
@@ -93,13 +101,14 @@ def follow(session: Session, hostnames: Sequence[str]) -> None:
     meter = step_meter.current()
     if meter is None or session.detector is None or session.store is None:
         return
-    meter.follow_collectives(session.detector.recorder.recent)
+    recorder = meter.recorder
+    recorder.follow_collectives(session.detector.recorder.recent)
     world = session.world
     if world.local_world_size <= len(os.sched_getaffinity(0)):  # Ranks that share a core are slow in turn.
-        meter.report_steps_to(SlowRank(session.store.prefixed("rankwise/pace"), world.world_size).note)
-    if meter.folder is not None:
+        recorder.report_steps_to(SlowRank(session.store.prefixed("rankwise/pace"), world.world_size).note)
+    if recorder.folder is not None:
         try:
-            note_clock(meter.record, session.store.prefixed("rankwise/clock"), world.rank, hostnames)
+            note_clock(recorder.record, session.store.prefixed("rankwise/clock"), world.rank, hostnames)
         except TimeoutError:
             missing = "the clocks of the hosts were not compared: were all ranks given the folder of a report?"
             warn(missing, all_ranks=True)

@@ -3,108 +3,49 @@
 
 Code that a training loop passes calls :func:`enter` and :func:`resume`; without a meter these return at once. A step
 ends where the first part of the next one begins after an optimizer's update. Follows the thread that joined, only.
+
+Between two parts of a step nothing of this is in the processor's caches, and takes ten times as long as in a loop. So
+there the meter only notes the time, and has several steps added up at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import time
-from collections import deque
 from threading import get_ident
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rankwise.health.step_record import (
-    BACKWARD,
-    CHECKPOINT,
-    DATA,
-    EVALUATION,
-    EXCHANGE,
-    FORWARD,
-    OPTIMIZER,
-    PARTS,
-    SCRIPT,
-    RecordFile,
-    Step,
-)
+from rankwise.health.segments import ARRIVED, READ_FOR_EVALUATION
+from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, FORWARD, SCRIPT
+from rankwise.health.step_recorder import LOOK_SECONDS, MOST_SLICES, EndedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from pathlib import Path
+    from collections.abc import Generator
 
-    from rankwise.health.flight_recorder import Ticket
-
-LOOK_SECONDS = 0.1
-"""How often the system is asked for memory, processor time and faults: they are those of the steps since."""
-FIRST_DETAILED = 8
-DETAIL_EVERY = 128
-"""Of which steps each part and collective is recorded with its time: of the first ones, then of one in this many."""
-MOST_SLICES = 512
-"""How many parts of one step are recorded with their times: an evaluation may have any number."""
-MOST_DETAIL_BYTES = 2**16
-"""When details of a rank take this much, they become half as frequent."""
+    from rankwise.health.step_record import RecordFile
+    from rankwise.health.step_recorder import StepRecorder
 
 
 class StepMeter:
-    """The measurements of one rank, from join to leave.
+    """The measurements of one rank, from join to leave. The recorder is closed with it."""
 
-    Args:
-        record: what takes the steps; closed with the meter.
-        memory_bytes: returns how much memory this rank uses.
-        folder: of the report, if the run was given one.
-    """
-
-    def __init__(self, record: RecordFile, memory_bytes: Callable[[], int], folder: Path | None = None) -> None:
-        self.record = record
-        self.folder = folder
-        self._memory_bytes = memory_bytes
+    def __init__(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
+        self.record, self._now = recorder.record, recorder.record.now
+        self._device_times = recorder.device_times
         self._thread = get_ident()
         self._process = os.getpid()
         self._number = 1
         self._part = SCRIPT
-        self._has_updated = False
-        self._since = self._start = monotonic()
-        self._spent = [0.0] * len(PARTS)
-        self._arrival = self._late_exchange = 0.0
-        self._around_exchange = SCRIPT
-        """The part in which the exchange under way began."""
+        self._has_forward = self._has_updated = False
         self._samples = self._sent_bytes = 0
-        self._scheduling = _open_scheduling()
-        self._usage = (0.0, 0.0, 0)
-        self._read_usage()
-        self._looked_at, self._memory = 0.0, 0
-        self._collectives: deque[Ticket] = deque()
-        self._on_step: Callable[[Step], None] | None = None
-        self._every = DETAIL_EVERY
-        self._detail_bytes = 0
-        self._timeline: RecordFile | None = None
-        """Takes every step in detail, while someone wants a timeline."""
-        self._slices: list[tuple[int, float, float]] | None = []
-        """The parts of this step so far, with start and end, if it is recorded in detail."""
-
-    def follow_collectives(self, recent: deque[Ticket]) -> None:
-        """Record the collectives among ``recent``, to which others add, with steps that are recorded in detail."""
-        self._collectives = recent
-
-    def begin_timeline(self, record: RecordFile) -> None:
-        """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
-        self._end_updated()
-        self._timeline = record
-        if self._slices is None:
-            self._slices = []
-
-    def end_timeline(self) -> None:
-        """Record the step under way as far as it has come, and no more in detail."""
-        self._end_updated()
-        if self._timeline is not None and self._slices is not None:
-            self._timeline.note(self._detail(self._slices))
-        self._timeline = None
-
-    def report_steps_to(self, listener: Callable[[Step], None]) -> None:
-        """Call ``listener`` with each step, in the thread that trains. It must not raise."""
-        self._on_step = listener
+        self._ends: list[tuple[int, float]] = []
+        """The parts of this step that have ended, with when, and what was noted between them."""
+        self._start = self._recorded_at = monotonic()
+        self._ended: list[EndedStep] = []
+        """The steps that have ended since then."""
 
     @property
     def part(self) -> int:
@@ -119,40 +60,46 @@ class StepMeter:
     def enter(self, part: int) -> int:
         """Note that a part of the step begins; return the part before, for :meth:`resume`."""
         before = self._part
-        if get_ident() != self._thread:
-            return before
-        now = monotonic()
-        self._spend(before, now)
-        if self._has_updated and part in _FIRST:
-            self._end_step(now)
-        if part == EVALUATION and not self._spent[FORWARD]:
-            # What was read so far was read for the evaluation.
-            self._spent[EVALUATION] += self._spent[DATA]
-            self._spent[DATA] = 0.0
-            self._samples = 0
-        elif part == EXCHANGE:
-            self._around_exchange = before
-            if not self._arrival:
-                self._arrival = now
-        self._part = part
-        self.record.show(part)
+        if get_ident() == self._thread:
+            now = self._end_part(before)
+            if part in _FIRST:
+                self._begin_first(part, now)
+            self._part = self._now[0] = part
         return before
 
     def resume(self, part: int) -> None:
         """Note that the part of the step that has begun last is over, and the one before it continues."""
         if get_ident() == self._thread:
-            self._spend(self._part, monotonic())
-            self._part = part
-            self.record.show(part)
+            self._end_part(self._part)
+            self._part = self._now[0] = part
 
-    def _spend(self, part: int, now: float) -> None:
-        """Count the time since the last change as that of ``part``."""
-        since, self._since = self._since, now
-        self._spent[part] += now - since
-        if part == EXCHANGE and self._around_exchange in _AFTER_EXCHANGE:
-            self._late_exchange += now - since
-        if self._slices is not None and len(self._slices) < MOST_SLICES:
-            self._slices.append((part, since, now))
+    def _end_part(self, part: int) -> float:
+        """Note that a part ends now; return when that is."""
+        now = monotonic()
+        self._ends.append((part, now))
+        if self._device_times is not None:
+            self._device_times.end_part(part)
+        if len(self._ends) > MOST_SLICES:
+            self._record()
+            self.recorder.add(self._ends)
+        return now
+
+    def _begin_first(self, part: int, now: float) -> None:
+        """Begin a part that a step may begin with."""
+        if self._has_updated:
+            self._end_step(now)
+        if part == FORWARD:
+            self._has_forward = True
+        elif part == EVALUATION and not self._has_forward:
+            # What was read so far was read for the evaluation.
+            self._samples = 0
+            self._note(READ_FOR_EVALUATION, now)
+
+    def _note(self, what: int, now: float) -> None:
+        """Note something between two parts."""
+        self._ends.append((what, now))
+        if self._device_times is not None:
+            self._device_times.note(what)
 
     def note_update(self) -> None:
         """Note that an optimizer has updated parameters."""
@@ -160,7 +107,8 @@ class StepMeter:
 
     def note_arrival(self) -> None:
         """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
-        self._arrival = monotonic()
+        if get_ident() == self._thread:
+            self._note(ARRIVED, self._end_part(self._part))
 
     def count_samples(self, num: int) -> None:
         """Add samples that this rank takes."""
@@ -170,115 +118,49 @@ class StepMeter:
         """Add bytes that this rank gives to a collective."""
         self._sent_bytes += num
 
+    def begin_timeline(self, record: RecordFile) -> None:
+        """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
+        self._end_updated()
+        self.recorder.begin_timeline(record)
+
+    def end_timeline(self) -> None:
+        """Record the step under way as far as it has come, and no more in detail."""
+        self._end_updated()
+        self.recorder.end_timeline(self._number, self._ends)
+
     def close(self) -> None:
         """Record the step under way, if it has updated parameters, and end the record."""
-        if os.getpid() != self._process:
-            return
-        self._end_updated()
-        if self._scheduling is not None:
-            os.close(self._scheduling)
-        self.record.close()
+        if os.getpid() == self._process:
+            self._end_updated()
+            self.recorder.close()
 
     def _end_updated(self) -> None:
-        """End the step under way, if it has updated parameters."""
-        now = monotonic()
-        self._spend(self._part, now)
+        """End the step under way, if it has updated parameters, and record all that have ended."""
+        now = self._end_part(self._part)
         if self._has_updated:
             self._end_step(now)
+        self._record()
 
     def _end_step(self, now: float) -> None:
-        if now - self._looked_at > LOOK_SECONDS:
-            self._looked_at = now
-            processor, queued, major_faults = self._read_usage()
-            self._memory = self._memory_bytes()
-        else:
-            processor = queued = 0.0
-            major_faults = 0
-        step = Step(
-            self._number,
-            self._start,
-            tuple(self._spent),
-            max(0.0, self._arrival - self._start),
-            self._late_exchange,
-            processor,
-            queued,
-            self._samples,
-            self._sent_bytes,
-            self._memory,
-            major_faults,
-        )
-        self.record.add(step)
-        if self._on_step is not None:
-            self._on_step(step)
-        if self._slices is not None:
-            self._note_detail(step, self._detail(self._slices))
+        if self._device_times is not None:
+            self._device_times.end_step(self._number, now)
+        is_detailed = self.recorder.is_detailed(self._number, now - self._start)
+        self._ended.append(EndedStep(self._number, self._ends, now, self._samples, self._sent_bytes, is_detailed))
         self._number += 1
-        self._slices = [] if self._timeline is not None or self._is_sampled() else None
-        self._start = now
-        self._spent = [0.0] * len(PARTS)
-        self._arrival = self._late_exchange = 0.0
+        self._ends = []
         self._samples = self._sent_bytes = 0
-        self._has_updated = False
+        self._start = now
+        self._has_forward = self._has_updated = False
+        if is_detailed or now - self._recorded_at > LOOK_SECONDS:
+            self._recorded_at = now
+            self._record()
 
-    def _read_usage(self) -> tuple[float, float, int]:
-        """Return processor time, how long the main thread had none although it was ready, and faults, since last."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        queued = 0.0
-        if self._scheduling is not None:
-            queued = int(os.pread(self._scheduling, 64, 0).split()[1]) * 1e-9
-        now = (usage.ru_utime + usage.ru_stime, queued, usage.ru_majflt)
-        before, self._usage = self._usage, now
-        return now[0] - before[0], now[1] - before[1], now[2] - before[2]
-
-    def _is_sampled(self) -> bool:
-        """Return whether the report shows the step under way in detail."""
-        return self.folder is not None and (self._number <= FIRST_DETAILED or self._number % self._every == 0)
-
-    def _note_detail(self, step: Step, detail: dict[str, Any]) -> None:
-        if self._timeline is not None:
-            self._timeline.add(step)
-            self._timeline.note(detail)
-        if not self._is_sampled():
-            return
-        self._detail_bytes += self.record.note(detail)
-        if self._detail_bytes > MOST_DETAIL_BYTES:
-            self._detail_bytes = 0
-            self._every *= 2
-
-    def _detail(self, slices: list[tuple[int, float, float]]) -> dict[str, Any]:
-        start = self._start
-        return {
-            "kind": "detail",
-            "step": self._number,
-            "start": start,
-            "slices": [[part, _micro(begin - start), _micro(end - begin)] for part, begin, end in slices],
-            "collectives": [
-                [
-                    ticket.words,
-                    _micro(ticket.since - start),
-                    _micro(ticket.ended - ticket.since),
-                    ticket.exchange_id,
-                    ticket.sequence,
-                ]
-                for ticket in self._collectives.copy()
-                if ticket.ended is not None and ticket.since >= start
-            ],
-        }
+    def _record(self) -> None:
+        """Record the steps that have ended."""
+        self.recorder.end_steps(self._ended)
+        self._ended.clear()
 
 
-def _open_scheduling() -> int | None:
-    """Return a descriptor of the scheduler's statistics; ``None`` on a system without them. Source: proc(5)."""
-    with contextlib.suppress(OSError):
-        return os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    return None
-
-
-def _micro(seconds: float) -> int:
-    return round(seconds * 1e6)
-
-
-_AFTER_EXCHANGE = frozenset((OPTIMIZER, CHECKPOINT))
-"""The parts that follow the exchange of gradients: waiting within them is for ranks that take longer for them."""
 _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))
 """The parts that a step may begin with."""
 _open: list[StepMeter] = []

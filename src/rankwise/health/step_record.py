@@ -30,7 +30,7 @@ PARTS = ("script", "data", "forward", "backward", "exchange", "optimizer", "chec
 """What a rank spends the time of a step on. ``exchange`` is waiting for other ranks, or for what they send."""
 SCRIPT, DATA, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, CHECKPOINT, EVALUATION = range(len(PARTS))
 
-MAGIC = b"rankwise steps 1\n"
+MAGIC = b"rankwise steps 2\n"
 SUFFIX = ".steps"
 FACTS_BYTES = 4096
 """The size of the part that describes the rank, as JSON."""
@@ -42,20 +42,22 @@ MICROSECONDS = 1e6
 _LAST_OFFSET = 2**32 - 1
 """The start of a step within a chunk must fit into four bytes, in microseconds."""
 
-NUM_TIMES, NUM_COUNTS = len(PARTS) + 4, 4
-"""How many durations a step has, and then other numbers."""
-NUM_VALUES = 1 + NUM_TIMES + NUM_COUNTS
-_UNITS = (MICROSECONDS,) * NUM_TIMES + (1.0,) * NUM_COUNTS
-_RAW = struct.Struct(f"<{NUM_VALUES}d")
-"""A step as it lies in memory: written in the least time, since that is the time of the training."""
-_RECORD = struct.Struct(f"<I{NUM_TIMES + NUM_COUNTS}H")
-"""The same in a chunk; the start is in microseconds from the first step of the chunk."""
+ARRIVAL, LATE_EXCHANGE, PROCESSOR, QUEUED, SAMPLES, SENT_BYTES, MEMORY_BYTES, MAJOR_FAULTS, START = range(
+    len(PARTS), len(PARTS) + 9
+)
+"""Where the fields of a :class:`Step` lie in its row of numbers, after the time of each part."""
+NUM_TIMES, NUM_VALUES = SAMPLES, START + 1
+"""How many durations come first in a row, and how many numbers it has."""
+_UNITS = (MICROSECONDS,) * NUM_TIMES + (1.0,) * (START - NUM_TIMES)
+_ROW = struct.Struct(f"<{NUM_VALUES}d")
+_RECORD = struct.Struct(f"<I{START}H")
+"""A row in a chunk: the start, in microseconds from the first step of the chunk, and then the other numbers."""
 _TAIL = struct.Struct("<IId")
 """Number of steps in memory, number of the first, when the step under way began."""
 _NOW_AT, _TAIL_AT = FACTS_BYTES, FACTS_BYTES + 8
 """Where the part is that the rank is in now, and where the steps in memory begin."""
-_STEPS_AT = _TAIL_AT + _TAIL.size
-_MAPPED_BYTES = _STEPS_AT + TAIL_RECORDS * _RAW.size
+_ROWS_AT = _TAIL_AT + _TAIL.size
+_MAPPED_BYTES = _ROWS_AT + TAIL_RECORDS * _ROW.size
 _CHUNK = struct.Struct("<cI")
 _STEPS = struct.Struct("<IId")
 """Number of records, number of the first, when the chunk began."""
@@ -113,6 +115,12 @@ class Record:
     now: Now
 
 
+def row_of(step: Step) -> list[float]:
+    """Return the ``NUM_VALUES`` numbers of a step as :meth:`RecordFile.add` takes them: parts first, start last."""
+    _, start, parts, *others = step
+    return [*parts, *others, start]
+
+
 def value_of(code: int) -> float:
     """Return the number that a code stands for."""
     return math.expm1(code / SCALE)
@@ -125,6 +133,8 @@ def record_path(folder: Path, job: str, attempt: int, rank: int) -> Path:
 
 class RecordFile:
     """The writer, for as long as the rank trains.
+
+    ``now[0]``, which the owner sets, is the part that the rank is in, for those who look meanwhile.
 
     Args:
         path: the file, which is created; ``None`` keeps the last steps in memory only.
@@ -157,24 +167,39 @@ class RecordFile:
                 raise
             os.lseek(self._file, 0, os.SEEK_END)
         self._memory[: len(MAGIC) + len(described)] = MAGIC + described
+        self.now = memoryview(self._memory)[_NOW_AT : _NOW_AT + 1]
+        self.now[0] = SCRIPT
         self._count = 0
         self._first = 1
         self._packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-        self.show(SCRIPT)
         self._show_count(time.monotonic())
 
-    def show(self, part: int) -> None:
-        """Record what the rank is doing now, for those who look meanwhile."""
-        self._memory[_NOW_AT] = part
-
-    def add(self, step: Step) -> None:
-        """Append a step. They are numbered from 1, without gaps."""
+    def add(self, row: Sequence[float]) -> None:
+        """Append a step as its row of ``NUM_VALUES`` numbers. They are numbered from 1, without gaps."""
         if self._count == TAIL_RECORDS:
             self._write_chunk()
-        _, start, parts, *rest = step
-        _RAW.pack_into(self._memory, _STEPS_AT + self._count * _RAW.size, start, *parts, *rest)
+        at = _ROWS_AT + self._count * _ROW.size
+        _ROW.pack_into(self._memory, at, *row)
         self._count += 1
-        self._show_count(start + sum(parts))
+        self._show_count(row[START] + sum(row[: len(PARTS)]))
+
+    def step(self, number: int) -> Step:
+        """Return a step that still lies in memory, such as the one that was added last."""
+        at = _ROWS_AT + (number - self._first) * _ROW.size
+        return _step(number, _ROW.unpack_from(self._memory, at))
+
+    def revise(self, number: int, start: float, times: Sequence[float]) -> bool:
+        """Replace the start of a step and the first numbers of its row.
+
+        Returns whether it still lies in memory; an earlier one keeps what it had.
+        """
+        place = number - self._first
+        if not 0 <= place < self._count:
+            return False
+        at = _ROWS_AT + place * _ROW.size
+        row = _ROW.unpack_from(self._memory, at)
+        _ROW.pack_into(self._memory, at, *times, *row[len(times) : START], start)
+        return True
 
     def note(self, note: dict[str, Any]) -> int:
         """Append something that happens rarely, as JSON; return how many bytes it takes."""
@@ -185,6 +210,7 @@ class RecordFile:
     def close(self) -> None:
         """Write the last steps as a chunk, and close the file."""
         self._write_chunk()
+        self.now.release()
         self._memory.close()
         if self._file is not None:
             os.close(self._file)
@@ -198,20 +224,20 @@ class RecordFile:
         """Move the steps in memory into chunks."""
         import numpy as np  # noqa: PLC0415 - torch has imported it; readers of records need not
 
-        values = np.frombuffer(self._memory, np.float64, self._count * NUM_VALUES, _STEPS_AT).reshape(-1, NUM_VALUES)
+        rows = np.frombuffer(self._memory, np.float64, self._count * NUM_VALUES, _ROWS_AT).reshape(-1, NUM_VALUES)
         number = self._first
-        while len(values):
-            offsets = (values[:, 0] - values[0, 0]) * MICROSECONDS
+        while len(rows):
+            # The clock of a device, which has measured some of them, may be behind that of the host.
+            offsets = np.maximum.accumulate((rows[:, START] - rows[0, START]) * MICROSECONDS)
             fitting = int((offsets <= _LAST_OFFSET).sum())
-            scaled = values[:fitting, 1:] * _UNITS
-            rows = np.empty((fitting, _RECORD.size), np.uint8)
-            rows[:, :4] = offsets[:fitting].astype("<u4").view(np.uint8).reshape(-1, 4)
-            codes = np.minimum(np.log1p(scaled) * SCALE + 0.5, LARGEST_CODE).astype("<u2")
-            rows[:, 4:] = codes.view(np.uint8).reshape(fitting, -1)
+            packed = np.empty((fitting, _RECORD.size), np.uint8)
+            packed[:, :4] = offsets[:fitting].astype("<u4").view(np.uint8).reshape(-1, 4)
+            codes = np.minimum(np.log1p(rows[:fitting, :START] * _UNITS) * SCALE + 0.5, LARGEST_CODE).astype("<u2")
+            packed[:, 4:] = codes.view(np.uint8).reshape(fitting, -1)
             # Byte by byte over all steps: the upper ones hardly change, so that they compress to almost nothing.
-            packed = self._packer.compress(rows.T.tobytes()) + self._packer.flush(zlib.Z_SYNC_FLUSH)
-            self._append(_STEP_CHUNK, _STEPS.pack(fitting, number, values[0, 0]) + packed)
-            values = values[fitting:]
+            columns = self._packer.compress(packed.T.tobytes()) + self._packer.flush(zlib.Z_SYNC_FLUSH)
+            self._append(_STEP_CHUNK, _STEPS.pack(fitting, number, rows[0, START]) + columns)
+            rows = rows[fitting:]
             number += fitting
         self._first += self._count
         self._count = 0
@@ -283,29 +309,22 @@ def _facts(name: str, data: bytes) -> dict[str, Any]:
 
 def _tail(data: bytes) -> tuple[list[Step], Now]:
     count, first, began = _TAIL.unpack_from(data, _TAIL_AT)
-    steps = _raw_steps(data[_STEPS_AT : _STEPS_AT + count * _RAW.size], first)
+    rows = _ROW.iter_unpack(data[_ROWS_AT : _ROWS_AT + count * _ROW.size])
+    steps = [_step(number, row) for number, row in enumerate(rows, first)]
     return steps, Now(part=data[_NOW_AT], step_began=began, num_steps=first + count - 1)
 
 
-def _raw_steps(data: bytes, first: int) -> list[Step]:
-    """Return the steps that lie in memory."""
-    return [
-        _step(number, start, values[: len(PARTS)], values[len(PARTS) :])
-        for number, (start, *values) in enumerate(_RAW.iter_unpack(data), first)
-    ]
-
-
-def _step(number: int, start: float, parts: Sequence[float], rest: Sequence[float]) -> Step:
-    arrival, late_exchange, processor, queued, *counts = rest
-    samples, sent_bytes, memory_bytes, major_faults = map(round, counts)
+def _step(number: int, row: Sequence[float]) -> Step:
+    """Return the step whose numbers are ``row``."""
+    samples, sent_bytes, memory_bytes, major_faults = map(round, row[SAMPLES:START])
     return Step(
         number=number,
-        start=start,
-        parts=tuple(parts),
-        arrival=arrival,
-        late_exchange=late_exchange,
-        processor=processor,
-        queued=queued,
+        start=row[START],
+        parts=tuple(row[: len(PARTS)]),
+        arrival=row[ARRIVAL],
+        late_exchange=row[LATE_EXCHANGE],
+        processor=row[PROCESSOR],
+        queued=row[QUEUED],
         samples=samples,
         sent_bytes=sent_bytes,
         memory_bytes=memory_bytes,
@@ -328,14 +347,6 @@ def _steps(rows: bytes, first: int, base: float) -> list[Step]:
     """Return the steps of a chunk."""
     found: list[Step] = []
     for number, (offset, *codes) in enumerate(_RECORD.iter_unpack(rows), first):
-        values = list(map(value_of, codes))
-        times = [value / MICROSECONDS for value in values[:NUM_TIMES]]
-        found.append(
-            _step(
-                number,
-                base + offset / MICROSECONDS,
-                times[: len(PARTS)],
-                [*times[len(PARTS) :], *values[NUM_TIMES:]],
-            )
-        )
+        values = [value_of(code) / unit for code, unit in zip(codes, _UNITS, strict=True)]
+        found.append(_step(number, [*values, base + offset / MICROSECONDS]))
     return found

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rankwise.insight.step_table import StepTable
     from rankwise.insight.words import Language
 
-_FACTS = ("hostname", "device", "backend", "source", "threads", "cores", "python", "torch", "rankwise", "pid")
+_FACTS = ("hostname", "device", "backend", "source", "times", "threads", "cores", "python", "torch", "rankwise", "pid")
 
 
 def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] = ()) -> Page:

@@ -13,7 +13,7 @@ Emulated in ``standin.cpp``, on the device's own memory:
 - views: ``as_strided``, ``view``, ``_reshape_alias``, ``view_as_real``, ``view_as_complex``, ``unfold``;
 - ``mse_loss``, ``native_batch_norm``;
 - autocast: ``linear``, ``matmul``, ``mm``, ``addmm`` in the lower precision, ``mse_loss`` in float32;
-- streams and events (numbers; each call is finished when it returns), a generator of random numbers per device.
+- streams and events (numbers; times; each call is finished when it returns), a generator of random numbers per device.
 
 Every other operator is copied to the CPU, computed there, and copied back.
 """

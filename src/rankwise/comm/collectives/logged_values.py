@@ -127,7 +127,7 @@ class _LoggedValues:
             meter.record.note(
                 {"kind": "values", "name": name, "steps": steps, "values": [_shortened(mean) for _, mean in own]}
             )
-        writer = self._tensorboard(meter.folder)
+        writer = self._tensorboard(meter.recorder.folder)
         if writer is not None:
             for name, step, mean in values:
                 writer.add_scalar(name, mean, step)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +40,48 @@ def recorded(stream: torch.Stream) -> torch.Event:
     event = torch.Event(stream.device)
     event.record(stream)
     return event
+
+
+class TimingEvent:
+    """A point in the queue of a device that measures time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.Event(device, enable_timing=True)
+
+    def record(self) -> bool:
+        """Queue it after everything on the device's current stream; return false if a graph is captured there."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        self._event.record(current_stream(self._device))
+        return True
+
+    def query(self) -> bool:
+        """Return whether the device has reached it."""
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+        self._event.synchronize()
+
+    def elapsed_time(self, end: TimingEvent, /) -> float:
+        """Return the milliseconds between this event and ``end``, both of which the device has reached."""
+        return self._event.elapsed_time(end._event)
+
+
+def timing_events(device: torch.device) -> Callable[[], TimingEvent] | None:
+    """Return what returns a new event of ``device`` that measures time; ``None`` where there are none."""
+    if not is_accelerator(device.type) or not kind_named(device.type).has_streams:
+        return None
+    try:
+        begin, end = TimingEvent(device), TimingEvent(device)
+        begin.record()
+        end.record()
+        end.synchronize()
+        begin.elapsed_time(end)
+    except RuntimeError:  # a PrivateUse1 backend need not have events, or not measure with them
+        return None
+    return partial(TimingEvent, device)
 
 
 def wait_for_copies(device: torch.device) -> Callable[[], None]:

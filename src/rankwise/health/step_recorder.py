@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adds up the parts of the steps that the meter has noted, and records them: some with the times of each part.
+
+Owned by the meter, which calls it for several steps at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rankwise.health.segments import add_segments
+from rankwise.health.step_record import (
+    MAJOR_FAULTS,
+    MEMORY_BYTES,
+    NUM_VALUES,
+    PROCESSOR,
+    QUEUED,
+    SAMPLES,
+    SENT_BYTES,
+    START,
+    RecordFile,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rankwise.health.device_times import DeviceTimes
+    from rankwise.health.flight_recorder import Ticket
+
+LOOK_SECONDS = 0.1
+"""How often the system is asked for memory, processor time and faults: they are those of the steps since."""
+FIRST_DETAILED = 8
+DETAIL_EVERY = 128
+"""Of which steps each part and collective is recorded with its time: of the first ones, then of one in this many."""
+SLOW = 2.0
+"""And of a step that takes this many times as long as usual, but not of the next ``DETAIL_EVERY / 8``."""
+MOST_SLICES = 512
+"""How many parts of one step are recorded with their times: an evaluation may have any number."""
+MOST_DETAIL_BYTES = 2**16
+"""When details of a rank take this much, they become half as frequent."""
+_NEWEST = 1 / 16
+"""How much the newest step counts in how long a step usually takes."""
+
+
+class EndedStep(NamedTuple):
+    """A step as the meter has noted it."""
+
+    number: int
+    ends: list[tuple[int, float]]
+    """The parts that have ended, with when, and what was noted between them; without those added up before."""
+    end: float
+    samples: int
+    sent_bytes: int
+    is_detailed: bool
+
+
+class StepRecorder:
+    """The steps of one rank, from join to leave.
+
+    Args:
+        record: what takes the steps; closed with this.
+        memory_bytes: returns how much memory this rank uses.
+        folder: of the report, if the run was given one.
+        device_times: of this rank's accelerator; its times take the place of the host's.
+    """
+
+    def __init__(
+        self,
+        record: RecordFile,
+        memory_bytes: Callable[[], int],
+        folder: Path | None = None,
+        device_times: DeviceTimes | None = None,
+    ) -> None:
+        self.record = record
+        self.folder = folder
+        self.device_times = device_times
+        self._memory_bytes = memory_bytes
+        self._scheduling = _open_scheduling()
+        self._usage = (0.0, 0.0, 0)
+        self._read_usage()
+        self._looked_at, self._memory = 0.0, 0
+        self._collectives: deque[Ticket] = deque()
+        self._on_step: Callable[[Step], None] | None = None
+        self._every = DETAIL_EVERY
+        self._detail_bytes = 0
+        self._usual_seconds = 0.0
+        self._rests_until = FIRST_DETAILED
+        """The last step of which it does not matter whether it is slow."""
+        self._timeline: RecordFile | None = None
+        """Takes every step in detail, while someone wants a timeline."""
+        self._begin(monotonic())
+
+    def _begin(self, start: float) -> None:
+        """Begin a step."""
+        self._row = [0.0] * NUM_VALUES
+        self._row[START] = self._added_until = start
+        self._slices: list[tuple[int, float, float]] = []
+        """The parts in the row, with start and end."""
+
+    def follow_collectives(self, recent: deque[Ticket]) -> None:
+        """Record the collectives among ``recent``, to which others add, with steps that are recorded in detail."""
+        self._collectives = recent
+
+    def report_steps_to(self, listener: Callable[[Step], None]) -> None:
+        """Call ``listener`` with each step, in the thread that trains. It must not raise."""
+        self._on_step = listener
+
+    def begin_timeline(self, record: RecordFile) -> None:
+        """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
+        self._timeline = record
+
+    def end_timeline(self, number: int, ends: list[tuple[int, float]]) -> None:
+        """Record the step under way as far as it has come, and no more in detail."""
+        if self._timeline is not None:
+            self.add(ends)
+            self._timeline.note(self._detail(number))
+        self._timeline = None
+
+    def is_detailed(self, number: int, seconds: float) -> bool:
+        """Return whether a step that has just ended is to be recorded with the times of its parts, and so at once."""
+        is_slow = number > self._rests_until and seconds > SLOW * self._usual_seconds
+        if is_slow:
+            self._rests_until = number + self._every // 8
+        self._usual_seconds += (_NEWEST if number > 1 else 1.0) * (seconds - self._usual_seconds)
+        if self._timeline is not None:
+            return True
+        return self.folder is not None and (is_slow or number <= FIRST_DETAILED or number % self._every == 0)
+
+    def add(self, ends: list[tuple[int, float]]) -> None:
+        """Add up parts of the step under way, and clear ``ends``."""
+        since, segments = self._added_until, []
+        for part, end in ends:
+            segments.append((part, end - since))
+            if len(self._slices) < MOST_SLICES and part >= 0:
+                self._slices.append((part, since, end))
+            since = end
+        self._added_until = since
+        add_segments(self._row, segments)
+        ends.clear()
+
+    def end_steps(self, steps: Sequence[EndedStep]) -> None:
+        """Record steps that have ended since the last call."""
+        for step in steps:
+            self.add(step.ends)
+            self._row[SAMPLES], self._row[SENT_BYTES] = step.samples, step.sent_bytes
+            if step is steps[-1]:
+                self._look(step.end)
+            self._row[MEMORY_BYTES] = self._memory
+            self.record.add(self._row)
+            if step.is_detailed:
+                self._note_detail(step.number)
+            if self._on_step is not None and self.device_times is None:
+                self._on_step(self.record.step(step.number))
+            self._begin(step.end)
+        if self.device_times is not None:
+            self._take_device_times(self.device_times)
+
+    def close(self) -> None:
+        """Complete the record."""
+        if self._scheduling is not None:
+            os.close(self._scheduling)
+        self.record.close()
+
+    def _take_device_times(self, device_times: DeviceTimes) -> None:
+        """Replace the host's times of those steps that the device has finished."""
+        for number, start, times in device_times.finished():
+            if self.record.revise(number, start, times) and self._on_step is not None:
+                self._on_step(self.record.step(number))
+
+    def _look(self, now: float) -> None:
+        """Ask the system what the steps since the last time have used."""
+        if now - self._looked_at > LOOK_SECONDS:
+            self._looked_at = now
+            self._row[PROCESSOR], self._row[QUEUED], self._row[MAJOR_FAULTS] = self._read_usage()
+            self._memory = self._memory_bytes()
+
+    def _read_usage(self) -> tuple[float, float, int]:
+        """Return processor time, how long the main thread had none although it was ready, and faults, since last."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        queued = 0.0
+        if self._scheduling is not None:
+            queued = int(os.pread(self._scheduling, 64, 0).split()[1]) * 1e-9
+        now = (usage.ru_utime + usage.ru_stime, queued, usage.ru_majflt)
+        before, self._usage = self._usage, now
+        return now[0] - before[0], now[1] - before[1], now[2] - before[2]
+
+    def _note_detail(self, number: int) -> None:
+        """Record the parts and collectives of the step in the row."""
+        detail = self._detail(number)
+        if self._timeline is not None:
+            self._timeline.add(self._row)
+            self._timeline.note(detail)
+        if self.folder is None:
+            return
+        self._detail_bytes += self.record.note(detail)
+        if self._detail_bytes > MOST_DETAIL_BYTES:
+            self._detail_bytes = 0
+            self._every *= 2
+
+    def _detail(self, number: int) -> dict[str, Any]:
+        start = self._row[START]
+        return {
+            "kind": "detail",
+            "step": number,
+            "start": start,
+            "slices": [[part, _micro(begin - start), _micro(end - begin)] for part, begin, end in self._slices],
+            "collectives": [
+                [
+                    ticket.words,
+                    _micro(ticket.since - start),
+                    _micro(ticket.ended - ticket.since),
+                    ticket.exchange_id,
+                    ticket.sequence,
+                ]
+                for ticket in self._collectives.copy()
+                if ticket.ended is not None and ticket.since >= start
+            ],
+        }
+
+
+def _open_scheduling() -> int | None:
+    """Return a descriptor of the scheduler's statistics; ``None`` on a system without them. Source: proc(5)."""
+    with contextlib.suppress(OSError):
+        return os.open("/proc/self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    return None
+
+
+def _micro(seconds: float) -> int:
+    return round(seconds * 1e6)
