@@ -161,3 +161,48 @@ def test_details_hold_the_collectives_of_their_step_only(tmp_path: Path, clock: 
     for step, detail in details.items():
         assert detail["collectives"] == [[f"sum {step}", 500_000, 250_000, 0, step]]
         assert [part for part, *_ in detail["slices"] if part != SCRIPT] == [FORWARD, BACKWARD, OPTIMIZER]
+
+
+def test_a_step_that_takes_twice_as_long_as_usual_is_recorded_in_detail_and_not_those_right_after(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    measured = Measured(tmp_path, clock)
+    for number in range(1, 101):
+        measured.spend(FORWARD, 20.0 if number in {50, 55, 80} else 1.0)
+        measured.update()
+    details = [note["step"] for note in measured.ended().notes if note["kind"] == "detail"]
+    assert details == [*range(1, FIRST_DETAILED + 1), 50, 80]
+
+
+def test_steps_that_are_added_up_together_keep_what_is_their_own(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    for number in range(1, 31):
+        before = measured.meter.enter(FORWARD)
+        clock[0] += number / 1000
+        measured.meter.resume(before)
+        measured.meter.count_samples(number)
+        measured.meter.count_bytes(2 * number)
+        measured.meter.note_update()
+    steps = measured.ended().steps
+    assert [step.samples for step in steps] == list(range(1, 31))
+    assert [step.sent_bytes for step in steps] == pytest.approx([2 * step.number for step in steps], rel=1e-3)
+    assert [step.parts[FORWARD] for step in steps] == pytest.approx([step.number / 1000 for step in steps], rel=1e-3)
+
+
+def test_steps_are_recorded_ten_times_per_second(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(FIRST_DETAILED):
+        measured.spend(FORWARD, 1.0)
+        measured.update()
+    for _ in range(3):  # within a tenth of a second, which has to pass first
+        measured.meter.enter(FORWARD)
+        clock[0] += 0.01
+        measured.meter.resume(SCRIPT)
+        measured.meter.note_update()
+    assert len(read(measured.path).steps) == FIRST_DETAILED
+    measured.meter.enter(FORWARD)
+    clock[0] += 0.2
+    measured.meter.resume(SCRIPT)
+    measured.meter.note_update()
+    measured.meter.enter(FORWARD)
+    assert len(read(measured.path).steps) == FIRST_DETAILED + 4
