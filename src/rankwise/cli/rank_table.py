@@ -85,7 +85,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _row(rank: str, pace: dict[str, Any], names: Sequence[str], *, has_host: bool) -> tuple[str, ...]:
     parts, seconds = pace["parts"], pace["step_seconds"]
     compute = parts["forward"] + parts["backward"] + parts["optimizer"]
-    rest = seconds - parts["data"] - compute - parts["exchange"]
+    rest = max(0.0, seconds - parts["data"] - compute - parts["exchange"])
     return (
         rank,
         *([pace["host"]] if has_host else []),

@@ -28,7 +28,7 @@ DESCRIPTION = """\
 Show how fast each rank of a job trains, what its time goes to, its memory, and the last values it logged, also those
 of ranks on other machines. Below are the means of these values over all ranks.
 
-Run it on any machine of the job. One that does not answer within a second is named, and its ranks are left out.
+Run it on any machine of the job. One that does not answer within 2 seconds is named, and its ranks are left out.
 
 The ranks notice nothing. In a terminal it is redrawn every second, with keys: s for their stacks, q to quit. Without
 a terminal it prints one line a minute."""

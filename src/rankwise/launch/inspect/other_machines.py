@@ -25,13 +25,11 @@ class OtherMachines:
     Args:
         question: what they are asked.
         limit_seconds: how long they may take to answer.
-        takes_previous: whether an answer to the request before also counts, of a machine that is slower than that.
     """
 
-    def __init__(self, question: Question, *, limit_seconds: float, takes_previous: bool = False) -> None:
+    def __init__(self, question: Question, *, limit_seconds: float) -> None:
         self._question: Question = question
         self._limit_seconds = limit_seconds
-        self._oldest = 1 if takes_previous else 0
         self._changed = threading.Condition()
         self._attempt: StartAttempt | None = None
         self._number = 0
@@ -83,7 +81,7 @@ class OtherMachines:
                 return attempt is not self._attempt or len(self._since(number)) >= num_others
 
             self._changed.wait_for(have_answered, max(0.0, self._asked_at + self._limit_seconds - time.monotonic()))
-            return self._since(number - self._oldest)
+            return self._since(number)
 
     def _since(self, number: int) -> dict[int, Answers]:
         return {node: answer.answers for node, answer in self._latest.items() if answer.number >= number}

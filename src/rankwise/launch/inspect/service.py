@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STACKS_SECONDS = 8.0
 """How long the other machines may take to probe their ranks."""
-STEPS_SECONDS = 1.0
+STEPS_SECONDS = 2.0
 """How long they may take to read records."""
 EVERY_SECONDS = 0.9
 """How often they are asked for their steps at most: ``rankwise top`` is redrawn every second."""
@@ -40,7 +40,7 @@ class InspectService:
         self._ranks = ranks
         self._others: dict[Question, OtherMachines] = {
             "stacks": OtherMachines("stacks", limit_seconds=STACKS_SECONDS),
-            "steps": OtherMachines("steps", limit_seconds=STEPS_SECONDS, takes_previous=True),
+            "steps": OtherMachines("steps", limit_seconds=STEPS_SECONDS),
         }
         self._one_at_a_time = threading.Lock()
         """Held while a user is shown stacks."""
@@ -61,7 +61,7 @@ class InspectService:
             threading.Thread(target=self._answer_machine, args=(message, link)).start()
 
     def steps(self, link: ControllerLink | LocalLink, *, every_seconds: float = EVERY_SECONDS) -> dict[str, Any]:
-        """Return the pace of the ranks of all machines, as JSON. Waits for the other machines, for a second at most.
+        """Return the pace of the ranks of all machines, as JSON. Waits for the other machines, for 2 seconds at most.
 
         They are asked once in ``every_seconds`` at most.
         """
