@@ -38,8 +38,7 @@ with rw.join() as world:
     model = rw.replicate(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     while True:
-        if world.rank == {SLOW}:
-            time.sleep(0.02)
+        time.sleep(0.1 if world.rank == {SLOW} else 0.01)
         rw.log_value("loss", float("nan") if world.rank == {SLOW} else float(world.rank))
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -178,6 +177,4 @@ def test_a_launcher_that_does_not_answer_is_named_and_left_out(job: Job) -> None
             rows = job.table(asked, lacks_a_host=True)
         assert [row.split()[:2] for row in rows[1:3]] == [[str(2 * asked + local), f"host{asked}"] for local in (0, 1)]
         assert rows[3:] == ["", "loss nan", f"host{silent} did not answer"]
-    with stopped(job.launchers[1]):
-        job.read_until("host1 did not answer")
-    job.wait_until(0, has_all)
+    assert job.wait_until(0, has_all)["unanswered"] == []

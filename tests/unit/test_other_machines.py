@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking the launchers of a job's other machines: how often, whose answers count, and for how long one is waited for."""
+"""Asking the launchers of a job's other machines: how often, whose answers count, and how long one waits."""
 
 from __future__ import annotations
 

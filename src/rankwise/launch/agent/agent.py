@@ -64,7 +64,7 @@ STOP_SECONDS = 3.0
 """How long ranks may take to exit after Ctrl-C or SIGTERM."""
 AGAIN_SECONDS = 1.0
 """How long a machine that was told to wait does so before it introduces itself again."""
-PROGRESS_SECONDS = 5.0
+PROGRESS_SECONDS = 3.0
 """How often the other machines are asked for the line about the whole job."""
 LOST_EXIT_CODE = 1
 WHERE_SECONDS = 2.0

@@ -39,10 +39,12 @@ def as_json(parts: Iterable[Answers], unanswered: Sequence[str]) -> dict[str, An
         parts: the paces of the ranks of each machine.
         unanswered: the names of the machines whose paces are missing.
     """
-    ranks = {rank: pace for part in parts for rank, pace in part.items()}
+    ranks = dict(sorted((rank, dict(pace)) for part in parts for rank, pace in part.items()))
+    # The same on all ranks, but for the last second.
+    means = [pace.pop("means") for pace in ranks.values()]
     return {
-        "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
-        "values": ranks[min(ranks)]["means"] if ranks else {},
+        "ranks": {str(rank): pace for rank, pace in ranks.items()},
+        "values": means[0] if means else {},
         "unanswered": list(unanswered),
     }
 
