@@ -137,9 +137,7 @@ class _OtherMachine:
     def answer(self, place: int) -> None:
         answers = {1: {"silent": f"answer {place}", "stack": [], "host": "other"}}
         asked = self._requests[place]
-        answer = InspectAnswer(
-            question=asked.question, number=asked.number, attempt=0, asker="here", node_rank=1, answers=answers
-        )
+        answer = InspectAnswer(question=asked.question, number=asked.number, asker="here", node_rank=1, answers=answers)
         self._service.handle(answer, None)
 
 

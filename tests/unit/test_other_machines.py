@@ -29,7 +29,6 @@ def answer_of(asked: InspectRequest, node: int, text: str = "runs") -> InspectAn
     return InspectAnswer(
         question=asked.question,
         number=asked.number,
-        attempt=asked.attempt,
         asker="here",
         node_rank=node,
         answers={node: {"it": text}},

@@ -132,6 +132,7 @@ class InspectRequest:
     number: int
     """The number of the request on its node; the answer repeats it."""
     attempt: int
+    """A machine that is in another one does not answer."""
     asker: str = ""
     """Node that receives the answer; filled in by the controller."""
 
@@ -142,7 +143,6 @@ class InspectAnswer:
 
     question: Question
     number: int
-    attempt: int
     asker: str
     node_rank: int
     """Of the machine that answers."""

@@ -63,8 +63,7 @@ class OtherMachines:
         """Keep what another machine has answered."""
         with self._changed:
             known = self._latest.get(answer.node_rank)
-            is_of_attempt = self._attempt is not None and answer.attempt == self._attempt.attempt
-            if is_of_attempt and (known is None or known.number <= answer.number):
+            if known is None or known.number <= answer.number:
                 self._latest[answer.node_rank] = answer
                 self._changed.notify_all()
 

@@ -102,7 +102,6 @@ class InspectService:
             answer = InspectAnswer(
                 question=request.question,
                 number=request.number,
-                attempt=request.attempt,
                 asker=request.asker,
                 node_rank=attempt.node_rank,
                 answers=self._of_this_machine(request.question),
