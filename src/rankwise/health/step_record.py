@@ -16,7 +16,7 @@ import os
 import struct
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,7 +125,7 @@ class Record:
     notes: list[dict[str, Any]]
     """What :meth:`RecordFile.note` has added, in order."""
     now: Now
-    values: dict[str, LoggedValue]
+    values: dict[str, LoggedValue] = field(default_factory=dict[str, LoggedValue])
     """By name, cut to 31 bytes: the first 16 names."""
 
 
