@@ -307,6 +307,7 @@ def test_top_shows_the_pace_of_a_running_job(command: Command) -> None:
         assert shown.returncode == 0, shown.stderr
         head, *rows = shown.stdout.splitlines()
         assert head.split()[:4] == ["rank", "steps", "steps/s", "step"]
+        assert head.split()[-1] == "loss"
         assert [row.split()[0] for row in rows[:2]] == ["0", "1"]
         assert all(int(row.split()[1]) >= 20 for row in rows[:2])
         assert rows[-1].startswith("loss ")
@@ -314,6 +315,27 @@ def test_top_shows_the_pace_of_a_running_job(command: Command) -> None:
         assert asked["ranks"].keys() == {"0", "1"}
         running.terminate()
         running.communicate()
+
+
+def test_keys_of_top_show_stacks_and_the_table_again(command: Command) -> None:
+    script = command.write("train.py", LONG)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    with command.start("-n", "2", str(script)) as running:
+        assert running.stdout.readline() == "training\n"
+        words = [sys.executable, "-m", "rankwise", "top", "--job", str(running.pid)]
+        with subprocess.Popen(words, env=command.environment(), stdin=theirs, stdout=theirs) as top:
+            os.close(theirs)
+            for expected, key in (("q: quit", "s"), ("any key: back", "x"), ("q: quit", "q")):
+                shown = ""
+                while expected not in shown:
+                    shown += os.read(ours, 65536).decode()
+                assert ("train.py" in shown) == (key == "x"), "the stacks name lines of the script"
+                os.write(ours, key.encode())
+            assert top.wait(50) == 0
+        running.terminate()
+        running.communicate()
+    os.close(ours)
 
 
 def test_a_rank_that_stays_slow_is_named_once(command: Command) -> None:

@@ -60,6 +60,36 @@ def test_values_are_means_over_the_samples_of_all_ranks(tmp_path: Path, world_si
     assert [value for _, value in found["given"]] == [given if given is None else pytest.approx(given)] * 9
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_rank_keeps_its_own_last_values_beside_the_means(tmp_path: Path, world_size: int) -> None:
+    for result in testing.run_ranks(_log_and_train, world_size, str(tmp_path)):
+        result.get()
+    kept = [read(path).values for path in sorted(tmp_path.glob("*.steps"))]
+    # Of the last batch, which is sample 6, only rank zero has one; of the one before, the others have theirs.
+    own = {1: [6.0], 2: [6.0, 5.0], 3: [6.0, 4.0, 5.0]}[world_size]
+    assert [values["mean"].own for values in kept] == own
+    assert [values["mean"].mean for values in kept] == [6.0] * world_size
+    given = [values.get("given") for values in kept]
+    if world_size == 1:
+        assert given == [None], "no rank gave it a weight"
+    else:
+        assert [value and value.own for value in given] == [None, *map(float, range(1, world_size))]
+
+
+def _log_nan(world: World, folder: str) -> None:
+    rw.leave()
+    with rw.join(init_method=f"file://{folder}/store", rank=world.rank, world_size=world.world_size, report=folder):
+        rw.log_value("loss", torch.tensor(math.nan if world.rank == 1 else 1.0))
+
+
+def test_a_nan_is_kept_by_the_rank_that_logged_it(tmp_path: Path) -> None:
+    for result in testing.run_ranks(_log_nan, 3, str(tmp_path)):
+        result.get()
+    kept = [read(path).values["loss"] for path in sorted(tmp_path.glob("*.steps"))]
+    assert [str(value.own) for value in kept] == ["1.0", "nan", "1.0"]
+    assert [str(value.mean) for value in kept] == ["nan"] * 3
+
+
 def _log_odd_things(_: World) -> list[str]:
     said = []
     for value, weight in ((torch.ones(2), None), ("loss", None), (1.0, -1.0), (1.0, math.nan)):

@@ -44,8 +44,8 @@ options:
                         models on a part of each batch
   --report DIR | off    record in DIR where the time of each step goes, for `rankwise report DIR`;
                         off measures nothing (RANKWISE_REPORT)
-  --progress            show one line about the whole job: its pace, the values it logs, the
-                        slowest rank
+  --progress            show one line about the whole job, on the machine with rank 0: its pace,
+                        the values it logs, the slowest rank
   --torch-store {on,off}
                         whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts
                         every process that reaches it (default: RANKWISE_TORCH_STORE, else on one

@@ -18,10 +18,10 @@ import pytest
 
 from rankwise.cli import main
 from rankwise.errors import LaunchError
-from rankwise.launch.inspect import control_socket, stacks
+from rankwise.launch.inspect import control_socket, service
 from rankwise.launch.inspect.control_socket import ControlSocket, RunningJob, jobs
-from rankwise.launch.inspect.stacks import StacksService
-from rankwise.launch.messages import StacksAnswer, StacksRequest, StartAttempt
+from rankwise.launch.inspect.service import InspectService
+from rankwise.launch.messages import InspectAnswer, InspectRequest, StartAttempt
 from rankwise.store import opening
 
 if TYPE_CHECKING:
@@ -122,12 +122,12 @@ def test_a_client_that_sends_no_request_does_not_hold_up_the_launcher(
 class _OtherMachine:
     """A link of a launcher to one other machine, which answers when the test has it answer."""
 
-    def __init__(self, service: StacksService, *, is_slow: bool) -> None:
+    def __init__(self, service: InspectService, *, is_slow: bool) -> None:
         self._service = service
         self._is_slow = is_slow
-        self._requests: list[StacksRequest] = []
+        self._requests: list[InspectRequest] = []
 
-    def send(self, request: StacksRequest) -> None:
+    def send(self, request: InspectRequest) -> None:
         self._requests.append(request)
         if len(self._requests) == 2:
             if self._is_slow:
@@ -136,8 +136,9 @@ class _OtherMachine:
 
     def answer(self, place: int) -> None:
         answers = {1: {"silent": f"answer {place}", "stack": [], "host": "other"}}
-        number = self._requests[place].number
-        self._service.handle(StacksAnswer(number=number, asker="here", answers=answers), None)
+        asked = self._requests[place]
+        answer = InspectAnswer(question=asked.question, number=asked.number, asker="here", node_rank=1, answers=answers)
+        self._service.handle(answer, None)
 
 
 @pytest.mark.parametrize("comes", ["before the next question", "after the next question"])
@@ -145,7 +146,7 @@ def test_a_late_answer_of_a_machine_is_not_shown_for_the_next_request(
     folders: Path, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
     del folders
-    monkeypatch.setattr(stacks, "OTHERS_SECONDS", 0)
+    monkeypatch.setattr(service, "STACKS_SECONDS", 0)
     served, port = opening.serve(secret=SECRET)
     ranks: Any = SimpleNamespace(
         attempt=StartAttempt(
@@ -158,13 +159,13 @@ def test_a_late_answer_of_a_machine_is_not_shown_for_the_next_request(
     )
     job = RunningJob(folder=tempfile.mkdtemp(prefix="rankwise-"), pid=os.getpid(), command=COMMAND, ranks=[0])
     with closing(served), ControlSocket(job.folder) as control, ThreadPoolExecutor(1) as terminal:
-        service = StacksService(control, ranks)
-        other: Any = _OtherMachine(service, is_slow=comes == "after the next question")
+        inspection = InspectService(control, ranks)
+        other: Any = _OtherMachine(inspection, is_slow=comes == "after the next question")
 
         def ask() -> dict[str, Any]:
             asked = terminal.submit(control_socket.ask, job, {"kind": "stacks"})
-            select.select([service], [], [], 10)
-            service.serve(other)
+            select.select([inspection], [], [], 10)
+            inspection.serve(other)
             return asked.result()["ranks"]
 
         assert ask() == {}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -15,8 +16,10 @@ import pytest
 from rankwise.errors import ReportError
 from rankwise.health.step_record import (
     EXCHANGE,
+    MOST_VALUES,
     PARTS,
     TAIL_RECORDS,
+    LoggedValue,
     RecordFile,
     Step,
     read,
@@ -153,6 +156,34 @@ def test_last_steps_are_read_while_the_rank_trains(tmp_path: Path) -> None:
     latest = read_latest(path)
     assert [step.number for step in latest.steps] == [TAIL_RECORDS + 1, TAIL_RECORDS + 2, TAIL_RECORDS + 3]
     assert (latest.facts, latest.now.part) == ({"rank": 1}, EXCHANGE)
+    record.close()
+
+
+def test_last_values_are_read_while_the_rank_trains_and_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.steps"
+    record = RecordFile(str(path), {})
+    assert read_latest(path).values == {}
+    record.show_values({"loss": LoggedValue(2.0, 3.0), "accuracy": LoggedValue(None, 0.5)})
+    for number in range(1, 2 * TAIL_RECORDS):
+        record.add(row_of(some_step(number, float(number), random.Random(0))))
+    record.show_values({"loss": LoggedValue(math.inf, math.nan)})
+    for look in (read_latest, read):
+        values = look(path).values
+        assert list(values) == ["loss", "accuracy"]
+        assert (values["loss"].own, math.isnan(values["loss"].mean)) == (math.inf, True)
+        assert values["accuracy"] == LoggedValue(None, 0.5)
+    record.close()
+    assert read(path).values["accuracy"] == LoggedValue(None, 0.5)
+
+
+def test_long_names_of_values_are_cut_and_many_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.steps"
+    record = RecordFile(str(path), {})
+    record.show_values({"x" + 20 * "损": LoggedValue(1.0, 1.0), **{f"{n}": LoggedValue(n, n) for n in range(20)}})
+    record.show_values({"0": LoggedValue(7.0, 7.0), "19": LoggedValue(7.0, 7.0)})
+    found = read_latest(path).values
+    assert list(found) == ["x" + 10 * "损", *(str(n) for n in range(MOST_VALUES - 1))]
+    assert (found["0"].own, found["1"].own) == (7.0, 1.0)
     record.close()
 
 

@@ -97,7 +97,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress",
         action="store_true",
-        help="show one line about the whole job: its pace, the values it logs, the slowest rank",
+        help="show one line about the whole job, on the machine with rank 0: its pace, the values it logs, the slowest "
+        "rank",
     )
     parser.add_argument(
         "--torch-store",

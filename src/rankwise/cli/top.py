@@ -7,10 +7,13 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from rankwise.cli.rank_table import NOTHING_YET, table
+from rankwise.errors import LaunchError
 from rankwise.launch.inspect import control_socket
 from rankwise.launch.inspect.steps import line_of
 
@@ -22,7 +25,10 @@ if TYPE_CHECKING:
 
 HELP = "watch the pace of every rank of a running job"
 DESCRIPTION = """\
-Show how fast each rank of a job on this machine trains, what its time goes to, its memory, and the values it logs.
+Show how fast each rank of a job trains, what its time goes to, its memory, and the last values it logged, also those
+of ranks on other machines. Below are the means of these values over all ranks.
+
+Run it on any machine of the job. One that does not answer within 2 seconds is named, and its ranks are left out.
 
 The ranks notice nothing. In a terminal it is redrawn every second, with keys: s for their stacks, q to quit. Without
 a terminal it prints one line a minute."""
@@ -35,7 +41,9 @@ examples:
 
 REDRAW_SECONDS = 1.0
 LINE_SECONDS = 60.0
-NOTHING_YET = "no rank has completed a step yet"
+FOOTER = "s: stacks   q: quit"
+FOOTER_LINES = 3
+"""What the terminal has below the table: an empty line, the footer, and the line of the cursor."""
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -64,13 +72,11 @@ def _ask(job: RunningJob) -> dict[str, Any]:
 
 
 def _watch(job: RunningJob) -> None:
-    is_terminal = sys.stdout.isatty() and sys.stdin.isatty()
+    is_terminal = _is_terminal()
     with _keys() if is_terminal else contextlib.nullcontext():
-        while job.pid in {one.pid for one in control_socket.jobs()}:
-            answer = _ask(job)
-            sys.stdout.write(
-                f"{_CLEAR}{table(answer)}\ns: stacks   q: quit\n" if is_terminal else f"{line_of(answer)}\n"
-            )
+        while (answer := _ask_until_ended(job)) is not None:
+            shown = f"{_CLEAR}{_screen(answer)}" if is_terminal else f"{line_of(answer) or NOTHING_YET}\n"
+            sys.stdout.write(shown)
             sys.stdout.flush()
             key = _pressed(REDRAW_SECONDS) if is_terminal else _slept(LINE_SECONDS)
             if key == "q":
@@ -81,6 +87,25 @@ def _watch(job: RunningJob) -> None:
                 sys.stdout.flush()
                 _pressed(None)
     sys.stdout.write("the job has ended\n")
+
+
+def _ask_until_ended(job: RunningJob) -> dict[str, Any] | None:
+    """Return what the job answers, ``None`` once it has ended."""
+    try:
+        return _ask(job)
+    except LaunchError:
+        if job.pid in {one.pid for one in control_socket.jobs()}:
+            raise
+        return None
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() and sys.stdin.isatty()
+
+
+def _screen(answer: dict[str, Any]) -> str:
+    columns, lines = shutil.get_terminal_size()
+    return f"{table(answer, os.terminal_size((columns, lines - FOOTER_LINES)))}\n{FOOTER}\n"
 
 
 @contextlib.contextmanager
@@ -105,32 +130,3 @@ def _pressed(seconds: float | None) -> str:
 def _slept(seconds: float) -> str:
     time.sleep(seconds)
     return ""
-
-
-_COLUMNS = ("rank", "steps", "steps/s", "step", "data", "compute", "exchange", "rest", "memory", "now")
-
-
-def table(answer: dict[str, Any]) -> str:
-    """Return the answer of a launcher as a table, one line per rank."""
-    if not answer["ranks"]:
-        return f"{NOTHING_YET}\n"
-    rows = [_COLUMNS, *(_row(rank, pace) for rank, pace in answer["ranks"].items())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    values = [f"{name} {value:.4g}" for name, value in answer["values"].items() if value is not None]
-    return "\n".join([*lines, *([""] if values else []), *values]) + "\n"
-
-
-def _row(rank: str, pace: dict[str, Any]) -> tuple[str, ...]:
-    parts, seconds = pace["parts"], pace["step_seconds"]
-    compute = parts["forward"] + parts["backward"] + parts["optimizer"]
-    rest = seconds - parts["data"] - compute - parts["exchange"]
-    return (
-        rank,
-        f"{pace['steps']}",
-        f"{1 / seconds:.1f}" if seconds else "",
-        f"{seconds * 1e3:.1f} ms",
-        *(f"{share / seconds:.0%}" if seconds else "" for share in (parts["data"], compute, parts["exchange"], rest)),
-        f"{pace['memory_bytes'] / 2**20:.0f} MiB",
-        f"{pace['now']}, {pace['seconds_in_step']:.1f} s",
-    )

@@ -16,7 +16,7 @@ import os
 import struct
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from rankwise.errors import ReportError
 from rankwise.log import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 PARTS = ("script", "data", "forward", "backward", "exchange", "optimizer", "checkpoint", "evaluation")
 """What a rank spends the time of a step on. ``exchange`` is waiting for other ranks, or for what they send."""
@@ -57,7 +57,12 @@ _TAIL = struct.Struct("<IId")
 _NOW_AT, _TAIL_AT = FACTS_BYTES, FACTS_BYTES + 8
 """Where the part is that the rank is in now, and where the steps in memory begin."""
 _ROWS_AT = _TAIL_AT + _TAIL.size
-_MAPPED_BYTES = _ROWS_AT + TAIL_RECORDS * _ROW.size
+MOST_VALUES = 16
+"""How many names that a script logs values under are kept for those who look meanwhile."""
+_VALUE = struct.Struct("<31s?dd")
+"""A logged value: its name, whether this rank has one of its own, that one, and the mean of all ranks."""
+_VALUES_AT = _ROWS_AT + TAIL_RECORDS * _ROW.size
+_MAPPED_BYTES = _VALUES_AT + MOST_VALUES * _VALUE.size
 _CHUNK = struct.Struct("<cI")
 _STEPS = struct.Struct("<IId")
 """Number of records, number of the first, when the chunk began."""
@@ -104,6 +109,15 @@ class Now:
     num_steps: int
 
 
+class LoggedValue(NamedTuple):
+    """The last value that a script has logged under a name."""
+
+    own: float | None
+    """Of this rank, ``None`` if it had no samples so far."""
+    mean: float
+    """Over the samples of all ranks."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """All that a rank has recorded."""
@@ -113,6 +127,8 @@ class Record:
     notes: list[dict[str, Any]]
     """What :meth:`RecordFile.note` has added, in order."""
     now: Now
+    values: dict[str, LoggedValue] = field(default_factory=dict[str, LoggedValue])
+    """By name, cut to 31 bytes: the first 16 names."""
 
 
 def row_of(step: Step) -> list[float]:
@@ -172,7 +188,17 @@ class RecordFile:
         self._count = 0
         self._first = 1
         self._packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+        self._value_names: list[str] = []
         self._show_count(time.monotonic())
+
+    def show_values(self, values: Mapping[str, LoggedValue]) -> None:
+        """Record the last values that were logged, by name, for those who look meanwhile."""
+        for name, (own, mean) in values.items():
+            if name not in self._value_names and len(self._value_names) < MOST_VALUES:
+                self._value_names.append(name)
+            if name in self._value_names:
+                place = _VALUES_AT + self._value_names.index(name) * _VALUE.size
+                _VALUE.pack_into(self._memory, place, name.encode(), own is not None, own or 0.0, mean)
 
     def add(self, row: Sequence[float]) -> None:
         """Append a step as its row of ``NUM_VALUES`` numbers. They are numbered from 1, without gaps."""
@@ -284,7 +310,7 @@ def parse(data: bytes, name: str) -> Record:
     # A process that was killed while it wrote the last steps as a chunk has left them in both places.
     last = steps[-1].number if steps else 0
     steps += [step for step in tail if step.number > last]
-    return Record(facts=facts, steps=steps, notes=notes, now=now)
+    return Record(facts=facts, steps=steps, notes=notes, now=now, values=_values(data))
 
 
 def read_latest(path: Path) -> Record:
@@ -297,7 +323,7 @@ def read_latest(path: Path) -> Record:
         data = file.read(_MAPPED_BYTES)
     facts = _facts(str(path), data)
     steps, now = _tail(data)
-    return Record(facts=facts, steps=steps, notes=[], now=now)
+    return Record(facts=facts, steps=steps, notes=[], now=now, values=_values(data))
 
 
 def _facts(name: str, data: bytes) -> dict[str, Any]:
@@ -312,6 +338,15 @@ def _tail(data: bytes) -> tuple[list[Step], Now]:
     rows = _ROW.iter_unpack(data[_ROWS_AT : _ROWS_AT + count * _ROW.size])
     steps = [_step(number, row) for number, row in enumerate(rows, first)]
     return steps, Now(part=data[_NOW_AT], step_began=began, num_steps=first + count - 1)
+
+
+def _values(data: bytes) -> dict[str, LoggedValue]:
+    """Return the values that were logged last. A name may have been cut within a character."""
+    return {
+        name.rstrip(b"\0").decode(errors="ignore"): LoggedValue(own if has_own else None, mean)
+        for name, has_own, own, mean in _VALUE.iter_unpack(data[_VALUES_AT:_MAPPED_BYTES])
+        if name[0]
+    }
 
 
 def _step(number: int, row: Sequence[float]) -> Step:

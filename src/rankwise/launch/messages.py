@@ -120,23 +120,34 @@ class NodeLeaves:
     ends_job: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StacksRequest:
-    """``rankwise stacks`` was run on one machine: the others must inspect their ranks."""
+Question = Literal["stacks", "steps"]
+"""Where ranks are, or how fast they are."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectRequest:
+    """A user asked about the ranks on one machine: the others must inspect theirs."""
+
+    question: Question
     number: int
     """The number of the request on its node; the answer repeats it."""
+    attempt: int
+    """A machine that is in another one does not answer."""
     asker: str = ""
     """Node that receives the answer; filled in by the controller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StacksAnswer:
+class InspectAnswer:
     """What the ranks of one machine are doing."""
 
+    question: Question
     number: int
     asker: str
+    node_rank: int
+    """Of the machine that answers."""
     answers: dict[int, dict[str, Any]]
+    """By rank."""
 
 
 # -- from the controller to an agent -----------------------------------------------------------------------
@@ -288,7 +299,7 @@ class SignalHost:
 
 FromAgent = Hello | RankFailed | RankDeparted | RanksEnded | NodeLeaves
 ToAgent = StartAttempt | StopAttempt | StopRank | RanksDeparted | ShowText | ReportFailure | Refuse | Wait | EndJob
-BothWays = Heartbeat | RequestStop | StacksRequest | StacksAnswer
+BothWays = Heartbeat | RequestStop | InspectRequest | InspectAnswer
 BetweenHosts = HostHere | HostSpec | Ready | SignalHost
 Message = FromAgent | ToAgent | BothWays | BetweenHosts
 

@@ -185,7 +185,7 @@ def _take_part(
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.controller_link import open_link  # noqa: PLC0415
     from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
-    from rankwise.launch.inspect.stacks import StacksService  # noqa: PLC0415
+    from rankwise.launch.inspect.service import InspectService  # noqa: PLC0415
     from rankwise.launch.rendezvous import find  # noqa: PLC0415
     from rankwise.world.device import accelerator  # noqa: PLC0415
 
@@ -225,7 +225,7 @@ def _take_part(
             ranks,
             open_link=connect,
             signals=signals,
-            stacks=StacksService(control_socket, ranks),
+            inspection=InspectService(control_socket, ranks),
             reporter=reporter,
             hosts_job=hosts_job,
             options=options,

@@ -19,6 +19,7 @@ from rankwise.comm.collectives.group import agreed
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
+from rankwise.health.step_record import LoggedValue
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,8 +38,9 @@ def log_value(name: str, value: SupportsFloat, weight: float | None = None) -> N
 
     Called by: every rank, in the same order. It seldom communicates, and does not wait for an accelerator before then.
 
-    ``rankwise report`` draws the values that were logged. If TensorBoard is installed, and the run was given a folder
-    for its report, they are also written to ``tensorboard`` in there.
+    ``rankwise report`` draws the values that were logged, and ``rankwise top`` shows the last ones, also those of each
+    rank. If TensorBoard is installed, and the run was given a folder for its report, the means are also written to
+    ``tensorboard`` in there.
 
     Args:
         name: what the value is: ``"loss"``.
@@ -85,6 +87,8 @@ class _LoggedValues:
         self._patience = 1
         """How many values wait until they are added up; the same on every rank."""
         self._since = time.monotonic()
+        self._own: dict[str, float] = {}
+        """The last values of this rank that were added up."""
         self._writer: Any = None
         session.on_leave(self._flush)
 
@@ -113,9 +117,19 @@ class _LoggedValues:
         *totals, (spent, _) = sums.tolist()
         self._patience = max(1, min(MOST_PENDING, 2 * self._patience, int(SECONDS / max(spent, 1e-9))))
         self._since = time.monotonic()
+        self._own |= {name: value for value, (name, *_, weight) in zip(values, pending, strict=True) if weight}
+        self._show(
+            {name: total / weight for (name, *_), (total, weight) in zip(pending, totals, strict=True) if weight}
+        )
         if self._session.world.rank == 0:
             means = [total / weight if weight else math.nan for total, weight in totals]
             self._write([(name, step, mean) for (name, step, *_), mean in zip(pending, means, strict=True)])
+
+    def _show(self, means: dict[str, float]) -> None:
+        """Have ``rankwise top`` show the last means, and this rank's own values beside them."""
+        meter = step_meter.current()
+        if meter is not None:
+            meter.record.show_values({name: LoggedValue(self._own.get(name), mean) for name, mean in means.items()})
 
     def _write(self, values: list[tuple[str, int, float]]) -> None:
         meter = step_meter.current()

@@ -11,6 +11,7 @@ import select
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rankwise.errors import LaunchError, fold_ranks
@@ -21,10 +22,13 @@ from rankwise.launch.agent.signals import Interrupted
 from rankwise.launch.agent.status_line import StatusLine
 from rankwise.launch.agent.stragglers import Stragglers
 from rankwise.launch.controller.coordinator import RETURN_SECONDS
-from rankwise.launch.inspect.steps import line_of, paces
+from rankwise.launch.inspect import stacks
+from rankwise.launch.inspect.steps import line_of
 from rankwise.launch.messages import (
     EndJob,
     Heartbeat,
+    InspectAnswer,
+    InspectRequest,
     Message,
     NodeLeaves,
     RankDeparted,
@@ -35,8 +39,6 @@ from rankwise.launch.messages import (
     ReportFailure,
     RequestStop,
     ShowText,
-    StacksAnswer,
-    StacksRequest,
     StartAttempt,
     StopAttempt,
     StopRank,
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from rankwise.launch.agent.ranks import LocalRanks
     from rankwise.launch.agent.signals import PendingSignals
     from rankwise.launch.controller.server import LocalLink
-    from rankwise.launch.inspect.stacks import StacksService
+    from rankwise.launch.inspect.service import InspectService
     from rankwise.launch.options import LaunchOptions
     from rankwise.launch.report.failure_report import Reporter
 
@@ -62,6 +64,8 @@ STOP_SECONDS = 3.0
 """How long ranks may take to exit after Ctrl-C or SIGTERM."""
 AGAIN_SECONDS = 1.0
 """How long a machine that was told to wait does so before it introduces itself again."""
+PROGRESS_SECONDS = 3.0
+"""How often the other machines are asked for the line about the whole job."""
 LOST_EXIT_CODE = 1
 WHERE_SECONDS = 2.0
 """How long before ranks are asked to exit their location is determined."""
@@ -90,7 +94,7 @@ class Agent:
         *,
         open_link: Callable[[float], ControllerLink | LocalLink],
         signals: PendingSignals,
-        stacks: StacksService,
+        inspection: InspectService,
         reporter: Reporter,
         hosts_job: bool,
         options: LaunchOptions,
@@ -99,9 +103,9 @@ class Agent:
         self._ranks = ranks
         self._open_link = open_link
         self._signals = signals
-        self._stacks = stacks
-        self._stragglers = Stragglers(stacks.look, ranks.is_script_over)
-        self._status = StatusLine(lambda: line_of(paces(ranks.step_records()))) if options.progress else None
+        self._inspection = inspection
+        self._stragglers = Stragglers(partial(stacks.of_ranks, ranks), ranks.is_script_over)
+        self._status = StatusLine(self._describe_job) if options.progress else None
         self._reporter = reporter
         self._hosts_job = hosts_job
         self._can_return = options.can_restart and not hosts_job
@@ -124,8 +128,8 @@ class Agent:
             Refuse: self._raise_refusal,
             Wait: self._rejoin_later,
             EndJob: self._end_job,
-            StacksRequest: self._answer_stacks,
-            StacksAnswer: self._answer_stacks,
+            InspectRequest: self._inspect,
+            InspectAnswer: self._inspect,
         }
 
     def run(self, timeout_seconds: float) -> int:
@@ -176,7 +180,7 @@ class Agent:
 
     def _turn(self, link: ControllerLink | LocalLink) -> None:
         own = self._ranks.sources()
-        sources = [link, self._stacks, self._signals.fileno(), *own]
+        sources = [link, self._inspection, self._signals.fileno(), *own]
         readable, _, _ = select.select(sources, [], [], self._patience())
         if self._signals.fileno() in readable:
             self._handle_signal(self._signals.take())
@@ -187,16 +191,26 @@ class Agent:
                 self._execute(message)
                 if self._link is not link:
                     return
-        if self._stacks in readable:
-            self._stacks.serve(link)
+        if self._inspection in readable:
+            self._inspection.serve(link)
         link.check()
         self._look_for_stopped(link)
         self._look_for_stragglers()
-        if self._status is not None and self._is_attempt_on:
-            self._status.update(time.monotonic())
+        self._update_status()
         self._continue_ending()
         if self._is_attempt_on and not self._ranks.running:
             self._conclude(link)
+
+    def _update_status(self) -> None:
+        # Once for all machines: their output often ends up in one place.
+        has_rank_zero = self._ranks.attempt is not None and self._ranks.attempt.first_rank == 0
+        if self._status is not None and self._is_attempt_on and has_rank_zero:
+            self._status.update(time.monotonic())
+
+    def _describe_job(self) -> str:
+        """Return the line about the whole job. Called in a thread."""
+        link = self._link
+        return "" if link is None else line_of(self._inspection.steps(link, every_seconds=PROGRESS_SECONDS))
 
     def _patience(self) -> float:
         if self._ending is None:
@@ -240,8 +254,8 @@ class Agent:
         if action is not None:
             action(message)
 
-    def _answer_stacks(self, message: StacksRequest | StacksAnswer) -> None:
-        self._stacks.handle(message, self._link)
+    def _inspect(self, message: InspectRequest | InspectAnswer) -> None:
+        self._inspection.handle(message, self._link)
 
     def _start(self, attempt: StartAttempt) -> None:
         self._ending = None

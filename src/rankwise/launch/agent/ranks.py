@@ -184,22 +184,22 @@ class LocalRanks:
 
     def running_processes(self) -> dict[int, int]:
         """Return the process id of each running rank. May be called from any thread."""
-        return {rank: pid for rank, pid in self.processes.items() if rank in self.running}
+        return {rank: pid for rank, pid in list(self.processes.items()) if rank in self.running}
 
     def is_script_over(self, rank: int) -> bool:
         """Return whether the script of a rank has run to its end, though its process may still run."""
         return Path(rank_files.script_end_note(self._error_file(rank))).exists()
 
     def stack_files(self) -> dict[int, str]:
-        """Return where each rank of the attempt writes its stack on request."""
-        return {rank: rank_files.stack_file(self._folder, self._number, rank) for rank in self.processes}
+        """Return where each rank of the attempt writes its stack on request. May be called from any thread."""
+        return {rank: rank_files.stack_file(self._folder, self._number, rank) for rank in list(self.processes)}
 
     def step_records(self) -> dict[int, Path]:
-        """Return where each rank of the attempt records its steps."""
+        """Return where each rank of the attempt records its steps. May be called from any thread."""
         folder, job = self._options.report, "" if self.attempt is None else self.attempt.run_id
         if folder is None or folder == REPORT_OFF:
             return {rank: Path(f"{path}{SUFFIX}") for rank, path in self.stack_files().items()}
-        return {rank: record_path(Path(folder), job, self._number, rank) for rank in self.processes}
+        return {rank: record_path(Path(folder), job, self._number, rank) for rank in list(self.processes)}
 
     def report(self) -> RankEnds:
         """Return how the ranks of the attempt exited."""

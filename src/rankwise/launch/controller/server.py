@@ -24,6 +24,8 @@ from rankwise.launch.messages import (
     PURPOSE,
     Heartbeat,
     Hello,
+    InspectAnswer,
+    InspectRequest,
     Message,
     MessageError,
     Node,
@@ -32,8 +34,6 @@ from rankwise.launch.messages import (
     RankFailed,
     RanksEnded,
     RequestStop,
-    StacksAnswer,
-    StacksRequest,
     StartAttempt,
     decode,
     encode,
@@ -198,10 +198,10 @@ class JobServer:
                 coordinator.request_stop(message.reason)
             case NodeLeaves():
                 coordinator.node_leaves(node_id, message.signal, message.exit_code, now, ends_job=message.ends_job)
-            case StacksRequest():
+            case InspectRequest():
                 for other in self._agents.keys() - {node_id}:
                     self._send(other, replace(message, asker=node_id))
-            case StacksAnswer():
+            case InspectAnswer():
                 self._send(message.asker, message)
             case _:
                 pass

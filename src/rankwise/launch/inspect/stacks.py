@@ -2,116 +2,52 @@
 """How ``rankwise stacks`` is answered: what every rank of the running attempt is doing, on all machines of the job.
 
 Ranks are asked over the job's store, and those that do not answer are probed from outside, by the launcher of their
-machine; the parts are merged. Changes nothing. Imported by the agent.
+machine; the parts are merged. Changes nothing. Imported by the service that answers, and by the agent.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import LaunchError
 from rankwise.health import diagnosis, process_probe, status_poll
-from rankwise.launch.agent.controller_link import ControllerLost
-from rankwise.launch.inspect.steps import paces
-from rankwise.launch.messages import StacksAnswer, StacksRequest
 from rankwise.store import opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from rankwise.health.diagnosis import Answers
-    from rankwise.launch.agent.controller_link import ControllerLink
     from rankwise.launch.agent.ranks import LocalRanks
-    from rankwise.launch.controller.server import LocalLink
-    from rankwise.launch.inspect.control_socket import ControlSocket
     from rankwise.store.values import Store
 
 NOT_JOINED = "running, but it has not joined the world yet or has left it"
 MOST_AT_ONCE = 16
 STORE_SECONDS = 3.0
-OTHERS_SECONDS = 8.0
-"""How long the other machines may take to probe their ranks."""
 
 
-class StacksService:
-    """Answers requests to one launcher from another terminal, or from another machine's launcher."""
+def of_ranks(ranks: LocalRanks) -> Answers:
+    """Return what ranks do: all that answer, and those of this machine that do not. Takes up to 4 seconds.
 
-    def __init__(self, control: ControlSocket, ranks: LocalRanks) -> None:
-        self._control = control
-        self._ranks = ranks
-        self._received: queue.Queue[StacksAnswer] = queue.Queue()
-        self._number = 0
-        """The number of the latest request."""
-        self._one_at_a_time = threading.Lock()
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when there is a request."""
-        return self._control.fileno()
-
-    def serve(self, link: ControllerLink | LocalLink) -> None:
-        """Answer a request, without blocking the caller."""
-        threading.Thread(target=self._control.serve_one, args=(lambda asked: self._answer(asked, link),)).start()
-
-    def handle(self, message: StacksRequest | StacksAnswer, link: ControllerLink | LocalLink | None) -> None:
-        """Probe the ranks here for another machine's launcher, or keep its findings on its own ranks."""
-        if isinstance(message, StacksAnswer):
-            self._received.put(message)
-        elif link is not None:
-            threading.Thread(target=self._look_for, args=(message, link)).start()
-
-    def _look_for(self, request: StacksRequest, link: ControllerLink | LocalLink) -> None:
-        with contextlib.suppress(ControllerLost, OSError):
-            link.send(StacksAnswer(number=request.number, asker=request.asker, answers=self.look()))
-
-    def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
-        attempt = self._ranks.attempt
-        if attempt is None:
-            raise LaunchError("No rank has been started yet.", do="try again once the other machines have joined")
-        if asked.get("kind") == "steps":
-            return paces(self._ranks.step_records())
-        if asked.get("kind") != "stacks":
-            kind = asked.get("kind")
-            raise LaunchError(f"This launcher does not support the request {kind!r}.", do="rankwise stacks")
-        with self._one_at_a_time:
-            self._number += 1
-            if attempt.num_nodes > 1:
-                link.send(StacksRequest(number=self._number))
-            parts = [self.look()]
-            with contextlib.suppress(queue.Empty):
-                while len(parts) < attempt.num_nodes:
-                    answer = self._received.get(timeout=OTHERS_SECONDS)
-                    # A machine that was too slow for an earlier request may still answer it.
-                    if answer.number == self._number:
-                        parts.append(answer.answers)
-        return as_json(merge(parts), attempt.world_size)
-
-    def look(self) -> Answers:
-        """Return what ranks do: all that answer, and those of this machine that do not. Takes up to 4 seconds.
-
-        Raises:
-            OSError: the job's store cannot be reached.
-        """
-        attempt, job = self._ranks.attempt, self._ranks.job
-        if attempt is None:
-            return {}
-        opened = opening.connect(*job.address, STORE_SECONDS, secret=job.secret.encode())
-        try:
-            return look(
-                opened.prefixed(f"attempt/{attempt.attempt}"),
-                attempt.world_size,
-                processes=self._ranks.running_processes(),
-                stack_files=self._ranks.stack_files(),
-                hostname=socket.gethostname(),
-                send_signal=self._ranks.send_signal,
-            )
-        finally:
-            opened.close()
+    Raises:
+        OSError: the job's store cannot be reached.
+    """
+    attempt, job = ranks.attempt, ranks.job
+    if attempt is None:
+        return {}
+    opened = opening.connect(*job.address, STORE_SECONDS, secret=job.secret.encode())
+    try:
+        return look(
+            opened.prefixed(f"attempt/{attempt.attempt}"),
+            attempt.world_size,
+            processes=ranks.running_processes(),
+            stack_files=ranks.stack_files(),
+            hostname=socket.gethostname(),
+            send_signal=ranks.send_signal,
+        )
+    finally:
+        opened.close()
 
 
 def look(

@@ -1,35 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ``rankwise top`` is answered: the pace of the ranks of this machine, from the records that they keep.
+"""How ``rankwise top`` is answered: the pace of ranks, from the records that they keep, and one line about all of them.
 
-The ranks are not asked, and notice nothing. Imported by the agent.
+The ranks are not asked, and notice nothing. Imported by the service that answers, and by those that show the line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import ReportError
-from rankwise.health.step_record import EXCHANGE, PARTS, read, read_latest
+from rankwise.errors import ReportError, fold_ranks
+from rankwise.health.step_record import EXCHANGE, PARTS, read_latest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from rankwise.health.diagnosis import Answers
     from rankwise.health.step_record import Record
 
 
-def paces(paths: Mapping[int, Path]) -> dict[str, Any]:
-    """Return what the last steps of each rank took and what it does now, as JSON; only of ranks with a record."""
-    found: dict[int, Record] = {}
+def paces(paths: Mapping[int, Path]) -> Answers:
+    """Return what the last steps of each rank took, what it logged and does now; only of ranks with a record."""
+    found: Answers = {}
     for rank, path in paths.items():
         with contextlib.suppress(OSError, ReportError):
-            found[rank] = read_latest(path)
+            found[rank] = _pace(read_latest(path))
+    return found
+
+
+def as_json(parts: Iterable[Answers], unanswered: Sequence[str]) -> dict[str, Any]:
+    """Return the answer to ``rankwise top`` as JSON.
+
+    Args:
+        parts: the paces of the ranks of each machine.
+        unanswered: the names of the machines whose paces are missing.
+    """
+    ranks = dict(sorted((rank, dict(pace)) for part in parts for rank, pace in part.items()))
+    # The same on all ranks, but for the last second.
+    means = [pace.pop("means") for pace in ranks.values()]
     return {
-        "ranks": {str(rank): _pace(record) for rank, record in sorted(found.items())},
-        "values": _values(paths[0]) if 0 in found else {},
+        "ranks": {str(rank): pace for rank, pace in ranks.items()},
+        "values": means[0] if means else {},
+        "unanswered": list(unanswered),
     }
 
 
@@ -38,33 +54,57 @@ def _pace(record: Record) -> dict[str, Any]:
     seconds = fmean(step.seconds for step in steps) if steps else 0.0
     return {
         "steps": now.num_steps,
+        "host": record.facts["hostname"],
         "world_size": record.facts["world_size"],
         "step_seconds": seconds,
         "parts": {name: fmean(step.parts[part] for step in steps) if steps else 0.0 for part, name in enumerate(PARTS)},
         "own_seconds": seconds - fmean(step.parts[EXCHANGE] for step in steps) if steps else 0.0,
         "memory_bytes": steps[-1].memory_bytes if steps else 0,
         "samples": fmean(step.samples for step in steps) if steps else 0.0,
+        "values": {name: _number(value.own) for name, value in record.values.items() if value.own is not None},
+        "means": {name: _number(value.mean) for name, value in record.values.items()},
         "now": PARTS[now.part],
         "seconds_in_step": max(0.0, time.monotonic() - now.step_began),
     }
 
 
-def _values(path: Path) -> dict[str, float | None]:
-    """Return the last value that was logged under each name."""
-    with contextlib.suppress(OSError, ReportError):
-        notes = read(path).notes
-        return {note["name"]: note["values"][-1] for note in notes if note["kind"] == "values"}
-    return {}
+def _number(value: float) -> float | str:
+    """Return a number as JSON, which has none for what is not finite: ``"nan"``, ``"inf"``, ``"-inf"``."""
+    return value if math.isfinite(value) else str(value)
+
+
+def number_text(value: float | str) -> str:
+    """Return a logged value, as it is in the answer, for people."""
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def num_hosts(answer: dict[str, Any]) -> int:
+    """Return how many machines the job has, as far as they are known by different names."""
+    return len({*(pace["host"] for pace in answer["ranks"].values()), *answer["unanswered"]})
 
 
 def line_of(answer: dict[str, Any]) -> str:
-    """Return what :func:`paces` has returned as one line: pace, logged values, slowest rank; empty at first."""
+    """Return the answer as one line: pace, logged values, slowest rank; empty at first."""
     ranks = answer["ranks"]
     seconds = max((pace["step_seconds"] for pace in ranks.values()), default=0.0)
     if not seconds:
         return ""
     words = [f"step {min(pace['steps'] for pace in ranks.values())}", f"{1 / seconds:.1f} steps/s"]
-    words += [f"{name} {value:.4g}" for name, value in answer["values"].items() if value is not None]
+    for name, value in answer["values"].items():
+        words.append(f"{name} {number_text(value)}{_origin(name, ranks)}")
     if len(ranks) > 1:
-        words.append(f"slowest: rank {max(ranks, key=lambda rank: ranks[rank]['own_seconds'])}")
-    return ", ".join(words)
+        slowest = max(ranks, key=lambda rank: ranks[rank]["own_seconds"])
+        at = f" on {ranks[slowest]['host']}" if num_hosts(answer) > 1 else ""
+        words.append(f"slowest: rank {slowest}{at}")
+    return ", ".join([*words, *([unanswered_line(answer)] if answer["unanswered"] else [])])
+
+
+def unanswered_line(answer: dict[str, Any]) -> str:
+    """Return which machines did not answer, as a sentence without its end."""
+    return f"{', '.join(dict.fromkeys(answer['unanswered']))} did not answer"
+
+
+def _origin(name: str, ranks: dict[str, Any]) -> str:
+    """Return on which ranks a logged value is not finite, in parentheses; empty if on none or all."""
+    found = [int(rank) for rank, pace in ranks.items() if isinstance(pace["values"].get(name), str)]
+    return f" ({fold_ranks(found)})" if 0 < len(found) < len(ranks) else ""

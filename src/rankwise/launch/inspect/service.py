@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers what is asked about a job's ranks: by a command in another terminal, or by another machine's launcher.
+
+Each machine answers for its own ranks, and the machine that was asked puts the parts together. Imported by the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+from rankwise.errors import LaunchError
+from rankwise.launch.agent.controller_link import ControllerLost
+from rankwise.launch.inspect import stacks, steps
+from rankwise.launch.inspect.other_machines import OtherMachines
+from rankwise.launch.messages import InspectAnswer, InspectRequest
+
+if TYPE_CHECKING:
+    from rankwise.health.diagnosis import Answers
+    from rankwise.launch.agent.controller_link import ControllerLink
+    from rankwise.launch.agent.ranks import LocalRanks
+    from rankwise.launch.controller.server import LocalLink
+    from rankwise.launch.inspect.control_socket import ControlSocket
+    from rankwise.launch.messages import Question, StartAttempt
+
+STACKS_SECONDS = 8.0
+"""How long the other machines may take to probe their ranks."""
+STEPS_SECONDS = 2.0
+"""How long they may take to read records."""
+EVERY_SECONDS = 0.9
+"""How often they are asked for their steps at most: ``rankwise top`` is redrawn every second."""
+
+
+class InspectService:
+    """The service of one launcher, as long as its control socket is open."""
+
+    def __init__(self, control: ControlSocket, ranks: LocalRanks) -> None:
+        self._control = control
+        self._ranks = ranks
+        self._others: dict[Question, OtherMachines] = {
+            "stacks": OtherMachines("stacks", limit_seconds=STACKS_SECONDS),
+            "steps": OtherMachines("steps", limit_seconds=STEPS_SECONDS),
+        }
+        self._one_at_a_time = threading.Lock()
+        """Held while a user is shown stacks."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is a request."""
+        return self._control.fileno()
+
+    def serve(self, link: ControllerLink | LocalLink) -> None:
+        """Answer a request of a command, without blocking the caller."""
+        threading.Thread(target=self._control.serve_one, args=(lambda asked: self._answer(asked, link),)).start()
+
+    def handle(self, message: InspectRequest | InspectAnswer, link: ControllerLink | LocalLink | None) -> None:
+        """Inspect the ranks here for another machine's launcher, or keep its findings; does not block the caller."""
+        if isinstance(message, InspectAnswer):
+            self._others[message.question].take(message)
+        elif link is not None:
+            threading.Thread(target=self._answer_machine, args=(message, link)).start()
+
+    def steps(self, link: ControllerLink | LocalLink, *, every_seconds: float = EVERY_SECONDS) -> dict[str, Any]:
+        """Return the pace of the ranks of all machines, as JSON. Waits for the other machines, for 2 seconds at most.
+
+        They are asked once in ``every_seconds`` at most.
+        """
+        attempt, others = self._ranks.attempt, self._others["steps"]
+        if attempt is None:
+            return steps.as_json([], [])
+        parts: dict[int, Answers] = {}
+        with contextlib.suppress(ControllerLost, OSError):
+            asked = others.ask(link, attempt, every_seconds=every_seconds)
+            parts = others.answers(asked)
+        parts[attempt.node_rank] = self._of_this_machine("steps")
+        missing = [name for node, name in enumerate(attempt.hostnames) if node not in parts]
+        return steps.as_json(parts.values(), missing)
+
+    def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
+        attempt = self._ranks.attempt
+        if attempt is None:
+            raise LaunchError("No rank has been started yet.", do="try again once the other machines have joined")
+        if asked.get("kind") == "steps":
+            return self.steps(link)
+        if asked.get("kind") == "stacks":
+            with self._one_at_a_time:
+                return self._stacks(link, attempt)
+        kind = asked.get("kind")
+        raise LaunchError(f"This launcher does not support the request {kind!r}.", do="rankwise stacks")
+
+    def _stacks(self, link: ControllerLink | LocalLink, attempt: StartAttempt) -> dict[str, Any]:
+        others = self._others["stacks"]
+        asked = others.ask(link, attempt)
+        own = self._of_this_machine("stacks")
+        return stacks.as_json(stacks.merge([own, *others.answers(asked).values()]), attempt.world_size)
+
+    def _answer_machine(self, request: InspectRequest, link: ControllerLink | LocalLink) -> None:
+        attempt = self._ranks.attempt
+        if attempt is None or attempt.attempt != request.attempt:
+            return
+        with contextlib.suppress(ControllerLost, OSError):
+            answer = InspectAnswer(
+                question=request.question,
+                number=request.number,
+                asker=request.asker,
+                node_rank=attempt.node_rank,
+                answers=self._of_this_machine(request.question),
+            )
+            link.send(answer)
+
+    def _of_this_machine(self, question: Question) -> Answers:
+        return stacks.of_ranks(self._ranks) if question == "stacks" else steps.paces(self._ranks.step_records())
