@@ -12,9 +12,13 @@ from spread_training import WAYS, Net, train
 from trained_otherwise import train_in_words, train_seldom
 
 import rankwise as rw
+from rankwise.insight.run_records import read_run
+from rankwise.insight.step_table import table_of
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from spread_training import Found
 
     from rankwise.world.facts import World
@@ -94,3 +98,30 @@ def test_other_transports_train_as_on_one_cpu(way: str) -> None:
     expected = run_ranks(train_seldom, 1, way, NUM_GPUS)[0].get()
     for result in run_ranks(train_seldom, NUM_GPUS, way, NUM_GPUS, device=None, timeout_seconds=240.0):
         assert largest_difference(result.get(), expected) < TOLERANCE
+
+
+def _queue_and_read_at_the_end(world: World, folder: str) -> None:
+    rw.leave()
+    with rw.join(init_method=f"file://{folder}/store", rank=world.rank, world_size=world.world_size, report=folder):
+        model = rw.replicate(torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)]).to(world.device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        x = torch.randn(4096, 2048, device=world.device)
+        for _ in range(50):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss.item()
+
+
+@pytest.mark.timeout(300)
+def test_steps_take_what_they_take_on_the_gpu_and_not_what_queueing_takes(tmp_path: Path) -> None:
+    for result in run_ranks(_queue_and_read_at_the_end, NUM_GPUS, str(tmp_path), device=None, timeout_seconds=240.0):
+        result.get()
+    run = read_run(tmp_path)
+    assert {record.facts["times"] for record in run.ranks} == {"device"}
+    steady = table_of(run.ranks).without_start()
+    means = steady.mean_parts()
+    # Backward computes twice as much as forward. The host, which only queues it, would see something else.
+    assert (means["backward"] > 1.2 * means["forward"]).all()
+    assert (means["forward"] + means["backward"] > means["script"]).all()
