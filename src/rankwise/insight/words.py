@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from rankwise.charts.units import duration
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -238,28 +240,6 @@ TITLES: dict[Language, dict[str, str]] = {
         "more tensors": "另有 {} 个更小的张量未列出。",
     },
 }
-
-
-def duration(seconds: float) -> str:
-    """Return a duration with three digits: ``12.3 ms``."""
-    if seconds == 0.0:
-        return "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} µs"
-
-
-def memory(num_bytes: float) -> str:
-    """Return a number of bytes with three digits: ``1.25 GiB``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{_three_digits(num_bytes / size)} {unit}"
-    return f"{_three_digits(num_bytes / 2**10)} KiB"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"  # noqa: PLR2004
 
 
 def percent(share: float) -> str:
