@@ -213,7 +213,7 @@ def _who(table: StepTable, names: Sequence[str], language: Language) -> Section 
         name="who",
         title=titles["who"],
         note=titles["who note"],
-        tables=(Table(caption=titles["who"], head=("", *names), rows=rows),),
+        tables=(Table(caption=titles["who"], head=(titles["rank"], *names), rows=rows),),
     )
 
 
@@ -269,7 +269,9 @@ def _events(run: RunRecords, language: Language) -> Section:
         name="events",
         title=titles["events"],
         note="" if rows else titles["no events"],
-        tables=(Table(caption=titles["events"], head=("", ""), rows=rows, is_text=True),) if rows else (),
+        tables=(Table(caption=titles["events"], head=(titles["time"], titles["event"]), rows=rows, is_text=True),)
+        if rows
+        else (),
     )
 
 
