@@ -113,7 +113,7 @@ KILLED = """
 import os
 import signal
 import torch
-import horovod.torch as hvd
+import rankwise.compat.horovod.torch as hvd
 
 hvd.init()
 hvd.start_timeline("t.json")
