@@ -113,7 +113,7 @@ KILLED = """
 import os
 import signal
 import torch
-import rankwise.compat.horovod.torch as hvd
+import rankwise.compat.horovod as hvd
 
 hvd.init()
 hvd.start_timeline("t.json")
