@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check a report in a real browser: ``check_report.py FOLDER``, which ``sample_report.py`` has filled.
 
-Chromium is the system's own: what playwright would download is not used.
+Pages are also compared with what ``report_structure.json`` keeps of them; ``--renew`` writes it again, from the pages
+as they are. Chromium is the system's own: what playwright would download is not used.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import accessibility
+import report_look
 from playwright.sync_api import sync_playwright
 
 if TYPE_CHECKING:
@@ -78,13 +81,27 @@ def seconds_of(words: str) -> float:
     return float(value) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
 
 
-def main(folder: Path) -> None:
+def check_pages(browser: Browser, folder: Path) -> None:
+    """Every page has its structure and look, and what readers without eyes or mouse need."""
+    problems = report_look.problems_of(browser, folder)
+    again = f"where this is meant: python docs/check_report.py {folder} --renew"
+    require(not problems, "\n".join([*problems, again]))
+    for name in report_look.PAGES:
+        page, _, _ = opened(browser, folder / f"{name}.html")
+        problems = accessibility.problems_of(page)
+        require(not problems, f"{name}.html: {'; '.join(problems)}")
+        page.close()
+
+
+def main(folder: Path, *, is_renewed: bool) -> None:
     """Check the page in both languages, light and dark, wide and narrow, and printed."""
     numbers = json.loads((folder / "numbers.json").read_text())
     chromium = shutil.which("chromium")
     require(chromium is not None, "chromium is missing: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        if is_renewed:
+            report_look.renew(browser, folder)
         for language, says in SAYS.items():
             path = folder / f"report.{language}.html"
             page, fetched, seconds = opened(browser, path)
@@ -107,7 +124,8 @@ def main(folder: Path) -> None:
                 require(needed <= width, f"{path.name} is {needed} px wide at {width} px")
                 page.screenshot(path=folder / f"{language}-{width}.png", full_page=True)
                 page.close()
+        check_pages(browser, folder)
         browser.close()
 
 
-main(Path(sys.argv[1]).resolve())
+main(Path(sys.argv[1]).resolve(), is_renewed="--renew" in sys.argv[2:])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the records of a run of 8 ranks and 10,000 steps that never was, and its report: ``sample_report.py FOLDER``.
 
-``check_report.py`` looks at the page in a browser. Numbers that the page must show are in ``numbers.json`` beside it.
+Also a page of a mesh and one of a checkpoint, as ``rankwise show`` makes them. ``check_report.py`` looks at the pages
+in a browser. Numbers that the report must show are in ``numbers.json`` beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+import rankwise
 from rankwise.health.step_record import DATA, EXCHANGE, PARTS, RecordFile, Step, record_path, row_of
+from rankwise.insight.checkpoint_contents import page_of_checkpoint
+from rankwise.insight.layouts import page_of_mesh
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
@@ -56,6 +62,9 @@ def write_records(folder: Path) -> None:
         steps = list(range(start, start + 100))
         values = [round(2.0 / step**0.3, 6) for step in steps]
         records[0].note({"kind": "values", "name": "loss", "steps": steps, "values": values})
+    for layout in _layouts():
+        records[0].note({"kind": "layout", **layout})
+    records[0].note({"kind": "event", "time": time.time(), "text": "checkpoint saved in runs/net"})
     for record in records:
         record.close()
 
@@ -74,10 +83,40 @@ def _facts(rank: int) -> dict[str, object]:
     return {"rank": rank, "world_size": NUM_RANKS, "node_rank": rank // 4, "num_nodes": 2, **host, **versions, **job}
 
 
+def _layouts() -> list[dict[str, object]]:
+    """Return a mesh, a model on two devices, and a step of a pipeline of 2 stages and 4 micro-batches."""
+    parts = [(f"layers.{number}", f"cuda:{number // 2}", 2**20 * (number + 1), "cuda", "given") for number in range(4)]
+    spans = [
+        (rank, kind, rank, micro_batch, 0.01 * (3 * micro_batch + rank + at), 0.01 * (3 * micro_batch + rank + at + 1))
+        for rank in range(2)
+        for micro_batch in range(4)
+        for at, kind in enumerate(("forward", "backward of inputs", "backward of weights"))
+    ]
+    return [
+        {"what": "mesh", "axes": {"pp": 2, "dp_shard": 2, "tp": 2}},
+        {"what": "placement", "parts": parts},
+        {"what": "schedule", "title": "1f1b: 2 stages on 2 ranks, 4 micro-batches", "spans": spans},
+    ]
+
+
+def write_shown(folder: Path) -> None:
+    """Write the pages of a mesh and of a checkpoint."""
+    (folder / "mesh.html").write_text(page_of_mesh("dp_shard=4,tp=2", 4, "en").html, encoding="utf-8")
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 100), torch.nn.Linear(100, 10))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.zeros(1, 300)).sum().backward()
+    optimizer.step()
+    saved = folder / "saved"
+    with rankwise.join(report="off"):
+        rankwise.save(saved, model=model, optimizer=optimizer)
+    (folder / "checkpoint.html").write_text(page_of_checkpoint(saved, "en").html, encoding="utf-8")
+
+
 def main(folder: Path) -> None:
-    """Write records, page and numbers."""
+    """Write records, pages and numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     write_records(folder)
+    write_shown(folder)
     run = read_run(folder)
     for language in ("en", "zh"):
         (folder / f"report.{language}.html").write_text(page_of(run, language).html, encoding="utf-8")

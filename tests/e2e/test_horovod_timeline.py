@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -106,6 +107,28 @@ def test_a_timeline_that_one_rank_starts_is_of_that_rank(command: Command) -> No
     assert "1 of 2 ranks are missing in the timeline: have they started it too?" in done.stderr
     assert {event["pid"] for event in _events(command.folder / "t.json")} == {0}
     assert not (command.folder / "ignored.json").exists()
+
+
+KILLED = """
+import os
+import signal
+import torch
+import rankwise.compat.horovod as hvd
+
+hvd.init()
+hvd.start_timeline("t.json")
+hvd.allreduce(torch.ones(3))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_rank_leaves_no_file_of_its_timeline(command: Command) -> None:
+    command.write("train.py", KILLED)
+    temporary = command.folder / "temporary"
+    temporary.mkdir()
+    done = command.python("train.py", env={"TMPDIR": str(temporary)})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(

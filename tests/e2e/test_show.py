@@ -52,6 +52,10 @@ def test_a_checkpoint_is_shown_with_its_files_and_tensors(command: Command) -> N
         assert word in page
     assert _marks(page, "files") >= 3
     assert _marks(page, "tensors") >= 4
+    # The largest first; the optimizer's numbers of steps are the smallest.
+    names = re.findall('<th scope="row">([^<]+)</th>', page.partition('<section id="tensors">')[2])
+    assert "bias" not in names[0]
+    assert names[-1].endswith("step")
     done = command.rankwise("show", "saved", "--language", "zh", "-o", "zh.html")
     assert "由 2 个 rank 写出" in done.stdout
     assert "检查点的张量" in _written(command.folder, "zh.html")

@@ -22,7 +22,6 @@ def _measure(world: World, folder: str) -> tuple[float | None, list[Any], str]:
     with step.measure():
         step(drawn(8, 6), drawn(8, 3))
     step.draw(f"{folder}/schedule.svg")
-    step.draw(f"{folder}/schedule.png")
     return step.bubble, step.stages, str(step)
 
 
@@ -36,4 +35,3 @@ def test_a_measured_step_is_drawn(tmp_path: Any) -> None:
     picture = (tmp_path / "schedule.svg").read_text()
     assert picture.count("<title>forward, stage") == 4 * 4
     assert picture.count("<title>backward of weights, stage") == 4 * 4
-    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")

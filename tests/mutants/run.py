@@ -10,6 +10,7 @@ Arguments: words; only mistakes with one of them in their file's name or their o
     old = "total / count"                             # stands in the file once
     new = "total / count / count"
     tests = ["tests/multiprocess/test_promise.py"]    # of the room, as pytest takes them
+    environment = ".venv-frameworks"                  # that runs them; left out: the one that runs this
 
 Run by ``make mutants``. Takes as long as the tests of every mistake together: it is not part of CI.
 """
@@ -43,6 +44,12 @@ class Mistake:
     old: str
     new: str
     tests: list[str]
+    environment: str = ""
+
+    @property
+    def python(self) -> str:
+        """What runs the tests."""
+        return str(ROOT / self.environment / "bin" / "python") if self.environment else sys.executable
 
 
 def read_mistakes(words: list[str]) -> list[Mistake]:
@@ -63,11 +70,11 @@ def apply(mistake: Mistake, copy: Path) -> None:
     path.write_text(text.replace(mistake.old, mistake.new))
 
 
-def run_tests(tests: list[str], copy: Path) -> subprocess.CompletedProcess[str]:
+def run_tests(python: str, tests: list[str], copy: Path) -> subprocess.CompletedProcess[str]:
     """Run tests of the copy, up to the first failure, in a session of their own."""
     return subprocess.run(
         # pytest's own folder has too long a name for the sockets that tests make in it.
-        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--basetemp", str(copy.parent / "t"), *tests],
+        [python, "-m", "pytest", "-x", "-q", "--no-header", "--basetemp", str(copy.parent / "t"), *tests],
         cwd=copy,
         # Before the folder of the installed one. What is compiled for a mistake must not outlive it.
         env={**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -89,7 +96,7 @@ def judge(mistake: Mistake, done: subprocess.CompletedProcess[str] | None, copy:
         sys.exit(f"{mistake.what}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
     lines = done.stdout.strip().splitlines() or ["(no output)"]
     evidence = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1])
-    if done.returncode and run_tests(["--last-failed", *mistake.tests], copy).returncode:
+    if done.returncode and run_tests(mistake.python, ["--last-failed", *mistake.tests], copy).returncode:
         sys.exit(f"This fails without the mistake too: {evidence}")
     return done.returncode == 1, evidence[:110]
 
@@ -101,6 +108,9 @@ def main() -> int:
     if not mistakes:
         sys.exit("no mistake has one of these words")
     num_noticed = 0
+    for environment in sorted({one.environment for one in mistakes if not Path(one.python).exists()}):
+        print(f"left out: mistakes of which {environment} runs the tests")
+    mistakes = [one for one in mistakes if Path(one.python).exists()]
     with tempfile.TemporaryDirectory(prefix="m.") as folder:
         copy = Path(folder) / "rankwise"
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -111,7 +121,7 @@ def main() -> int:
             start = time.monotonic()
             apply(mistake, copy)
             try:
-                done = run_tests(mistake.tests, copy)
+                done = run_tests(mistake.python, mistake.tests, copy)
             except subprocess.TimeoutExpired:
                 done = None
             shutil.copy2(ROOT / mistake.path, copy / mistake.path)

@@ -80,6 +80,15 @@ def test_a_module_that_imports_another_of_its_name_is_changed_once() -> None:
         assert importlib.import_module("imports_itself").save() == 2
 
 
+@pytest.mark.usefixtures("folder")
+def test_what_was_changed_twice_is_as_before_afterwards() -> None:
+    module = importlib.import_module("written_by_hand")
+    own = module.save
+    with changed_after_import({"written_by_hand": lambda module: [*_one_more(module), *_one_more(module)]}):
+        assert module.save() == 3
+    assert module.save is own
+
+
 def test_a_module_that_does_not_exist_is_not_found() -> None:
     with changed_after_import({"no_such_module": _one_more}), pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module")

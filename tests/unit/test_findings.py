@@ -14,6 +14,7 @@ from rankwise.health.step_record import (
     DATA,
     EXCHANGE,
     FORWARD,
+    OPTIMIZER,
     PARTS,
     SCRIPT,
     Now,
@@ -26,8 +27,8 @@ from rankwise.insight.findings import Finding, findings_of
 from rankwise.insight.step_table import StepTable, table_of
 
 NUM_STEPS = 60
-USUAL = {DATA: 0.001, FORWARD: 0.004, BACKWARD: 0.008, SCRIPT: 0.0005, 5: 0.001}
-"""Seconds of each part of a usual step, by its number; 5 is the optimizer."""
+USUAL = {DATA: 0.001, FORWARD: 0.004, BACKWARD: 0.008, SCRIPT: 0.0005, OPTIMIZER: 0.001}
+"""Seconds of each part of a usual step, by its number."""
 
 
 def job(
@@ -227,3 +228,55 @@ def test_parts_and_waiting_add_up() -> None:
     # The rank that is last waits for nobody.
     assert table.waiting[table.last, range(table.num_steps)].max() == 0.0
     assert table.transfer.min() >= -1e-12
+
+
+def test_the_first_step_does_not_count() -> None:
+    usual = job(2, slow=1, more={DATA: 0.006})
+    late = [_with_first(record, SCRIPT, 100.0 if record.facts["rank"] == 0 else 0.0) for record in usual]
+    assert found(late)[0].ranks == (1,)
+    assert table_of(late).without_start().num_steps == NUM_STEPS - 1
+
+
+def _with_first(record: Record, part: int, seconds: float) -> Record:
+    first = record.steps[0]
+    parts = tuple(one + seconds * (number == part) for number, one in enumerate(first.parts))
+    steps = [first._replace(parts=parts, arrival=first.arrival + seconds), *record.steps[1:]]
+    return Record(facts=record.facts, steps=steps, notes=[], now=record.now)
+
+
+def test_waiting_within_an_update_is_not_waiting_for_gradients() -> None:
+    # Rank 0 has waited for gradients for 0.5 ms, though by the clocks it came 1 ms earlier, and 2 ms within the update.
+    rows = ({OPTIMIZER: 0.001, EXCHANGE: 0.0025}, {OPTIMIZER: 0.003, EXCHANGE: 0.0})
+    records = [
+        Record(facts=one.facts, steps=[_updating(step, parts) for step in one.steps], notes=[], now=one.now)
+        for one, parts in zip(job(2), rows, strict=True)
+    ]
+    table = table_of(records)
+    assert table.waiting_for_gradients.tolist() == [[pytest.approx(0.0005)] * NUM_STEPS, [0.0] * NUM_STEPS]
+    assert table.waiting_late.tolist() == [[pytest.approx(0.002)] * NUM_STEPS, [0.0] * NUM_STEPS]
+    assert table.last_late.tolist() == [1] * NUM_STEPS
+
+
+def _updating(step: Step, times: dict[int, float]) -> Step:
+    parts = tuple(times.get(number, 0.0) for number in range(len(PARTS)))
+    is_early = times[EXCHANGE] > 0.0
+    return step._replace(parts=parts, arrival=0.009 if is_early else 0.01, late_exchange=0.002 * is_early)
+
+
+def test_of_two_ranks_one_is_named_only_if_it_causes_most_of_the_waiting() -> None:
+    first, second = (job(2, slow=rank, more={DATA: 0.01}) for rank in (0, 1))
+    by_turns = [
+        Record(
+            facts=one.facts,
+            steps=[mine if mine.number % 3 == 0 else other for mine, other in zip(one.steps, two.steps, strict=True)],
+            notes=[],
+            now=one.now,
+        )
+        for one, two in zip(first, second, strict=True)
+    ]
+    # Two thirds: with more ranks that would be enough.
+    assert [one.kind for one in found(by_turns)] == ["turns"]
+
+
+def test_one_rank_alone_exchanges_nothing() -> None:
+    assert found(job(1, transfer=0.02)) == []

@@ -32,3 +32,14 @@ def test_times_of_a_schedule_are_those_that_were_measured() -> None:
     assert 'class="forward cell" x="90.0"' in boxes
     assert 'width="157.5"' in boxes  # A quarter of the width.
     assert 'class="backward cell" x="405.0"' in boxes
+
+
+def test_groups_of_which_one_is_across_hosts_are_across_hosts() -> None:
+    section = mesh_section(Axes(dp_replicate=3, tp=2), ["a"] * 3 + ["b"] * 3, "en")
+    groups = {name: text for name, _, text, _ in section.tables[0].rows}
+    assert groups == {
+        "dp_replicate": "0, 2, 4; 1, 3, 5 (across hosts)",
+        "tp": "0, 1; 2, 3; 4, 5 (across hosts)",
+    }
+    within = mesh_section(Axes(dp_replicate=3, tp=2), ["a", "a", "b", "b", "c", "c"], "en")
+    assert within.tables[0].rows[1][2] == "0, 1; 2, 3; 4, 5 (each within a host)"

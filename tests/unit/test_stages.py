@@ -16,7 +16,7 @@ from rankwise.parallel.core.blocks import blocks
 from rankwise.parallel.pipeline import micro_batches
 from rankwise.parallel.pipeline.cost import block_costs
 from rankwise.parallel.pipeline.executor import Span
-from rankwise.parallel.pipeline.picture import Picture, svg, write_picture
+from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.pipeline import checked_count
 from rankwise.parallel.pipeline.schedule import (
     BACKWARD,
@@ -378,17 +378,34 @@ def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
         Span(1, BACKWARD, 1, 0, 0.2, 0.4),
         Span(0, BACKWARD, 0, 0, 0.4, 0.6),
     )
-    picture = Picture("1f1b", 2, spans)
-    assert picture.bubble == pytest.approx(0.5)
-    root = ET.fromstring(svg(picture))  # noqa: S314 - our own text
+    step = MeasuredStep("1f1b", 2, spans)
+    assert step.bubble == pytest.approx(0.5)
+    path = tmp_path / "schedule.svg"
+    write_picture(step, path)
+    root = ET.fromstring(path.read_text())  # noqa: S314 - our own text
     titles = [element.text for element in root.iter() if element.tag.endswith("title")]
     assert "backward, stage 1, micro-batch 0: 200 ms" in titles
     assert len(titles) == len(spans)
-    assert "bubble 50%" in svg(picture)
-    longer = Picture("1f1b", 1, (Span(0, FORWARD, 0, 0, 0.0, 3.14),))
-    assert "3.14 s, bubble" in svg(longer)
-    assert "2.35 s<" in svg(longer)
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    # The title, the legend, a row per rank with the numbers of its micro-batches, and the axis of time.
+    assert texts == [
+        "1f1b: 2 stages on 2 ranks, 1 micro-batches, 600 ms, bubble 50%", "forward", "backward",
+        "rank 0", "0", "0", "rank 1", "0", "0", "0 s", "150 ms", "300 ms", "450 ms", "600 ms",
+    ]  # fmt: skip
+    longer = MeasuredStep("1f1b", 1, (Span(0, FORWARD, 0, 0, 0.0, 3.14),))
+    assert "3.14 s, bubble" in longer.title
     with pytest.raises(ConfigurationError, match="does not exist"):
-        write_picture(picture, tmp_path / "none" / "schedule.svg")
-    with pytest.raises(ConfigurationError, match=r"\.svg and \.png"):
-        write_picture(picture, tmp_path / "schedule.pdf")
+        write_picture(step, tmp_path / "none" / "schedule.svg")
+    with pytest.raises(ConfigurationError, match=r'draw\(\) writes \.svg[^"]*pass "schedule\.svg"'):
+        write_picture(step, tmp_path / "schedule.png")
+
+
+def test_a_picture_has_its_colors_inside(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.svg"
+    write_picture(MeasuredStep("1f1b", 1, (Span(0, FORWARD, 0, 0, 0.0, 1.0),)), path)
+    picture = path.read_text()
+    light, dark = picture.partition("</style>")[0].split("@media (prefers-color-scheme: dark)")
+    for rule in (".forward { fill: #", ".backward { fill: #", ".exchange { fill: #", ".optimizer { fill: #"):
+        assert rule in light
+        assert rule in dark
+    assert "var(" not in picture

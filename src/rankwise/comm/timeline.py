@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A timeline of all ranks in one file: every step in detail, from one call to another.
 
-Each rank records its own part in a temporary file; rank zero collects them over the store when the timeline ends, and
-waits for no rank that sends none.
+Each rank records its own part in a temporary file without a name, of which nothing is left if the rank is killed; rank
+zero collects them over the store when the timeline ends, and waits for no rank that sends none.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Timeline:
         self._store = None if session.store is None else session.store.prefixed(f"rankwise/timeline/{number}")
         if self._world.rank == 0:
             _try_to_write(path)
-        self._folder = TemporaryDirectory(prefix="rankwise-timeline-")
-        self._own = Path(self._folder.name) / "steps"
-        self._record = RecordFile(str(self._own), facts_of(self._world))
+        with TemporaryDirectory(prefix="rankwise-timeline-") as folder:
+            path_of_own = Path(folder) / "steps"
+            self._record = RecordFile(str(path_of_own), facts_of(self._world))
+            self._own = path_of_own.open("rb")
         if self._store is not None:
             try:
                 note_clock(self._record, self._store.prefixed("clock"), self._world.rank, hostnames)
@@ -64,8 +65,8 @@ class Timeline:
         """End the timeline: rank zero writes the file, the other ranks send it their part. Called by: every rank."""
         self._meter.end_timeline()
         self._record.close()
-        own = self._own.read_bytes()
-        self._folder.cleanup()
+        with self._own:
+            own = self._own.read()
         if self._world.rank != 0:
             if self._store is not None:
                 self._store.set(str(self._world.rank), own)

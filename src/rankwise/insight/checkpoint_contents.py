@@ -7,15 +7,14 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from markupsafe import Markup
 
+from rankwise.charts.colors import NUM_KEYS
+from rankwise.charts.shapes import Bar, stacked_bars
+from rankwise.charts.units import memory
 from rankwise.checkpoint.load import read_manifest_bytes
 from rankwise.checkpoint.manifest import decode
 from rankwise.insight import words
-from rankwise.insight.charts import Bar, stacked_bars
 from rankwise.insight.html import Page, Section, Table, rendered
-from rankwise.insight.layouts import NUM_KEYS
-from rankwise.insight.words import memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +86,7 @@ def _files(saved: Manifest, language: Language) -> Section:
     return Section(
         name="files",
         title=titles["files"],
-        chart=Markup(stacked_bars(bars, titles["files"], lambda _, length: memory(length))) if bars else None,  # noqa: S704
+        chart=stacked_bars(bars, titles["files"], lambda _, length: memory(length)) if bars else None,
         legend=tuple({"style": styles[name], "name": f"{name}: {saved.objects[name].kind}"} for name in objects),
         tables=(Table(caption=titles["files"], head=(titles["file"], titles["bytes"], *objects), rows=rows),),
     )
@@ -109,7 +108,7 @@ def _tensors(saved: Manifest, language: Language) -> list[Section]:
             name="tensors",
             title=titles["tensors"],
             note=titles["more tensors"].format(left_out) if left_out else "",
-            chart=Markup(stacked_bars(bars, titles["tensors"], lambda _, length: memory(length))),  # noqa: S704
+            chart=stacked_bars(bars, titles["tensors"], lambda _, length: memory(length)),
             tables=(
                 Table(
                     caption=titles["tensors"],

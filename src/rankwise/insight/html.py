@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from rankwise.charts.colors import page_style
 from rankwise.insight import words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from markupsafe import Markup
-
+    from rankwise.charts.shapes import Chart
     from rankwise.insight.words import Language
 
 ORDER = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
@@ -38,7 +38,7 @@ class Section:
     name: str
     title: str
     note: str = ""
-    chart: Markup | None = None
+    chart: Chart | None = None
     legend: tuple[dict[str, str], ...] = ()
     tables: tuple[Table, ...] = field(default_factory=tuple)
 
@@ -83,7 +83,7 @@ def rendered(
         headline=headline,
         notes=notes,
         changes=changes,
-        legend=legend_of(language),
+        chart_style=page_style(),
         sections=sections,
     )
 

@@ -6,30 +6,23 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-
+from rankwise.charts.colors import NUM_KEYS
+from rankwise.charts.schedule import schedule_legend, schedule_rows
+from rankwise.charts.shapes import MOST_COLUMNS, Bar, Cell, cells, spans, stacked_bars
+from rankwise.charts.units import duration, memory
 from rankwise.errors import ConfigurationError, ReportError
 from rankwise.insight import words
-from rankwise.insight.charts import MOST_COLUMNS, Bar, Cell, Span, cells, spans, stacked_bars
 from rankwise.insight.html import Page, Section, Table, rendered
-from rankwise.insight.words import duration, memory
 from rankwise.world.mesh import NAMES, Axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.charts.schedule import Measured
     from rankwise.insight.run_records import RunRecords
     from rankwise.insight.words import Language
 
-NUM_KEYS = 8
-"""How many colors there are for things of one kind."""
 _GROUPS_SHOWN = 4
-_STYLES = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward of inputs": "exchange",
-    "backward of weights": "optimizer",
-}
 
 
 def layout_sections(layouts: Sequence[dict[str, Any]], hosts: Sequence[str], language: Language) -> list[Section]:
@@ -78,7 +71,7 @@ def mesh_section(axes: Axes, hosts: Sequence[str], language: Language) -> Sectio
         name="mesh",
         title=titles["mesh"],
         note=titles["mesh note"],
-        chart=Markup(cells(rows, titles["mesh"])),  # noqa: S704 - escaped where it is drawn
+        chart=cells(rows, titles["mesh"]),
         tables=(table,),
     )
 
@@ -113,7 +106,7 @@ def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
         name="placement",
         title=titles["placement"],
         note=titles["placement note"],
-        chart=Markup(stacked_bars(bars, titles["placement"], lambda _, length: memory(length))),  # noqa: S704
+        chart=stacked_bars(bars, titles["placement"], lambda _, length: memory(length)),
         tables=(
             Table(
                 caption=titles["placement"],
@@ -125,30 +118,23 @@ def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
     )
 
 
-def _schedule(title: str, measured: Sequence[Sequence[Any]], language: Language) -> Section:
+def _schedule(title: str, measured: Sequence[Measured], language: Language) -> Section:
     titles = words.TITLES[language]
-    num_ranks = 1 + max(rank for rank, *_ in measured)
-    rows: list[list[Span]] = [[] for _ in range(num_ranks)]
-    busy = [0.0] * num_ranks
-    for rank, kind, stage, micro_batch, start, end in measured:
-        told = f"{kind}, {titles['stage']} {stage}, {titles['micro-batch']} {micro_batch}: {duration(end - start)}"
-        rows[rank].append(Span(_STYLES[kind], start, end, str(micro_batch), told))
-        busy[rank] += end - start
+    rows = schedule_rows(measured, titles)
+    busy = [sum(span.end - span.start for span in row) for _, row in rows]
     whole = max(end for *_, end in measured)
-    names = [f"{titles['rank']} {rank}" for rank in range(num_ranks)]
-    kinds = dict.fromkeys(kind for _, kind, *_ in measured)
     return Section(
         name="schedule",
         title=titles["schedule"],
         note=title,
-        chart=Markup(spans(list(zip(names, rows, strict=True)), titles["schedule"])),  # noqa: S704
-        legend=tuple({"style": _STYLES[kind], "name": kind} for kind in kinds),
+        chart=spans(rows, titles["schedule"], duration),
+        legend=tuple({"style": style, "name": name} for style, name in schedule_legend(measured)),
         tables=(
             Table(
                 caption=titles["schedule"],
                 head=(titles["rank"], titles["computes"], titles["waits"]),
                 rows=tuple(
-                    (name, duration(time), duration(whole - time)) for name, time in zip(names, busy, strict=True)
+                    (name, duration(time), duration(whole - time)) for (name, _), time in zip(rows, busy, strict=True)
                 ),
             ),
         ),

@@ -8,17 +8,17 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
-from markupsafe import Markup
 
+from rankwise.charts.colors import NUM_KEYS
+from rankwise.charts.shapes import Bar, binned, heat_map, lines, stacked_bars
+from rankwise.charts.units import duration, memory
 from rankwise.health.step_record import EXCHANGE
 from rankwise.insight import words
-from rankwise.insight.charts import Bar, binned, heat_map, lines, stacked_bars
 from rankwise.insight.comparison import speed_of, times_faster
 from rankwise.insight.findings import findings_of
 from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, rendered
 from rankwise.insight.layouts import layout_sections
 from rankwise.insight.step_table import table_of
-from rankwise.insight.words import duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +125,7 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
         name="compare",
         title=titles["compare"],
         note=titles["compare note"],
-        chart=Markup(chart),  # noqa: S704 - escaped where it is drawn
+        chart=chart,
         legend=legend,
         tables=(Table(caption=titles["compare"], head=head, rows=rows),),
     )
@@ -144,9 +144,7 @@ def _parts(table: StepTable, names: Sequence[str], language: Language) -> Sectio
     return Section(
         name="parts",
         title=titles["parts"],
-        chart=Markup(  # noqa: S704 - escaped where it is drawn
-            stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {duration(length)}")
-        ),
+        chart=stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {duration(length)}"),
         legend=tuple(one for one in legend_of(language) if one["style"] in shown),
         tables=(
             Table(
@@ -173,7 +171,7 @@ def _steps(table: StepTable, language: Language) -> Section:
     return Section(
         name="steps",
         title=titles["steps"],
-        chart=Markup(lines(curves, titles["steps"], duration)),  # noqa: S704
+        chart=lines(curves, titles["steps"], duration),
         legend=tuple(legend),
         tables=(Table(caption=titles["steps"], head=(titles["step"], *(name for name, _, _ in curves)), rows=rows),),
     )
@@ -197,7 +195,7 @@ def _heat(table: StepTable, names: Sequence[str], language: Language) -> Section
         name="heat",
         title=titles["heat"],
         note=titles["heat note"],
-        chart=Markup(heat_map(working, names, titles["heat"], told)),  # noqa: S704
+        chart=heat_map(working, names, titles["heat"], told),
         tables=(Table(caption=titles["heat"], head=(titles["rank"], "10 %", "50 %", "90 %"), rows=rows),),
     )
 
@@ -215,7 +213,7 @@ def _who(table: StepTable, names: Sequence[str], language: Language) -> Section 
         name="who",
         title=titles["who"],
         note=titles["who note"],
-        tables=(Table(caption=titles["who"], head=("", *names), rows=rows),),
+        tables=(Table(caption=titles["who"], head=(titles["rank"], *names), rows=rows),),
     )
 
 
@@ -238,7 +236,7 @@ def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language:
     return Section(
         name=f"values-{name}",
         title=title,
-        chart=Markup(lines([(name, xs[0], ys[0])], title, lambda value: f"{value:.4g}", from_zero=False)),  # noqa: S704
+        chart=lines([(name, xs[0], ys[0])], title, lambda value: f"{value:.4g}", from_zero=False),
         tables=(Table(caption=title, head=(titles["step"], name), rows=rows),),
     )
 
@@ -249,14 +247,14 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
     xs = np.arange(held.shape[1]) * per_column + 2.0
     curves = [(name, xs, held[row]) for row, name in enumerate(names)]
     rows = tuple(
-        (name, words.memory(float(table.memory_bytes[row, 0])), words.memory(float(table.memory_bytes[row].max())))
+        (name, memory(float(table.memory_bytes[row, 0])), memory(float(table.memory_bytes[row].max())))
         for row, name in enumerate(names)
     )
     return Section(
         name="memory",
         title=titles["memory"],
-        chart=Markup(lines(curves, titles["memory"], words.memory)),  # noqa: S704
-        legend=tuple({"style": f"key{row % 8}", "name": name} for row, name in enumerate(names)),
+        chart=lines(curves, titles["memory"], memory),
+        legend=tuple({"style": f"key{row % NUM_KEYS}", "name": name} for row, name in enumerate(names)),
         tables=(Table(caption=titles["memory"], head=(titles["rank"], titles["at first"], titles["most"]), rows=rows),),
     )
 
@@ -271,7 +269,9 @@ def _events(run: RunRecords, language: Language) -> Section:
         name="events",
         title=titles["events"],
         note="" if rows else titles["no events"],
-        tables=(Table(caption=titles["events"], head=("", ""), rows=rows, is_text=True),) if rows else (),
+        tables=(Table(caption=titles["events"], head=(titles["time"], titles["event"]), rows=rows, is_text=True),)
+        if rows
+        else (),
     )
 
 

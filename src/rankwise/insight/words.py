@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from rankwise.charts.units import duration
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -123,6 +125,8 @@ TITLES: dict[Language, dict[str, str]] = {
         "values": "Logged values",
         "memory": "Memory of each rank",
         "events": "Events",
+        "time": "time",
+        "event": "event",
         "environment": "Environment",
         "as a table": "as a table",
         "rank": "rank",
@@ -190,6 +194,8 @@ TITLES: dict[Language, dict[str, str]] = {
         "values": "记录的数值",
         "memory": "每个 rank 的内存",
         "events": "事件",
+        "time": "时间",
+        "event": "事件",
         "environment": "环境",
         "as a table": "表格形式",
         "rank": "rank",
@@ -238,28 +244,6 @@ TITLES: dict[Language, dict[str, str]] = {
         "more tensors": "另有 {} 个更小的张量未列出。",
     },
 }
-
-
-def duration(seconds: float) -> str:
-    """Return a duration with three digits: ``12.3 ms``."""
-    if seconds == 0.0:
-        return "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} µs"
-
-
-def memory(num_bytes: float) -> str:
-    """Return a number of bytes with three digits: ``1.25 GiB``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{_three_digits(num_bytes / size)} {unit}"
-    return f"{_three_digits(num_bytes / 2**10)} KiB"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"  # noqa: PLR2004
 
 
 def percent(share: float) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import traceback
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,8 +24,8 @@ from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
 from rankwise.parallel.pipeline.link import PipelineLink
 from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
+from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
-from rankwise.parallel.pipeline.picture import Picture, write_picture
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
 from rankwise.parallel.pipeline.step_gradients import StepGradients, clip_to_norm
@@ -89,7 +88,7 @@ class Pipeline:
         )
         self._buffers = None if copies is None else BufferSync(plan.own_buffers(place), copies)
         self._spans: list[tuple[str, int, int, float, float]] | None = None
-        self._picture: Picture | None = None
+        self._measured: MeasuredStep | None = None
         self._has_warned = False
         self._looked_at: Program | None = None
         self._num_begun = 0
@@ -188,8 +187,8 @@ class Pipeline:
             yield
         finally:
             self._spans = None
-        if self._picture is not None and current().world.rank == 0:
-            note_layout("schedule", title=self._picture.title, spans=[astuple(span) for span in self._picture.spans])
+        if self._measured is not None and current().world.rank == 0:
+            note_layout("schedule", title=self._measured.title, spans=self._measured.rows)
 
     def draw(self, path: str | Path) -> None:
         """Draw the last measured step: when each rank computed, and when it waited.
@@ -197,22 +196,22 @@ class Pipeline:
         Called by: any ranks; rank zero of the world writes, and the others do nothing.
 
         Args:
-            path: ends in ``.svg``, or in ``.png``, which needs matplotlib.
+            path: ends in ``.svg``. The picture is that of the step in a report.
 
         Raises:
-            ConfigurationError: no step was measured, the ending is unknown, or the folder does not exist.
+            ConfigurationError: no step was measured, ``path`` ends otherwise, or its folder does not exist.
         """
-        if self._picture is None:
+        if self._measured is None:
             raise ConfigurationError(
                 "No step has been measured yet.", do="measure one: with step.measure(): step(x, target)"
             )
         if current().world.rank == 0:
-            write_picture(self._picture, Path(path))
+            write_picture(self._measured, Path(path))
 
     @property
     def bubble(self) -> float | None:
         """The share of the last measured step in which ranks waited; ``None`` where none was measured."""
-        return None if self._picture is None else self._picture.bubble
+        return None if self._measured is None else self._measured.bubble
 
     @property
     def stages(self) -> list[StageReport]:
@@ -282,7 +281,7 @@ class Pipeline:
             with torch.enable_grad(), self._telling_others():
                 run.run(order[self._place], scale_of=scale_of, spans=self._spans)
             if self._spans is not None:
-                self._picture = self._gathered(order, began)
+                self._measured = self._gathered(order, began)
             if self._along is not None:
                 self._along.detector.recorder.note_step(self._num_begun)
         losses = [] if run is None else run.losses
@@ -389,7 +388,7 @@ class Pipeline:
             self._along.barrier("beginning of a measured step")
         return now(self._plan.device)
 
-    def _gathered(self, order: Sequence[Sequence[Action]], began: float) -> Picture:
+    def _gathered(self, order: Sequence[Sequence[Action]], began: float) -> MeasuredStep:
         own = [(start - began, end - began) for *_, start, end in self._spans or ()]
         rows = max(len(actions) for actions in order)
         times = torch.full((rows, 2), math.nan, dtype=torch.float64, device=self._plan.device)
@@ -400,4 +399,4 @@ class Pipeline:
             for rank, (actions, of_rank) in enumerate(zip(order, all_times.tolist(), strict=True))
             for action, (start, end) in zip([one for one in actions if one.computes], of_rank, strict=False)
         ]
-        return Picture(self._plan.schedule.name, self._plan.num_stages, tuple(spans))
+        return MeasuredStep(self._plan.schedule.name, self._plan.num_stages, tuple(spans))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts as SVG text: stacked bars, a map of rank by step, and lines. Colors are variables of the page's style.
+"""The kinds of charts: stacked bars, rows of cells or spans, a map of rank by step, and lines. Colors are the style's.
 
 Every mark has a title that says its value, and every chart a label for those who do not see it.
 """
@@ -11,6 +11,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from rankwise.charts.colors import NUM_KEYS, NUM_SHADES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,9 +27,16 @@ ROW_HEIGHT = 22
 MOST_COLUMNS = 240
 """How many columns or points a chart shows at most; steps are averaged for that."""
 _LINE_HEIGHT = 180
-_SHADES = 8
 _LEAST_TEXT_WIDTH = 8
 """Of a box that a text fits into, per character."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart as SVG text, :data:`WIDTH` wide."""
+
+    svg: str
+    height: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,19 +68,20 @@ class Span:
     title: str
 
 
-def cells(rows: Sequence[tuple[str, Sequence[Cell]]], title: str) -> str:
+def cells(rows: Sequence[tuple[str, Sequence[Cell]]], title: str) -> Chart:
     """Return rows of equally wide cells, each row with its label."""
     width = (WIDTH - LABEL_WIDTH) / max(len(row) for _, row in rows)
     placed = [
         (label, [(place * width, width, cell.style, cell.text, cell.title) for place, cell in enumerate(row)])
         for label, row in rows
     ]
-    return _boxes(placed, title)
+    return _svg(len(rows) * ROW_HEIGHT, title, _boxes(placed))
 
 
-def spans(rows: Sequence[tuple[str, Sequence[Span]]], title: str) -> str:
-    """Return rows of spans over one axis of time, each row with its label; gaps stay empty."""
-    scale = (WIDTH - LABEL_WIDTH) / (max((span.end for _, row in rows for span in row), default=0.0) or 1.0)
+def spans(rows: Sequence[tuple[str, Sequence[Span]]], title: str, words: Callable[[float], str]) -> Chart:
+    """Return rows of spans over one axis of time, each row with its label; ``words`` describes a time on the axis."""
+    whole = max((span.end for _, row in rows for span in row), default=0.0)
+    scale = (WIDTH - LABEL_WIDTH) / (whole or 1.0)
     placed = [
         (
             label,
@@ -79,10 +89,15 @@ def spans(rows: Sequence[tuple[str, Sequence[Span]]], title: str) -> str:
         )
         for label, row in rows
     ]
-    return _boxes(placed, title)
+    bottom = len(rows) * ROW_HEIGHT
+    axis = [
+        _text(LABEL_WIDTH + part * (WIDTH - LABEL_WIDTH) / 4, bottom + 15, words(whole * part / 4), anchor=anchor)
+        for part, anchor in enumerate(("start", "middle", "middle", "middle", "end"))
+    ]
+    return _svg(bottom + ROW_HEIGHT, title, [*_boxes(placed), *axis])
 
 
-def _boxes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str, str]]]], title: str) -> str:
+def _boxes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str, str]]]]) -> list[str]:
     """Return rows of boxes: where each begins and how wide it is, its style, text and title."""
     marks = []
     for row, (label, boxes) in enumerate(rows):
@@ -98,7 +113,7 @@ def _boxes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str, str]
                 marks.append(
                     f'<text class="in" x="{middle:.1f}" y="{top + 15}" text-anchor="middle">{escape(text)}</text>'
                 )
-    return _svg(len(rows) * ROW_HEIGHT, title, marks)
+    return marks
 
 
 def binned(values: Floats) -> tuple[Floats, int]:
@@ -110,7 +125,7 @@ def binned(values: Floats) -> tuple[Floats, int]:
     return sums / np.diff(np.append(starts, length)), per_column
 
 
-def stacked_bars(bars: Sequence[Bar], title: str, words: Callable[[str, float], str]) -> str:
+def stacked_bars(bars: Sequence[Bar], title: str, words: Callable[[str, float], str]) -> Chart:
     """Return rows of bars that share one scale; ``words`` describes a part by style and length."""
     longest = max(sum(length for _, length in bar.parts) for bar in bars) or 1.0
     scale = (WIDTH - LABEL_WIDTH) / longest
@@ -129,7 +144,7 @@ def stacked_bars(bars: Sequence[Bar], title: str, words: Callable[[str, float], 
     return _svg(len(bars) * ROW_HEIGHT, title, marks)
 
 
-def heat_map(values: Floats, labels: Sequence[str], title: str, words: Callable[[int, int, float], str]) -> str:
+def heat_map(values: Floats, labels: Sequence[str], title: str, words: Callable[[int, int, float], str]) -> Chart:
     """Return a map with a row per label: the darker, the larger a value is between the smallest and the largest.
 
     Args:
@@ -140,7 +155,7 @@ def heat_map(values: Floats, labels: Sequence[str], title: str, words: Callable[
     """
     num_columns = values.shape[1]
     low, high = float(np.quantile(values, 0.02)), float(np.quantile(values, 0.98))
-    shades = np.clip((values - low) / max(high - low, 1e-12) * (_SHADES - 1), 0, _SHADES - 1).round().astype(int)
+    shades = np.clip((values - low) / max(high - low, 1e-12) * (NUM_SHADES - 1), 0, NUM_SHADES - 1).round().astype(int)
     width = (WIDTH - LABEL_WIDTH) / num_columns
     marks = []
     for row, label in enumerate(labels):
@@ -156,7 +171,7 @@ def heat_map(values: Floats, labels: Sequence[str], title: str, words: Callable[
 
 def lines(
     series: Sequence[tuple[str, Floats, Floats]], title: str, words: Callable[[float], str], *, from_zero: bool = True
-) -> str:
+) -> Chart:
     """Return curves over one axis; each is a name, its x values [n] and its y values [n]."""
     every = np.concatenate([ys for _, _, ys in series])
     finite = every[np.isfinite(every)]
@@ -180,15 +195,18 @@ def lines(
             for x, y in zip(xs, ys, strict=True)
             if np.isfinite(y)
         )
-        marks.append(f'<polyline class="curve curve{number % _SHADES}" points="{points}"><title>{escape(name)}</title>')
+        marks.append(
+            f'<polyline class="curve curve{number % NUM_KEYS}" points="{points}"><title>{escape(name)}</title>'
+        )
         marks.append("</polyline>")
     return _svg(_LINE_HEIGHT, title, marks)
 
 
-def _svg(height: float, title: str, marks: Sequence[str]) -> str:
-    return (
+def _svg(height: float, title: str, marks: Sequence[str]) -> Chart:
+    return Chart(
         f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {height:g}" '
-        f'width="{WIDTH}" height="{height:g}">{"".join(marks)}</svg>'
+        f'width="{WIDTH}" height="{height:g}">{"".join(marks)}</svg>',
+        height,
     )
 
 

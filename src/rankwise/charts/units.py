@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Durations and amounts of memory in the unit in which they are easily read."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with three digits: ``12.3 ms``."""
+    if seconds == 0.0:
+        return "0 s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} µs"
+
+
+def memory(num_bytes: float) -> str:
+    """Return a number of bytes with three digits: ``1.25 GiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{_three_digits(num_bytes / 2**10)} KiB"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"  # noqa: PLR2004
