@@ -29,6 +29,7 @@ from rankwise.health.step_record import (
     RecordFile,
     Step,
 )
+from rankwise.health.tcp_traffic import TrafficNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -75,6 +76,7 @@ class StepMeter:
         self._usage = (0.0, 0.0, 0)
         self._read_usage()
         self._looked_at, self._memory = 0.0, 0
+        self._traffic = TrafficNotes() if folder is not None else None
         self._collectives: deque[Ticket] = deque()
         self._on_step: Callable[[Step], None] | None = None
         self._every = DETAIL_EVERY
@@ -175,6 +177,8 @@ class StepMeter:
         if os.getpid() != self._process:
             return
         self._end_updated()
+        if self._traffic is not None:
+            self._traffic.note(self.record)
         if self._scheduling is not None:
             os.close(self._scheduling)
         self.record.close()
@@ -191,6 +195,8 @@ class StepMeter:
             self._looked_at = now
             processor, queued, major_faults = self._read_usage()
             self._memory = self._memory_bytes()
+            if self._traffic is not None:
+                self._traffic.note_if_due(self.record, now)
         else:
             processor = queued = 0.0
             major_faults = 0
