@@ -72,6 +72,8 @@ class SlowNetwork:
     slowest: Link
     times_slower: float
     """How many times as long as over the others as many bytes take over the slowest; 1 if no link is slower."""
+    is_between_two: bool
+    """Whether there is no other link than the two directions between two hosts."""
 
 
 def links_of(records: Sequence[Record]) -> list[Link]:
@@ -142,13 +144,18 @@ def slow_network(links: Sequence[Link]) -> SlowNetwork | None:
     # Those of one slow host may be most of all links. One in four is not its own, with three hosts or more.
     usual = judged[len(judged) // 4]
     slow = [link for link in judged if _is_slower(link, usual)]
+    is_between_two = len({name for link in judged for name in (link.source, link.destination)}) == 2  # noqa: PLR2004
     if not slow:
         hosts = tuple(sorted({name for link in judged for name in (link.source, link.destination)}))
-        return SlowNetwork(extent="all", hosts=hosts, slowest=judged[-1], times_slower=1.0)
+        return SlowNetwork(
+            extent="all", hosts=hosts, slowest=judged[-1], times_slower=1.0, is_between_two=is_between_two
+        )
     extent, hosts = _extent(slow)
     # A pace of zero is one that is shorter than the kernel's clock resolves.
     times = slow[-1].pace / max(usual.pace, 1e-3 / usual.sent_bytes)
-    return SlowNetwork(extent=extent, hosts=hosts, slowest=slow[-1], times_slower=max(times, SLOWER))
+    return SlowNetwork(
+        extent=extent, hosts=hosts, slowest=slow[-1], times_slower=max(times, SLOWER), is_between_two=is_between_two
+    )
 
 
 def _is_slower(link: Link, usual: Link) -> bool:
