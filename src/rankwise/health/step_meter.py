@@ -178,7 +178,7 @@ class StepMeter:
             return
         self._end_updated()
         if self._traffic is not None:
-            self._traffic.note(self.record)
+            self._traffic.note(self.record, self._number - 1)
         if self._scheduling is not None:
             os.close(self._scheduling)
         self.record.close()
@@ -196,7 +196,7 @@ class StepMeter:
             processor, queued, major_faults = self._read_usage()
             self._memory = self._memory_bytes()
             if self._traffic is not None:
-                self._traffic.note_if_due(self.record, now)
+                self._traffic.note_if_due(self.record, self._number, now)
         else:
             processor = queued = 0.0
             major_faults = 0

@@ -67,18 +67,18 @@ class TrafficNotes:
         self._next = 0.0
         self._pause = FIRST_SECONDS
 
-    def note_if_due(self, record: RecordFile, now: float) -> None:
+    def note_if_due(self, record: RecordFile, num_steps: int, now: float) -> None:
         """Add a note if the last one is old enough; ``now`` is by any clock that does not go back."""
         if now >= self._next:
-            self.note(record)
+            self.note(record, num_steps)
             self._next = now + self._pause
             self._pause = min(2 * self._pause, MOST_SECONDS)
 
-    def note(self, record: RecordFile) -> None:
-        """Add a note, if there is anything to note."""
+    def note(self, record: RecordFile, num_steps: int) -> None:
+        """Add a note, if there is anything to note, after this many steps."""
         traffic = read_traffic()
         if traffic:
-            record.note({"kind": NOTE, "traffic": [as_json(one) for one in traffic]})
+            record.note({"kind": NOTE, "steps": num_steps, "traffic": [as_json(one) for one in traffic]})
 
 
 def as_json(traffic: Traffic) -> list[Any]:

@@ -114,7 +114,7 @@ def _network_of(table: StepTable, links: Sequence[Link]) -> SlowNetwork | None:
     """Return the links that the exchange spends its time on, if it is the network that takes the time."""
     network = slow_network(links)
     exchange = float(table.parts[:, :, EXCHANGE].mean(axis=1).min())
-    if network is None or network.slowest.busy_seconds < NETWORK_SHARE * exchange * table.num_steps:
+    if network is None or network.slowest.busy_seconds_per_step < NETWORK_SHARE * exchange:
         return None
     return network
 
@@ -199,7 +199,7 @@ def _everywhere(table: StepTable, network: SlowNetwork | None) -> list[Finding]:
     if data >= DATA_SHARE * seconds:
         found.append(_finding(table, "data", data))
     if network is not None:
-        busy = min(network.slowest.busy_seconds / table.num_steps, float(table.parts[:, :, EXCHANGE].mean()))
+        busy = min(network.slowest.busy_seconds_per_step, float(table.parts[:, :, EXCHANGE].mean()))
         transfer = max(transfer, busy)
     if transfer >= EXCHANGE_SHARE * seconds and table.num_ranks > 1:
         found.append(_exchange(table, transfer, network))

@@ -10,7 +10,7 @@ its speed, or what it had to send again, differs too. What a rank's TCP connecti
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rankwise.health.step_record import Record
 
-SLOWER = 1.5
+SLOWER = 1.3
 """How many times as long as over the others as many bytes must take over a link, for it to be slow."""
 MUCH_SLOWER = 3.0
 """How many times as slow the kernel must have found it; or how many times as much it must have sent again."""
@@ -42,6 +42,8 @@ class Link:
 
     source: str
     destination: str
+    num_steps: int
+    """How many steps these are."""
     sent_bytes: int
     busy_seconds: float
     """How long data was under way: of the rank where it was longest, since the ranks of a host send at once."""
@@ -61,6 +63,11 @@ class Link:
         """How fast it sends while it has data under way."""
         return self.sent_bytes / max(self.busy_seconds, 1e-3)
 
+    @property
+    def busy_seconds_per_step(self) -> float:
+        """How long data was under way in a step."""
+        return self.busy_seconds / max(1, self.num_steps)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowNetwork:
@@ -71,7 +78,8 @@ class SlowNetwork:
     """Source and destination; or the two hosts, or the one host, that all slow links have in common."""
     slowest: Link
     times_slower: float
-    """How many times as long as over the others as many bytes take over the slowest; 1 if no link is slower."""
+    """How many times as long as over the others as many bytes take over the slowest, at least: what it delays is also
+    the acknowledgements of the other direction. 1 if no link is slower."""
     is_between_two: bool
     """Whether there is no other link than the two directions between two hosts."""
 
@@ -80,7 +88,7 @@ def links_of(records: Sequence[Record]) -> list[Link]:
     """Return what each host has sent to each other one, as far as it was seen."""
     sent = [(record.facts["hostname"], _traffic_of(record)) for record in records]
     host_of = {one.local: hostname for hostname, traffic in sent for one in traffic}
-    between: dict[tuple[str, str], list[Traffic]] = defaultdict(list)
+    between: dict[tuple[str, str], list[_Sent]] = defaultdict(list)
     for source, traffic in sent:
         for one in traffic:
             destination = host_of.get(one.remote, source)
@@ -92,26 +100,34 @@ def links_of(records: Sequence[Record]) -> list[Link]:
     return [_link(hosts, traffic, least) for hosts, traffic in sorted(between.items())]
 
 
-def _traffic_of(record: Record) -> list[Traffic]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sent(Traffic):
+    """What a rank has sent to one address in some steps."""
+
+    num_steps: int
+
+
+def _traffic_of(record: Record) -> list[_Sent]:
     """Return what a rank has sent to each address after its first step, which includes the start of the script."""
-    noted: dict[tuple[str, str], list[Traffic]] = defaultdict(list)
+    noted: dict[tuple[str, str], list[_Sent]] = defaultdict(list)
     for note in record.notes:
         if note["kind"] == NOTE:
             for one in map(from_json, note["traffic"]):
-                noted[one.local, one.remote].append(one)
+                noted[one.local, one.remote].append(_Sent(num_steps=note["steps"], **asdict(one)))
     return [_since_first(notes) for notes in noted.values()]
 
 
-def _since_first(notes: Sequence[Traffic]) -> Traffic:
+def _since_first(notes: Sequence[_Sent]) -> _Sent:
     """Return what was sent to one address after the first note, or up to the only one."""
     first = notes[0]
     # A connection that was closed is no longer counted: its last note is the one with most.
     last = max(notes, key=lambda one: one.sent_bytes)
     last = replace(last, bytes_per_second=median(one.bytes_per_second for one in notes))
-    if last.sent_bytes == first.sent_bytes:
+    if last.num_steps == first.num_steps:
         return last
     return replace(
         last,
+        num_steps=last.num_steps - first.num_steps,
         sent_bytes=last.sent_bytes - first.sent_bytes,
         busy_seconds=max(0.0, last.busy_seconds - first.busy_seconds),
         segments=max(0, last.segments - first.segments),
@@ -119,12 +135,13 @@ def _since_first(notes: Sequence[Traffic]) -> Traffic:
     )
 
 
-def _link(hosts: tuple[str, str], traffic: Sequence[Traffic], least_bytes: float) -> Link:
+def _link(hosts: tuple[str, str], traffic: Sequence[_Sent], least_bytes: float) -> Link:
     sent_bytes = sum(one.sent_bytes for one in traffic)
     largest = max(traffic, key=lambda one: one.sent_bytes)
     return Link(
         source=hosts[0],
         destination=hosts[1],
+        num_steps=largest.num_steps,
         sent_bytes=sent_bytes,
         busy_seconds=max(one.busy_seconds for one in traffic),
         pace=sum(one.busy_seconds for one in traffic) / max(1, sent_bytes),

@@ -49,7 +49,7 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         _steps(steady, language),
         _heat(steady, names, language),
         _who(steady, names, language),
-        _network(links, table.num_steps, language) if len(set(run.hosts)) > 1 else None,
+        _network(links, language) if len(set(run.hosts)) > 1 else None,
         *_values(run, language),
         *layout_sections(run.layouts, run.hosts, language),
         _memory(steady, names, language),
@@ -223,12 +223,12 @@ def _who(table: StepTable, names: Sequence[str], language: Language) -> Section 
     )
 
 
-def _network(links: Sequence[Link], num_steps: int, language: Language) -> Section:
+def _network(links: Sequence[Link], language: Language) -> Section:
     titles = words.TITLES[language]
     rows = tuple(
         (
             f"{link.source} → {link.destination}",
-            words.memory(link.sent_bytes / num_steps),
+            words.memory(link.sent_bytes / max(1, link.num_steps)),
             words.speed(link.bytes_per_second) if link.is_judged else titles["unknown"],
             duration(link.round_trip_seconds),
             duration(link.least_round_trip_seconds),

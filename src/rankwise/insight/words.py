@@ -387,7 +387,7 @@ def _network_in_words(network: SlowNetwork, language: Language) -> str:
         resent = f"，其中 {again} 需要重发" if slowest.resent >= TOLD_RESENT else ""
         if network.extent == "all":
             return f"；{which}速度为 {rate}{resent}，往返时间 {trip}"
-        return f"；{which}速度为 {rate}{resent}，同样多的数据耗时是{_others(network, language)}的 {times} 倍"
+        return f"；{which}速度为 {rate}{resent}，同样多的数据耗时至少是{_others(network, language)}的 {times} 倍"
     which = {
         "one way": "the network from {} to {}",
         "both ways": "the network between {} and {}",
@@ -399,7 +399,7 @@ def _network_in_words(network: SlowNetwork, language: Language) -> str:
     resent = f", {again} of it again" if slowest.resent >= TOLD_RESENT else ""
     if network.extent == "all":
         return f"; {which} sends {rate}{resent}, and a round trip takes {trip}"
-    return f"; {which} sends {rate}{resent}, and is {times} times as slow as {_others(network, language)}"
+    return f"; {which} sends {rate}{resent}, and is at least {times} times as slow as {_others(network, language)}"
 
 
 def _others(network: SlowNetwork, language: Language) -> str:
