@@ -52,7 +52,7 @@ class Card:
         self.lose_one_in = 0
         """Of how many packets that the host sends one is lost; 0 for none."""
         self.is_cut = False
-        self._draw = random.Random(0)  # noqa: S311 - no secrets
+        self._draw = random.Random(0)
         self._coming: deque[tuple[float, bytes]] = deque()
         self._free_at = 0.0
         self.file = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)

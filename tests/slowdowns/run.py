@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs jobs in which one rank, or the network, is slow for a known reason: does the report's first sentence name both?
 
-Run by ``make slowdowns`` as root, who may make hosts, on a machine where nothing else runs: there, a rank that loses its
-processor to another test would rightly be reported. Arguments: words of which a case must have one, all by default.
+Run by ``make slowdowns`` as root, who may make hosts, on a machine where nothing else runs: there, a rank that loses
+its processor to another test would rightly be reported. Arguments: words of which a case must have one, all by default.
 Exit status: 0 where at least ``NAMED`` of them were named. Not part of CI, whose tests take the kinds that a loaded
 machine does not change.
 """
@@ -104,7 +104,7 @@ def first_sentence(case: Case) -> str:
 def run_on_hosts(case: Case) -> None:
     """Run a job on hosts that are network namespaces; raise if a rank fails."""
     sys.path.insert(0, str(HERE.parent / "multihost"))
-    from hosts import Hosts  # noqa: PLC0415 - only from here on it can be found
+    from hosts import Hosts
 
     delay_seconds = {"delay": DELAY_SECONDS, "loss": DELAY_SECONDS / 20}.get(case.kind, 0.0)
     with Hosts(len(case.ranks_per_host), delay_seconds=delay_seconds) as hosts:

@@ -49,7 +49,10 @@ def noted(hosts: str, ways: dict[str, dict[str, float]], **how: float) -> list[R
     for host, record in zip(hosts, records, strict=True):
         record.facts["hostname"] = host
         sent = [traffic(*way, **facts) for way, facts in ways.items() if way[0] == host]
-        first = [replace(one, sent_bytes=one.sent_bytes // 100, busy_seconds=0.0, segments=0, retransmitted=0) for one in sent]
+        first = [
+            replace(one, sent_bytes=one.sent_bytes // 100, busy_seconds=0.0, segments=0, retransmitted=0)
+            for one in sent
+        ]
         for steps, note in ((1, first), (NUM_STEPS, sent)):
             record.notes.append({"kind": "network", "steps": steps, "traffic": [as_json(one) for one in note]})
     return records

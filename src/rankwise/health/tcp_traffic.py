@@ -34,7 +34,8 @@ small, and each is under way for a round trip."""
 _FILES = "/proc/self/fd"
 _INFO = struct.Struct("=68x I 28x I 16x Q 20x I 4x I Q Q Q")
 """Smoothed round-trip time, retransmitted segments, acknowledged bytes, least round-trip time, segments with data,
-bytes per second as last measured, times with data under way and of them waiting for room at the receiver. Times are in microseconds."""
+bytes per second as last measured, time with data under way, and of that time waiting for room at the receiver. Times
+are in microseconds."""
 _NO_SAMPLE = 2**32 - 1
 """The least round-trip time before there was one."""
 
@@ -133,13 +134,13 @@ def _sum(local: str, remote: str, connections: list[_Counts]) -> Traffic:
 def _connections() -> Iterator[tuple[str, str, _Counts]]:
     """Yield local and remote address and counts of every connection to another address."""
     try:
-        names = os.listdir(_FILES)
+        names = os.listdir(_FILES)  # noqa: PTH208 - a third of the time of Path.iterdir
     except OSError:
         return
     for name in names:
         # Other threads open and close files meanwhile.
         with contextlib.suppress(OSError):
-            if os.readlink(f"{_FILES}/{name}").startswith("socket:"):
+            if os.readlink(f"{_FILES}/{name}").startswith("socket:"):  # noqa: PTH115 - as above
                 # With a type that says it does not block, Python leaves the mode of the connection as it is.
                 with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, os.dup(int(name))) as same:
                     if same.proto == socket.IPPROTO_TCP:
@@ -153,4 +154,3 @@ def _counts_of(connection: socket.socket) -> Iterator[tuple[str, str, _Counts]]:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if len(info) >= _INFO.size:
         yield local, remote, _Counts(*_INFO.unpack_from(info))
-

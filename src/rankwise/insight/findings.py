@@ -119,7 +119,9 @@ def _network_of(table: StepTable, links: Sequence[Link]) -> SlowNetwork | None:
     return network
 
 
-def _finding(table: StepTable, kind: str, seconds: float, gain_seconds: float | None = None, **facts: object) -> Finding:
+def _finding(
+    table: StepTable, kind: str, seconds: float, gain_seconds: float | None = None, **facts: object
+) -> Finding:
     step_seconds = float(table.seconds.mean())
     return Finding(
         kind=kind,  # type: ignore[arg-type]
@@ -209,7 +211,7 @@ def _everywhere(table: StepTable, network: SlowNetwork | None) -> list[Finding]:
 
 
 def _exchange(table: StepTable, seconds: float, network: SlowNetwork | None) -> Finding:
-    """Return that the exchange takes long, and what a faster network or half as many bytes would gain, if it is that."""
+    """Return that the exchange takes long; if it is the network, what a faster one or half as many bytes would gain."""
     if network is None:
         return _finding(table, "exchange", seconds)
     left = HALF if network.extent == "all" else 1.0 / network.times_slower
