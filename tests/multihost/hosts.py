@@ -171,6 +171,16 @@ class Hosts:
         else:
             _run("ip", "-n", self._switch, "link", "set", self.hostnames[host_index], "up" if up else "down")
 
+    def limit(self, host_index: int, mbit: float) -> None:
+        """Hold what one host sends to a bandwidth; what it receives comes as fast as before."""
+        _limit(self.namespaces[host_index], "eth0", mbit)
+
+    def lose(self, host_index: int, one_in: int) -> None:
+        """Lose one in so many packets that one host sends. Only hosts with a delay can."""
+        if self._relay is None:
+            raise HostsError("Packets are lost by the relay, which is there if hosts have a delay.")
+        self._relay.lose(host_index, one_in)
+
     def run_ranks(
         self,
         script: Path | str,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import random
 import select
 import socket
 import struct
@@ -48,7 +49,10 @@ class Card:
         self.delay_seconds = delay_seconds
         self.bytes_per_second = bytes_per_second
         self.queue_seconds = queue_seconds
+        self.lose_one_in = 0
+        """Of how many packets that the host sends one is lost; 0 for none."""
         self.is_cut = False
+        self._draw = random.Random(0)
         self._coming: deque[tuple[float, bytes]] = deque()
         self._free_at = 0.0
         self.file = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
@@ -68,6 +72,10 @@ class Card:
             return os.read(self.file, LARGEST_BYTES)
         except BlockingIOError:
             return None
+
+    def loses(self) -> bool:
+        """Return whether the next packet from this host is lost."""
+        return self.lose_one_in > 0 and self._draw.randrange(self.lose_one_in) == 0
 
     def expect(self, packet: bytes, now: float) -> None:
         """Put a packet on its way to this host, or drop it."""
@@ -103,7 +111,10 @@ def carry(cards: dict[bytes, Card]) -> None:
                 asked = sys.stdin.readline().split()
                 if not asked:
                     return
-                by_number[int(asked[1])].cut(is_cut=asked[0] == "cut")
+                if asked[0] == "lose":
+                    by_number[int(asked[1])].lose_one_in = int(asked[2])
+                else:
+                    by_number[int(asked[1])].cut(is_cut=asked[0] == "cut")
                 _answer("done")
                 continue
             source = by_file[file]
@@ -112,7 +123,7 @@ def carry(cards: dict[bytes, Card]) -> None:
                 if (packet := source.read()) is None:
                     break
                 destination = cards.get(packet[DESTINATION])
-                if destination is not None and not source.is_cut:
+                if destination is not None and not source.is_cut and not source.loses():
                     destination.expect(packet, now)
 
 
@@ -164,6 +175,11 @@ class Relay:
     def link(self, host_index: int, *, up: bool) -> None:
         """Pull the host's cable, or put it back."""
         print("heal" if up else "cut", host_index, file=self._process.stdin, flush=True)
+        self._wait_for("done")
+
+    def lose(self, host_index: int, one_in: int) -> None:
+        """Lose one in so many packets that the host sends, at random."""
+        print("lose", host_index, one_in, file=self._process.stdin, flush=True)
         self._wait_for("done")
 
     def _wait_for(self, answer: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rankwise.charts.units import duration
 from rankwise.health.step_record import (
     BACKWARD,
     CHECKPOINT,
@@ -204,7 +205,7 @@ def test_every_finding_has_words_in_both_languages() -> None:
             sentence = words.finding_in_words(finding, language)
             assert words.percent(finding.share) in sentence
             assert words.advice(finding, language)
-            assert words.duration(finding.predicted_seconds) in words.gain(finding, language)
+            assert duration(finding.predicted_seconds) in words.gain(finding, language)
 
 
 def test_both_languages_have_the_same_texts() -> None:

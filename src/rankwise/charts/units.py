@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Durations and amounts of memory in the unit in which they are easily read."""
+"""Durations, amounts of memory and speeds in the unit in which they are easily read."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def memory(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{_three_digits(num_bytes / size)} {unit}"
     return f"{_three_digits(num_bytes / 2**10)} KiB"
+
+
+def speed(bytes_per_second: float) -> str:
+    """Return a speed with three digits: ``1.25 MB/s``."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_second >= size:
+            return f"{_three_digits(bytes_per_second / size)} {unit}"
+    return f"{_three_digits(bytes_per_second / 1e3)} kB/s"
 
 
 def _three_digits(value: float) -> str:

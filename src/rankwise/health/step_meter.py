@@ -132,7 +132,7 @@ class StepMeter:
         """Record the step under way, if it has updated parameters, and end the record."""
         if os.getpid() == self._process:
             self._end_updated()
-            self.recorder.close()
+            self.recorder.close(self._number - 1)
 
     def _end_updated(self) -> None:
         """End the step under way, if it has updated parameters, and record all that have ended."""

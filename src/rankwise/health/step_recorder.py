@@ -26,6 +26,7 @@ from rankwise.health.step_record import (
     RecordFile,
     Step,
 )
+from rankwise.health.tcp_traffic import TrafficNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ class StepRecorder:
         self._usage = (0.0, 0.0, 0)
         self._read_usage()
         self._looked_at, self._memory = 0.0, 0
+        self._traffic = TrafficNotes() if folder is not None else None
         self._collectives: deque[Ticket] = deque()
         self._on_step: Callable[[Step], None] | None = None
         self._every = DETAIL_EVERY
@@ -151,7 +153,7 @@ class StepRecorder:
             self.add(step.ends)
             self._row[SAMPLES], self._row[SENT_BYTES] = step.samples, step.sent_bytes
             if step is steps[-1]:
-                self._look(step.end)
+                self._look(step)
             self._row[MEMORY_BYTES] = self._memory
             self.record.add(self._row)
             if step.is_detailed:
@@ -162,8 +164,10 @@ class StepRecorder:
         if self.device_times is not None:
             self._take_device_times(self.device_times)
 
-    def close(self) -> None:
-        """Complete the record."""
+    def close(self, num_steps: int) -> None:
+        """Complete the record, of so many steps."""
+        if self._traffic is not None:
+            self._traffic.note(self.record, num_steps)
         if self._scheduling is not None:
             os.close(self._scheduling)
         self.record.close()
@@ -174,12 +178,14 @@ class StepRecorder:
             if self.record.revise(number, start, times) and self._on_step is not None:
                 self._on_step(self.record.step(number))
 
-    def _look(self, now: float) -> None:
-        """Ask the system what the steps since the last time have used."""
-        if now - self._looked_at > LOOK_SECONDS:
-            self._looked_at = now
+    def _look(self, step: EndedStep) -> None:
+        """Ask the system what the steps since the last time have used; ``step`` is the last of them."""
+        if step.end - self._looked_at > LOOK_SECONDS:
+            self._looked_at = step.end
             self._row[PROCESSOR], self._row[QUEUED], self._row[MAJOR_FAULTS] = self._read_usage()
             self._memory = self._memory_bytes()
+            if self._traffic is not None:
+                self._traffic.note_if_due(self.record, step.number, step.end)
 
     def _read_usage(self) -> tuple[float, float, int]:
         """Return processor time, how long the main thread had none although it was ready, and faults, since last."""

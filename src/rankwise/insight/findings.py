@@ -21,11 +21,13 @@ from rankwise.health.step_record import (
     OPTIMIZER,
     SCRIPT,
 )
+from rankwise.insight.network import slow_network
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.insight.step_table import StepTable
+    from rankwise.insight.network import Link, SlowNetwork
+    from rankwise.insight.step_table import Floats, StepTable
 
 Cause = Literal[
     "data",
@@ -49,6 +51,10 @@ DOMINANT_OF_TWO = 0.7
 """The same with two of them, which cause half of it each by chance."""
 DATA_SHARE = 0.1
 EXCHANGE_SHARE = 0.2
+NETWORK_SHARE = 0.5
+"""If data is under way for this share of the exchange, the network is what takes the time."""
+HALF = 0.5
+"""What compress="bf16" leaves of the bytes."""
 CHECKPOINT_SHARE = 0.05
 TURNS_SHARE = 0.15
 """How much waiting for changing ranks is reported."""
@@ -78,45 +84,63 @@ class Finding:
     hostname: str = ""
     """The host of these ranks, if they are all of its ranks."""
     cause: Cause | None = None
+    network: SlowNetwork | None = None
+    """The links that an exchange spends its time on, where they are known."""
     step_seconds: float
     """How long a step takes now, on average."""
     predicted_seconds: float
     """How long it would take without this."""
 
 
-def findings_of(table: StepTable, hostnames: Sequence[str]) -> list[Finding]:
+def findings_of(table: StepTable, hostnames: Sequence[str], links: Sequence[Link] = ()) -> list[Finding]:
     """Return what costs time, the costliest first.
 
     Args:
         table: the steps.
         hostnames: the host of each rank of the table.
+        links: what hosts have sent to each other, as far as it is known.
     """
     steady = table.without_start()
     step_seconds = float(steady.seconds.mean())
     if step_seconds <= 0.0:
         return []
-    found = [*_waiting(steady, hostnames), *_everywhere(steady)]
+    network = _network_of(steady, links)
+    found = [*_waiting(steady, hostnames, network), *_everywhere(steady, network)]
     kept = [one for one in found if one.share >= LEAST_SHARE]
     return sorted(kept, key=lambda one: one.share, reverse=True)
 
 
-def _finding(table: StepTable, kind: str, seconds: float, **facts: object) -> Finding:
+def _network_of(table: StepTable, links: Sequence[Link]) -> SlowNetwork | None:
+    """Return the links that the exchange spends its time on, if it is the network that takes the time."""
+    network = slow_network(links)
+    exchange = float(table.parts[:, :, EXCHANGE].mean(axis=1).min())
+    if network is None or network.slowest.busy_seconds_per_step < NETWORK_SHARE * exchange:
+        return None
+    return network
+
+
+def _finding(
+    table: StepTable, kind: str, seconds: float, gain_seconds: float | None = None, **facts: object
+) -> Finding:
     step_seconds = float(table.seconds.mean())
     return Finding(
         kind=kind,  # type: ignore[arg-type]
         share=seconds / step_seconds,
         step_seconds=step_seconds,
-        predicted_seconds=step_seconds - seconds,
+        predicted_seconds=step_seconds - (seconds if gain_seconds is None else gain_seconds),
         **facts,  # type: ignore[arg-type]
     )
 
 
-def _waiting(table: StepTable, hostnames: Sequence[str]) -> list[Finding]:
+def _waiting(table: StepTable, hostnames: Sequence[str], network: SlowNetwork | None) -> list[Finding]:
     """Return whom the ranks wait for, if it is mostly the same one."""
     if table.num_ranks == 1:
         return []
     # What a step is longer for by its slowest rank: how long the others wait for it.
     caused = table.waiting_between().sum(axis=0) / (table.num_ranks - 1)
+    if network is not None and network.extent != "all":
+        # Who receives over a slow link leaves each exchange last, and so is late for the next one without working more.
+        caused = np.minimum(caused, _more_work(table))
     total = float(caused.sum())
     worst = int(caused.argmax())
     hosts = list(dict.fromkeys(hostnames))
@@ -131,6 +155,13 @@ def _waiting(table: StepTable, hostnames: Sequence[str]) -> list[Finding]:
     names = tuple(table.ranks[index] for index in ranks)
     cause = _cause_of(table, ranks)
     return [_finding(table, "slow ranks", seconds, ranks=names, hostname=hostname, cause=cause)]
+
+
+def _more_work(table: StepTable) -> Floats:
+    """Return [rank]: how much longer than the median of the others each works, in seconds per step."""
+    work = (table.seconds - table.parts[:, :, EXCHANGE]).mean(axis=1)
+    others = [np.median(np.delete(work, rank)) for rank in range(table.num_ranks)]
+    return np.maximum(work - others, 0.0)
 
 
 def _cause_of(table: StepTable, ranks: Sequence[int]) -> Cause:
@@ -160,7 +191,7 @@ def _per_step(column: object, ranks: Sequence[int]) -> float:
     return float(np.asarray(column)[ranks].mean())
 
 
-def _everywhere(table: StepTable) -> list[Finding]:
+def _everywhere(table: StepTable, network: SlowNetwork | None) -> list[Finding]:
     """Return what all ranks spend much of their time on, beside computing."""
     seconds = float(table.seconds.mean())
     data = float(table.parts[:, :, DATA].min(axis=0).mean())
@@ -169,8 +200,19 @@ def _everywhere(table: StepTable) -> list[Finding]:
     found = []
     if data >= DATA_SHARE * seconds:
         found.append(_finding(table, "data", data))
+    if network is not None:
+        busy = min(network.slowest.busy_seconds_per_step, float(table.parts[:, :, EXCHANGE].mean()))
+        transfer = max(transfer, busy)
     if transfer >= EXCHANGE_SHARE * seconds and table.num_ranks > 1:
-        found.append(_finding(table, "exchange", transfer))
+        found.append(_exchange(table, transfer, network))
     if checkpoint >= CHECKPOINT_SHARE * seconds:
         found.append(_finding(table, "checkpoint", checkpoint))
     return found
+
+
+def _exchange(table: StepTable, seconds: float, network: SlowNetwork | None) -> Finding:
+    """Return that the exchange takes long; if it is the network, what a faster one or half as many bytes would gain."""
+    if network is None:
+        return _finding(table, "exchange", seconds)
+    left = HALF if network.extent == "all" else 1.0 / network.times_slower
+    return _finding(table, "exchange", seconds, (1.0 - left) * seconds, network=network)

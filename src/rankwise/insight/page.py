@@ -11,19 +11,21 @@ import numpy as np
 
 from rankwise.charts.colors import NUM_KEYS
 from rankwise.charts.shapes import Bar, binned, heat_map, lines, stacked_bars
-from rankwise.charts.units import duration, memory
+from rankwise.charts.units import duration, memory, speed
 from rankwise.health.step_record import EXCHANGE
 from rankwise.insight import words
 from rankwise.insight.comparison import speed_of, times_faster
 from rankwise.insight.findings import findings_of
 from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, rendered
 from rankwise.insight.layouts import layout_sections
+from rankwise.insight.network import links_of
 from rankwise.insight.step_table import table_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.insight.comparison import RunSpeed
+    from rankwise.insight.network import Link
     from rankwise.insight.run_records import RunRecords
     from rankwise.insight.step_table import StepTable
     from rankwise.insight.words import Language
@@ -36,7 +38,8 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
     titles = words.TITLES[language]
     table = table_of(run.ranks)
     steady = table.without_start()
-    findings = findings_of(table, [record.facts["hostname"] for record in run.ranks])
+    links = links_of(run.ranks)
+    findings = findings_of(table, [record.facts["hostname"] for record in run.ranks], links)
     names = [f"{titles['rank']} {rank}" for rank in table.ranks]
     speeds = [speed_of(one) for one in (run, *compared)]
     times = times_faster(speeds)
@@ -46,6 +49,7 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         _steps(steady, language),
         _heat(steady, names, language),
         _who(steady, names, language),
+        _network(links, language) if len(set(run.hosts)) > 1 else None,
         *_values(run, language),
         *layout_sections(run.layouts, run.hosts, language),
         _memory(steady, names, language),
@@ -214,6 +218,29 @@ def _who(table: StepTable, names: Sequence[str], language: Language) -> Section 
         title=titles["who"],
         note=titles["who note"],
         tables=(Table(caption=titles["who"], head=(titles["rank"], *names), rows=rows),),
+    )
+
+
+def _network(links: Sequence[Link], language: Language) -> Section:
+    titles = words.TITLES[language]
+    rows = tuple(
+        (
+            f"{link.source} → {link.destination}",
+            memory(link.sent_bytes / max(1, link.num_steps)),
+            speed(link.bytes_per_second) if link.is_judged else titles["unknown"],
+            duration(link.round_trip_seconds),
+            duration(link.least_round_trip_seconds),
+            f"{100 * link.resent:.2f} %",
+        )
+        for link in links
+    )
+    columns = ("from and to", "sent per step", "rate", "round trip", "least round trip", "resent")
+    table = Table(caption=titles["network"], head=tuple(titles[name] for name in columns), rows=rows)
+    return Section(
+        name="network",
+        title=titles["network"],
+        note=titles["network note" if rows else "no network"],
+        tables=(table,) if rows else (),
     )
 
 

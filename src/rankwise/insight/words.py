@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rankwise.charts.units import duration
+from rankwise.charts.units import duration, speed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.insight.findings import Finding
+    from rankwise.insight.network import SlowNetwork
 
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
@@ -85,6 +86,11 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "all data": "raise num_workers of the loader, or prepare the data once in place of at every step",
         "exchange": "take larger batches per step, accumulate gradients with rankwise.no_sync, or send less: "
         'replicate(model, compress="bf16")',
+        "slow link": "compare its speed with that of the others (ethtool, iperf3): look for its cable and switch port, "
+        "or for what limits the machine or container that sends; until then send less: "
+        'replicate(model, compress="powersgd"), or rankwise.local_sgd',
+        "network": 'send less over it: replicate(model, compress="bf16") or "powersgd", larger batches, or '
+        "rankwise.local_sgd, which also waits for fewer round trips; or connect the hosts by a faster network",
         "all checkpoint": "save less often, or in the background: Checkpointer(asynchronous=True)",
     },
     "zh": {
@@ -101,6 +107,10 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "turns": "各个 rank 轮流变慢，例如样本长度不等或机器被共用：把长度相近的样本放在同一批",
         "all data": "增大 loader 的 num_workers，或把数据一次准备好，而不是每步都做",
         "exchange": '每步使用更大的批量，用 rankwise.no_sync 累积梯度，或减少发送量：replicate(model, compress="bf16")',
+        "slow link": "与其他链路比较速度（ethtool、iperf3）：检查网线、交换机端口，以及发送方的机器或容器是否被限速；"
+        '在此之前减少发送量：replicate(model, compress="powersgd")，或 rankwise.local_sgd',
+        "network": '减少经过它的数据：replicate(model, compress="bf16") 或 "powersgd"，更大的批量，或等待次数也更少的'
+        " rankwise.local_sgd；或用更快的网络连接各主机",
         "all checkpoint": "减少保存次数，或在后台保存：Checkpointer(asynchronous=True)",
     },
 }
@@ -114,6 +124,18 @@ TITLES: dict[Language, dict[str, str]] = {
         "heat note": "Without waiting. Darker is longer; a row darker than the others is a slow rank.",
         "who": "Who waits for whom",
         "who note": "Each row waits for the rank of the column: per step, on average.",
+        "network": "The network between hosts",
+        "network note": "What the ranks of one host have sent to those of another over TCP, as the kernel counts it. "
+        "Other transports, such as InfiniBand, and hosts that are not listed, are unknown.",
+        "no network": "Unknown: no rank had a TCP connection to another host that carried data. Other transports, such "
+        "as InfiniBand, are not seen.",
+        "from and to": "from → to",
+        "sent per step": "sent per step",
+        "rate": "speed while sending",
+        "round trip": "round trip",
+        "least round trip": "shortest round trip",
+        "resent": "sent again",
+        "unknown": "unknown",
         "compare": "Runs side by side",
         "compare note": "How much faster each is than the one with the fewest ranks; ideal is in proportion to ranks.",
         "run": "run",
@@ -183,6 +205,17 @@ TITLES: dict[Language, dict[str, str]] = {
         "heat note": "不含等待。颜色越深时间越长；比其他行更深的一行就是慢的 rank。",
         "who": "谁在等谁",
         "who note": "每一行等待列所示的 rank:每步的平均值。",
+        "network": "主机之间的网络",
+        "network note": "一台主机的 rank 通过 TCP 发给另一台主机的数据，由内核统计。InfiniBand 等其他传输方式，"
+        "以及未列出的主机，情况未知。",
+        "no network": "未知：没有 rank 通过 TCP 连接向其他主机发送数据。InfiniBand 等其他传输方式无法看到。",
+        "from and to": "从 → 到",
+        "sent per step": "每步发送",
+        "rate": "发送时的速度",
+        "round trip": "往返时间",
+        "least round trip": "最短往返时间",
+        "resent": "重发",
+        "unknown": "未知",
         "compare": "并排比较",
         "compare note": "每次运行是 rank 最少的那次的多少倍快；理想情况是 rank 多几倍就快几倍。",
         "run": "运行",
@@ -246,6 +279,10 @@ TITLES: dict[Language, dict[str, str]] = {
 }
 
 
+TOLD_RESENT = 0.01
+"""From which share of data that was sent again a sentence says so."""
+
+
 def percent(share: float) -> str:
     """Return a share as a percentage."""
     return f"{100 * share:.0f} %"
@@ -290,21 +327,62 @@ def finding_in_words(finding: Finding, language: Language) -> str:
     share = percent(finding.share)
     names = ranks_in_words(finding.ranks, finding.hostname, language)
     cause = _CAUSES[language].get(finding.cause or "", "")
+    network = _network_in_words(finding.network, language) if finding.network else ""
     if language == "zh":
         return {
             "slow ranks": f"{share} 的时间里所有 rank 都在等待 {names}，{cause}。",
             "turns": f"{share} 的时间里各个 rank 轮流互相等待。",
             "data": f"{share} 的时间里每个 rank 都在等待数据。",
-            "exchange": f"{share} 的时间用于 rank 之间传输数据。",
+            "exchange": f"{share} 的时间用于 rank 之间传输数据{network}。",
             "checkpoint": f"{share} 的时间用于写检查点。",
         }[finding.kind]
     return {
         "slow ranks": f"{share} of the time all wait for {names}, {cause}.",
         "turns": f"{share} of the time ranks wait for one another in turn.",
         "data": f"{share} of the time every rank waits for its data.",
-        "exchange": f"{share} of the time is spent sending data between ranks.",
+        "exchange": f"{share} of the time is spent sending data between ranks{network}.",
         "checkpoint": f"{share} of the time is spent writing checkpoints.",
     }[finding.kind]
+
+
+def _network_in_words(network: SlowNetwork, language: Language) -> str:
+    """Return which network is slow, as the second half of a sentence."""
+    slowest, hosts = network.slowest, network.hosts
+    rate, times = speed(slowest.bytes_per_second), f"{network.times_slower:.3g}"
+    trip, again = duration(slowest.round_trip_seconds), percent(slowest.resent)
+    of_two = {slowest.source, slowest.destination} == set(hosts)
+    if language == "zh":
+        which = {
+            "one way": "从 {} 到 {} 的网络",
+            "both ways": "{} 与 {} 之间的网络",
+            "from": "从 {} 发出的网络",
+            "to": "到 {} 的网络",
+            "host": "{} 的网络",
+            "all": "{} 与 {} 之间的网络" if of_two else "各主机之间的网络",
+        }[network.extent].format(*hosts)
+        resent = f"，其中 {again} 需要重发" if slowest.resent >= TOLD_RESENT else ""
+        if network.extent == "all":
+            return f"；{which}速度为 {rate}{resent}，往返时间 {trip}"
+        return f"；{which}速度为 {rate}{resent}，同样多的数据耗时至少是{_others(network, language)}的 {times} 倍"
+    which = {
+        "one way": "the network from {} to {}",
+        "both ways": "the network between {} and {}",
+        "from": "the network from {}",
+        "to": "the network to {}",
+        "host": "the network of {}",
+        "all": "the network between {} and {}" if of_two else "the network between hosts",
+    }[network.extent].format(*hosts)
+    resent = f", {again} of it again" if slowest.resent >= TOLD_RESENT else ""
+    if network.extent == "all":
+        return f"; {which} sends {rate}{resent}, and a round trip takes {trip}"
+    return f"; {which} sends {rate}{resent}, and is at least {times} times as slow as {_others(network, language)}"
+
+
+def _others(network: SlowNetwork, language: Language) -> str:
+    """Return what a slow link is compared with."""
+    if network.is_between_two:
+        return "the other way" if language == "en" else "反方向"
+    return "the others" if language == "en" else "其他链路"
 
 
 def advice(finding: Finding, language: Language) -> str:
@@ -312,6 +390,8 @@ def advice(finding: Finding, language: Language) -> str:
     told = _ADVICE[language]
     if finding.kind == "slow ranks":
         words = told[finding.cause or "slower"]
+    elif finding.network:
+        words = told["network" if finding.network.extent == "all" else "slow link"]
     else:
         words = told.get(f"all {finding.kind}") or told[finding.kind]
     return f"{words[0].upper()}{words[1:]}{'。' if language == 'zh' else '.'}"
@@ -320,9 +400,20 @@ def advice(finding: Finding, language: Language) -> str:
 def gain(finding: Finding, language: Language) -> str:
     """Return how long a step would take without what was found."""
     then, now = duration(finding.predicted_seconds), duration(finding.step_seconds)
+    less = percent(1.0 - finding.predicted_seconds / finding.step_seconds)
     if language == "zh":
-        return f"每步 {now} → {then}，减少 {percent(finding.share)}"
-    return f"a step would take {then} in place of {now}, {percent(finding.share)} less"
+        condition = f"{_condition(finding.network, language)}，" if finding.network else ""
+        return f"{condition}每步 {now} → {then}，减少 {less}"
+    condition = f"{_condition(finding.network, language)}, " if finding.network else ""
+    return f"{condition}a step would take {then} in place of {now}, {less} less"
+
+
+def _condition(network: SlowNetwork, language: Language) -> str:
+    """Return what a predicted gain assumes of the network."""
+    if network.extent == "all":
+        return "with half as many bytes, at best" if language == "en" else "若数据量减半，最好的情况下"
+    others = _others(network, language)
+    return f"if it were as fast as {others}" if language == "en" else f"若它与{others}一样快"
 
 
 def checkpoint_headline(

@@ -131,6 +131,11 @@ def is_loopback(address: str) -> bool:
     return _parsed(address).is_loopback
 
 
+def canonical(address: str) -> str:
+    """Return the one form of an address: without its scope, and an IPv4-mapped IPv6 address as IPv4."""
+    return str(_parsed(address))
+
+
 def main_address() -> str | None:
     """Return the address at which most other machines see this one, or ``None`` on a machine without a network."""
     own = own_addresses()
