@@ -101,12 +101,14 @@ def found(records: list[Record], hostnames: list[str] | None = None) -> list[Fin
 
 CAUSES: list[tuple[str, dict[str, Any]]] = [
     ("data", {"more": {DATA: 0.006}}),
+    ("data", {"more": {DATA: 0.020, FORWARD: 0.003, BACKWARD: 0.004}, "processor": 0.3}),
     ("script", {"more": {SCRIPT: 0.006}}),
     ("slower", {"more": {FORWARD: 0.003, BACKWARD: 0.004}}),
     ("longer", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "samples": 0}),
     ("more samples", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "samples": 48}),
     ("shared processor", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "processor": 0.6, "queued": 0.006}),
     ("stopped", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "processor": 0.6}),
+    ("stopped", {"more": {DATA: 0.002, FORWARD: 0.008, BACKWARD: 0.016, SCRIPT: 0.003}, "processor": 0.3}),
     ("swapping", {"more": {FORWARD: 0.003, BACKWARD: 0.004}, "processor": 0.6, "major_faults": 40}),
 ]
 

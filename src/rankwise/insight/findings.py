@@ -65,6 +65,7 @@ LEAST_QUEUED = 0.5
 """If it was ready to run for this share of what it computes longer, other processes had the processor."""
 KEPT_FROM_COMPUTING = 0.2
 """A rank that is kept from computing takes longer for everything: for computing, at least this share of it."""
+LEAST_SECONDS = 1e-9
 MORE_OFTEN = 2.0
 FAULTS_PER_STEP = 5.0
 """Pages read from a disk in each step, from which on a rank is swapping."""
@@ -168,7 +169,8 @@ def _cause_of(table: StepTable, ranks: Sequence[int]) -> Cause:
     """Return why some ranks are slower than the others: what they spend more time on."""
     others = [index for index in range(table.num_ranks) if index not in ranks]
     means = table.parts.mean(axis=1)
-    excess = means[ranks].mean(axis=0) - np.median(means[others], axis=0)
+    usual = np.median(means[others], axis=0)
+    excess = means[ranks].mean(axis=0) - usual
     excess[EXCHANGE] = 0.0
     faults, of_others = _per_step(table.major_faults, ranks), _per_step(table.major_faults, others)
     if faults >= FAULTS_PER_STEP and faults >= MORE_OFTEN * of_others:
@@ -178,8 +180,12 @@ def _cause_of(table: StepTable, ranks: Sequence[int]) -> Cause:
     samples, of_others = _per_step(table.samples, ranks), _per_step(table.samples, others)
     if computing >= excess[part] and samples >= MORE_SAMPLES * of_others > 0.0:
         return "more samples"
+    # What a rank is kept from takes longer in proportion; beyond that, it waits for something else.
+    in_proportion = usual[part] * computing / max(float(usual[list(_COMPUTING)].sum()), LEAST_SECONDS)
+    is_for_another_reason = excess[part] - in_proportion > computing
     computed = _per_step(table.processor, ranks) - _per_step(table.processor, others)
-    if computing >= KEPT_FROM_COMPUTING * excess.sum() and computed < LEAST_COMPUTED * computing:
+    is_kept = computing >= KEPT_FROM_COMPUTING * excess.sum() and computed < LEAST_COMPUTED * computing
+    if is_kept and not is_for_another_reason:
         queued = _per_step(table.queued, ranks) - _per_step(table.queued, others)
         return "shared processor" if queued >= LEAST_QUEUED * computing else "stopped"
     if computing < excess[part]:
