@@ -17,6 +17,7 @@ import torch
 
 import rankwise
 from rankwise.health.step_record import DATA, EXCHANGE, PARTS, RecordFile, Step, record_path, row_of
+from rankwise.health.tcp_traffic import Traffic, as_json
 from rankwise.insight.checkpoint_contents import page_of_checkpoint
 from rankwise.insight.layouts import page_of_mesh
 from rankwise.insight.page import page_of
@@ -24,6 +25,7 @@ from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
 
 NUM_RANKS = 8
+RANKS_PER_HOST = 4
 NUM_STEPS = 10_000
 SLOW = 3
 PART_SECONDS = (0.0005, 0.001, 0.004, 0.008, 0.0, 0.001, 0.0, 0.0)
@@ -65,13 +67,32 @@ def write_records(folder: Path) -> None:
     for layout in _layouts():
         records[0].note({"kind": "layout", **layout})
     records[0].note({"kind": "event", "time": time.time(), "text": "checkpoint saved in runs/net"})
-    for record in records:
+    for rank, record in enumerate(records):
+        if rank % RANKS_PER_HOST == RANKS_PER_HOST - 1:
+            for steps in (1, NUM_STEPS):
+                record.note({"kind": "network", "steps": steps, "traffic": [as_json(_traffic(rank, steps))]})
         record.close()
+
+
+def _traffic(rank: int, num_steps: int) -> Traffic:
+    """Return what the last rank of a host has sent to the first one of the next."""
+    host = rank // RANKS_PER_HOST
+    return Traffic(
+        local=f"10.0.0.{host}",
+        remote=f"10.0.0.{1 - host}",
+        sent_bytes=10**6 * num_steps,
+        busy_seconds=0.001 * num_steps,
+        segments=700 * num_steps,
+        retransmitted=0,
+        round_trip_seconds=0.0002,
+        least_round_trip_seconds=0.0001,
+        bytes_per_second=1e9,
+    )
 
 
 def _facts(rank: int) -> dict[str, object]:
     host = {
-        "hostname": f"node-{rank // 4}",
+        "hostname": f"node-{rank // RANKS_PER_HOST}",
         "device": "cpu",
         "backend": "gloo",
         "source": "rankwise",
@@ -80,7 +101,15 @@ def _facts(rank: int) -> dict[str, object]:
     }
     versions = {"cores": 8, "python": "3.11", "torch": "2.13.0", "rankwise": "0.0.0", "script": "train.py"}
     job = {"job": "sample", "attempt": 0, "pid": 100 + rank, "started": time.time(), "monotonic": 0.0}
-    return {"rank": rank, "world_size": NUM_RANKS, "node_rank": rank // 4, "num_nodes": 2, **host, **versions, **job}
+    return {
+        "rank": rank,
+        "world_size": NUM_RANKS,
+        "node_rank": rank // RANKS_PER_HOST,
+        "num_nodes": 2,
+        **host,
+        **versions,
+        **job,
+    }
 
 
 def _layouts() -> list[dict[str, object]]:
