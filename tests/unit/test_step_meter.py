@@ -91,6 +91,20 @@ def test_a_step_lasts_from_the_first_part_after_an_update_to_the_next_such_part(
     assert [round(step.late_exchange) for step in steps] == [2, 2], "of the checkpoint, not of backward"
 
 
+def test_the_last_step_ends_with_its_last_part_and_not_with_the_end_of_the_script(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(2):
+        measured.spend(FORWARD, 1.0)
+        measured.update()
+        measured.spend(CHECKPOINT, 2.0)
+        clock[0] += 30.0
+    first, last = measured.ended().steps
+    assert parts_of(first) == {FORWARD: 1, OPTIMIZER: 1, CHECKPOINT: 2, SCRIPT: 30}
+    assert parts_of(last) == {FORWARD: 1, OPTIMIZER: 1, CHECKPOINT: 2}
+
+
 def test_microsteps_belong_to_the_step_that_updates(tmp_path: Path, clock: list[float]) -> None:
     measured = Measured(tmp_path, clock)
     for _ in range(3):

@@ -129,10 +129,16 @@ class StepMeter:
         self.recorder.end_timeline(self._number, self._ends)
 
     def close(self) -> None:
-        """Record the step under way, if it has updated parameters, and end the record."""
-        if os.getpid() == self._process:
-            self._end_updated()
-            self.recorder.close(self._number - 1)
+        """Record the step under way, if it has updated parameters, and end the record.
+
+        That step ends with its last part: what follows is the end of the script, and leaving the world.
+        """
+        if os.getpid() != self._process:
+            return
+        if self._has_updated:
+            self._end_step(self._ends[-1][1] if self._ends else monotonic())
+        self._record()
+        self.recorder.close(self._number - 1)
 
     def _end_updated(self) -> None:
         """End the step under way, if it has updated parameters, and record all that have ended."""
