@@ -78,7 +78,7 @@ def test_the_page_shows_what_was_recorded(command: Command) -> None:
     shown = unescape(page)
     assert sentence in shown
     sections = re.findall(r'<section id="([^"]+)"', shown)
-    assert sections == ["parts", "steps", "heat", "who", "values-loss", "memory", "events", "environment"]
+    assert sections == ["change", "parts", "steps", "heat", "who", "values-loss", "memory", "events", "environment"]
     for name in ("parts", "steps", "heat", "values-loss", "memory"):
         section = shown[shown.index(f'<section id="{name}"') :]
         chart = section[section.index("<svg") : section.index("</svg>")]
