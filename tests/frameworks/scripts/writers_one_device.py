@@ -72,6 +72,8 @@ print(h5py.File("left.h5")["a"][()])
 with h5py.File("weights.h5", "a") as file:
     file["bias"] = model.bias.detach().numpy()
     print(sorted(file))
+    # Wherever the script runs, not only where it prints.
+    assert sorted(file) == ["bias", "weight"]
 try:
     h5py.File("weights.h5", "x")
 except FileExistsError:
