@@ -255,6 +255,23 @@ assert Path(own, "rank").read_text() == str(rank)
 os.remove(Path(own, "rank")), os.rmdir(own)
 with tempfile.TemporaryDirectory() as own:
     torch.save(rank, os.path.join(own, "model.pt"))
+own = tempfile.mkdtemp(dir=".")
+Path(own, "rank").write_text(str(rank))
+assert Path(own, "rank").read_text() == str(rank)
+os.remove(Path(own, "rank")), os.rmdir(own)
+with open("out/late.txt", "w") as late:
+    late.write("written")
+    # Rank zero closes the file later than the others would.
+    sum(range(5 * 10**6 if rank == 0 else 1))
+assert Path("out/late.txt").read_text() == "written"
+class Writes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1 + rank
+    def __getitem__(self, index):
+        Path("out/by_workers.txt").write_text("seen")
+        return index
+# A worker's writes are its own: there may be more of them on one rank than on another.
+list(torch.utils.data.DataLoader(Writes(), batch_size=1, num_workers=1))
 """
 
 
@@ -267,7 +284,9 @@ def test_rank_zero_writes_and_all_ranks_read_what_it_wrote(command: Command) -> 
     out = command.folder / "out"
     assert sorted(path.name for path in out.rglob("*")) == [
         "b.bin",
+        "by_workers.txt",
         "deep",
+        "late.txt",
         "lines.txt",
         "log.txt",
         "model.pt",

@@ -43,7 +43,9 @@ class Launcher:
     def environment(self) -> dict[str, str]:
         """Return this process's environment, with one thread per rank and nothing asked of the network."""
         offline = {"HF_HUB_OFFLINE": "1", "NO_ALBUMENTATIONS_UPDATE": "1"}
-        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE / "on_path"), **offline}
+        # What is given may be where a changed copy of rankwise lies.
+        path = os.pathsep.join(filter(None, [str(HERE / "on_path"), os.environ.get("PYTHONPATH")]))
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **offline}
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run Python with ``words`` to its end."""

@@ -56,6 +56,8 @@ file["weight"] = model.weight.detach().numpy()
 file.flush()
 with h5py.File("weights.h5", "r") as again:
     print(sorted(again), Path(file.filename).name)
+    # Wherever the script runs, not only where it prints.
+    assert Path(file.filename).name == "weights.h5"
 file.close()
 Path(".cache").mkdir()
 with h5py.File(".cache/weights.h5", "w", track_order=True) as file:
@@ -72,6 +74,7 @@ print(h5py.File("left.h5")["a"][()])
 with h5py.File("weights.h5", "a") as file:
     file["bias"] = model.bias.detach().numpy()
     print(sorted(file))
+    assert sorted(file) == ["bias", "weight"]
 try:
     h5py.File("weights.h5", "x")
 except FileExistsError:
