@@ -149,7 +149,7 @@ def main(folder: Path) -> None:
     run = read_run(folder)
     for language in ("en", "zh"):
         (folder / f"report.{language}.html").write_text(page_of(run, language).html, encoding="utf-8")
-    steady = table_of(run.ranks).without_start()
+    steady = table_of(run.ranks).steady()
     means = {name: steady.parts[:, :, part].mean(axis=1).tolist() for part, name in enumerate(PARTS)}
     means["waiting"] = steady.waiting.mean(axis=1).tolist()
     (folder / "numbers.json").write_text(json.dumps({"slow": SLOW, "num_steps": NUM_STEPS, "means": means}))

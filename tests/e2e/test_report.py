@@ -391,3 +391,81 @@ def written_to(descriptor: int) -> str:
         while part := os.read(descriptor, 65536):
             parts.append(part)
     return b"".join(parts).decode()
+
+
+PLAIN = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(160, 4)), batch_size=8)
+for epoch in range(3):
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for (x,) in loader:
+            model(x)
+"""
+
+
+def test_a_plain_script_records_all_its_steps_and_counts_samples_of_training_only(command: Command) -> None:
+    ended = command.run("-n", "1", "--report", "records", str(command.write("train.py", PLAIN)))
+    assert ended.returncode == 0, ended.stderr
+    (record,) = read_run(command.folder / "records").ranks
+    assert len(record.steps) == 60
+    assert [step.samples for step in record.steps] == [8] * 60
+
+
+IN_BACKWARD = """
+import torch, rankwise as rw
+world = rw.join()
+model = rw.replicate(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), one_copy_per_host=False)
+optimizers = {p: torch.optim.SGD([p], lr=1e-3) for p in model.parameters()}
+def update(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+if world.world_size == 1:
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+for _ in range(10):
+    model(torch.randn(256, 64)).square().mean().backward()
+"""
+
+
+def test_updates_within_backward_leave_the_rest_of_it_backward(command: Command) -> None:
+    ended = command.run("-n", "1", "--report", "records", str(command.write("train.py", IN_BACKWARD)))
+    assert ended.returncode == 0, ended.stderr
+    means = table_of(read_run(command.folder / "records").ranks).steady().mean_parts()
+    assert means["optimizer"][0] > 0.0
+    assert means["backward"][0] > 2 * means["script"][0]
+
+
+ONLY_ONE = """
+import torch, rankwise as rw
+world = rw.join()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(10 if world.rank == 0 else 0):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_without_steps_and_files_that_are_no_records_are_left_out(command: Command) -> None:
+    ended = command.run("-n", "2", "--report", "records", str(command.write("train.py", ONLY_ONE)))
+    assert ended.returncode == 0, ended.stderr
+    records = command.folder / "records"
+    (records / "foreign.steps").write_text("nothing of ours")
+    (records / "folder.steps").mkdir()
+    damaged = next(records.glob("*rank-00001.steps")).read_bytes()
+    (records / "damaged.steps").write_bytes(damaged[:20] + b"\xff\xff" + damaged[22:])
+    with (records / "events.jsonl").open("a") as events:
+        events.write("bad{}\n{}\n")
+    ended = command.rankwise("report", "records")
+    assert ended.returncode == 0, ended.stderr
+    assert "1 rank, 10 steps" in ended.stdout
+    for name in ("foreign.steps", "folder.steps", "damaged.steps"):
+        assert f"{name}" in ended.stderr
+    page = (records / "report.html").read_text()
+    assert "There is no record of a step of rank 1." in page

@@ -120,7 +120,7 @@ def test_steps_take_what_they_take_on_the_gpu_and_not_what_queueing_takes(tmp_pa
         result.get()
     run = read_run(tmp_path)
     assert {record.facts["times"] for record in run.ranks} == {"device"}
-    steady = table_of(run.ranks).without_start()
+    steady = table_of(run.ranks).steady()
     means = steady.mean_parts()
     # Backward computes twice as much as forward. The host, which only queues it, would see something else.
     assert (means["backward"] > 1.2 * means["forward"]).all()

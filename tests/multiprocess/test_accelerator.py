@@ -462,7 +462,7 @@ def test_the_parts_of_a_step_are_timed_by_events_of_the_device(tmp_path: Path) -
     ]
     table = table_of(run.ranks)
     assert table.num_steps == 20
-    means = table.without_start().mean_parts()
+    means = table.steady().mean_parts()
     assert (means["script"] > 0.009).all(), "the pause"
     assert all((means[part] > 0.0).all() for part in ("forward", "backward", "optimizer"))
     whole = table.start[:, -1] - table.start[:, 0]

@@ -11,7 +11,18 @@ import pytest
 
 from rankwise.charts.colors import page_style, picture_style
 from rankwise.charts.picture import picture_of
-from rankwise.charts.shapes import LABEL_WIDTH, MOST_COLUMNS, WIDTH, Bar, Cell, binned, cells, heat_map, stacked_bars
+from rankwise.charts.shapes import (
+    LABEL_WIDTH,
+    MOST_COLUMNS,
+    WIDTH,
+    Bar,
+    Cell,
+    binned,
+    cells,
+    heat_map,
+    lines,
+    stacked_bars,
+)
 
 if TYPE_CHECKING:
     from rankwise.charts.shapes import Chart
@@ -63,3 +74,20 @@ def test_light_and_dark_have_other_colors() -> None:
     light, _, dark = picture_style().partition("@media (prefers-color-scheme: dark)")
     assert ".back { fill: #ffffff }" in light
     assert ".back { fill: #0d1117 }" in dark
+
+
+def test_values_that_are_not_finite_leave_the_others_of_their_column() -> None:
+    values = np.arange(3.0 * MOST_COLUMNS)
+    values[::3] = np.nan
+    values[-3:] = np.inf
+    means, per_column = binned(values)
+    assert per_column == 3
+    assert means[:-1] == pytest.approx(np.arange(MOST_COLUMNS - 1) * 3 + 1.5)
+    assert np.isnan(means[-1])
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, 1e18])
+def test_a_curve_of_one_value_is_a_line(value: float) -> None:
+    chart = lines([("a", np.array([1.0, 2.0]), np.array([value, value]))], "title", str, from_zero=False)
+    assert "nan" not in chart.svg
+    assert "<polyline" in chart.svg

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,18 +234,37 @@ def test_parts_and_waiting_add_up() -> None:
     assert table.transfer.min() >= -1e-12
 
 
-def test_the_first_step_does_not_count() -> None:
+@pytest.mark.parametrize("place", [0, NUM_STEPS - 1])
+def test_the_first_step_and_the_last_one_do_not_count(place: int) -> None:
     usual = job(2, slow=1, more={DATA: 0.006})
-    late = [_with_first(record, SCRIPT, 100.0 if record.facts["rank"] == 0 else 0.0) for record in usual]
+    late = [_with_longer(record, place, SCRIPT, 100.0 if record.facts["rank"] == 0 else 0.0) for record in usual]
     assert found(late)[0].ranks == (1,)
-    assert table_of(late).without_start().num_steps == NUM_STEPS - 1
+    assert table_of(late).steady().num_steps == NUM_STEPS - 2
 
 
-def _with_first(record: Record, part: int, seconds: float) -> Record:
-    first = record.steps[0]
-    parts = tuple(one + seconds * (number == part) for number, one in enumerate(first.parts))
-    steps = [first._replace(parts=parts, arrival=first.arrival + seconds), *record.steps[1:]]
+def _with_longer(record: Record, place: int, part: int, seconds: float) -> Record:
+    step = record.steps[place]
+    parts = tuple(one + seconds * (number == part) for number, one in enumerate(step.parts))
+    steps = list(record.steps)
+    steps[place] = step._replace(parts=parts, arrival=step.arrival + seconds)
     return Record(facts=record.facts, steps=steps, notes=[], now=record.now)
+
+
+def test_steps_are_compared_by_number_where_a_rank_has_lost_some() -> None:
+    whole, gap = job(2, slow=1, more={DATA: 0.006})
+    lost = replace(gap, steps=[*gap.steps[:10], *gap.steps[30:]])
+    table = table_of([whole, lost])
+    assert table.num_steps == NUM_STEPS - 20
+    assert table.start[0].tolist() == table.start[1].tolist()
+    assert found([whole, lost])[0].ranks == (1,)
+
+
+def test_what_takes_most_of_the_time_is_said_where_nothing_stands_out() -> None:
+    table = table_of(job(2, all_more={SCRIPT: 0.05})).steady()
+    assert words.largest_in_words(table.mean_parts(), "en") == "the rest of the script takes 77 % of the time"
+    usual = table_of(job(2)).steady()
+    assert words.largest_in_words(usual.mean_parts(), "en").startswith("computing takes")
+    assert words.largest_in_words(usual.mean_parts(), "zh").startswith("计算占")
 
 
 def test_waiting_within_an_update_is_not_waiting_for_gradients() -> None:

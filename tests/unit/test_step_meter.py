@@ -220,3 +220,33 @@ def test_steps_are_recorded_ten_times_per_second(tmp_path: Path, clock: list[flo
     measured.meter.note_update()
     measured.meter.enter(FORWARD)
     assert len(read(measured.path).steps) == FIRST_DETAILED + 4
+
+
+def test_data_that_are_used_without_gradients_first_and_then_for_training_are_data(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(2):  # microsteps with a teacher
+        measured.spend(DATA, 2.0)
+        measured.meter.count_samples(8)
+        measured.spend(EVALUATION, 1.0)
+        measured.spend(FORWARD, 1.0)
+        measured.spend(BACKWARD, 1.0)
+    measured.update()
+    (step,) = measured.ended().steps
+    assert parts_of(step) == {DATA: 4, EVALUATION: 2, FORWARD: 2, BACKWARD: 2, OPTIMIZER: 1}
+    assert step.samples == 16
+
+
+def test_updates_and_samples_of_other_threads_are_not_those_of_this_one(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+
+    def train() -> None:
+        measured.meter.count_samples(8)
+        measured.meter.note_update()
+
+    other = threading.Thread(target=train)
+    other.start()
+    other.join()
+    measured.spend(FORWARD, 1.0)
+    assert measured.ended().steps == []

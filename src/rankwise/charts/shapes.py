@@ -117,12 +117,16 @@ def _boxes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str, str]
 
 
 def binned(values: Floats) -> tuple[Floats, int]:
-    """Return means along the last axis in at most ``MOST_COLUMNS`` columns, and how many values each stands for."""
-    length = values.shape[-1]
-    per_column = -(-length // MOST_COLUMNS)
-    starts = np.arange(0, length, per_column)
-    sums = np.add.reduceat(values, starts, axis=-1)
-    return sums / np.diff(np.append(starts, length)), per_column
+    """Return means along the last axis in at most ``MOST_COLUMNS`` columns, and how many values each stands for.
+
+    They are the means of the values that are finite; NaN where none is.
+    """
+    per_column = -(-values.shape[-1] // MOST_COLUMNS)
+    starts = np.arange(0, values.shape[-1], per_column)
+    finite = np.isfinite(values)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), starts, axis=-1)
+    counts = np.add.reduceat(finite.astype(np.float64), starts, axis=-1)
+    return np.where(counts > 0.0, sums / np.maximum(counts, 1.0), np.nan), per_column
 
 
 def stacked_bars(bars: Sequence[Bar], title: str, words: Callable[[str, float], str]) -> Chart:
@@ -177,7 +181,7 @@ def lines(
     finite = every[np.isfinite(every)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     low = 0.0 if from_zero and low > 0.0 else low
-    high = high if high > low else low + 1.0
+    high = high if high > low else low + max(1.0, abs(low))
     first = min(float(xs[0]) for _, xs, _ in series)
     last = max(float(xs[-1]) for _, xs, _ in series)
     across = (WIDTH - LABEL_WIDTH - 10) / max(last - first, 1e-12)

@@ -6,6 +6,7 @@ Called by ``join`` and ``leave``. Waits for no other rank.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
 from rankwise.health.device_times import DeviceTimes
 from rankwise.health.step_meter import StepMeter
-from rankwise.health.step_record import BACKWARD, DATA, OPTIMIZER, SCRIPT, RecordFile, record_path
+from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, OPTIMIZER, SCRIPT, RecordFile, record_path
 from rankwise.health.step_recorder import StepRecorder
 from rankwise.log import warn
 from rankwise.torch_private.compiler import uncompiled_hook
@@ -52,6 +53,8 @@ CLOCK_SECONDS = 10.0
 UNJOINED = "unknown"
 """The backend of a rank that has not joined."""
 _PAGE_BYTES = resource.getpagesize()
+_before_optimizers: list[int] = []
+"""In which part each optimizer's step has begun: some step in backward, and some call another one."""
 _undo: list[Callable[[], None]] = []
 """What stops measuring."""
 
@@ -164,6 +167,7 @@ def start_unjoined() -> None:
         source=reading.source,
     )
     start(world, None)
+    atexit.register(stop)
 
 
 def stop() -> None:
@@ -178,12 +182,13 @@ def _measuring_data(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @wraps(inner)
     def call(iterator: object) -> object:
-        part = step_meter.enter(DATA)
+        is_training = torch.is_grad_enabled()
+        part = step_meter.enter(DATA if is_training else EVALUATION)
         try:
             batch = inner(iterator)
         finally:
             step_meter.resume(part)
-        if part != DATA:  # Otherwise it is rankwise.DataLoader that reads, and counts.
+        if is_training and part != DATA:  # Otherwise it is rankwise.DataLoader that reads, and counts.
             step_meter.count_samples(_rows_of(batch))
         return batch
 
@@ -271,10 +276,13 @@ def _resident_bytes() -> int:
 
 @uncompiled_hook
 def _before_update(_optimizer: object, _args: object, _kwargs: object) -> None:
-    step_meter.enter(OPTIMIZER)
+    part = step_meter.enter(OPTIMIZER)
+    if part != OPTIMIZER:  # A step that has failed has left its own.
+        _before_optimizers.clear()
+    _before_optimizers.append(part)
 
 
 @uncompiled_hook
 def _after_update(_optimizer: object, _args: object, _kwargs: object) -> None:
     step_meter.note_update()
-    step_meter.resume(SCRIPT)
+    step_meter.resume(_before_optimizers.pop() if _before_optimizers else SCRIPT)

@@ -42,7 +42,7 @@ from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.errors import DatasetError
 from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
-from rankwise.health.step_record import DATA
+from rankwise.health.step_record import DATA, EVALUATION
 from rankwise.world.device.streams import pins
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class DataLoader(StepSource, EpochPosition):
             session = current_or_none()
             if session is not None:
                 session.preemption.before_step(self)
-            part = step_meter.enter(DATA)
+            part = step_meter.enter(DATA if torch.is_grad_enabled() else EVALUATION)
             fetched = next(batches, None)
             step_meter.resume(part)
             if fetched is None:

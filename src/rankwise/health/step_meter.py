@@ -40,6 +40,8 @@ class StepMeter:
         self._number = 1
         self._part = SCRIPT
         self._has_forward = self._has_updated = False
+        self._is_evaluated = False
+        """Whether what was read last was used without gradients, and not for training so far."""
         self._samples = self._sent_bytes = 0
         self._ends: list[tuple[int, float]] = []
         """The parts of this step that have ended, with when, and what was noted between them."""
@@ -88,12 +90,15 @@ class StepMeter:
         """Begin a part that a step may begin with."""
         if self._has_updated:
             self._end_step(now)
-        if part == FORWARD:
-            self._has_forward = True
-        elif part == EVALUATION and not self._has_forward:
-            # What was read so far was read for the evaluation.
-            self._samples = 0
-            self._note(READ_FOR_EVALUATION, now)
+        if part == EVALUATION:
+            self._is_evaluated = not self._has_forward
+        elif part == DATA:
+            if self._is_evaluated:
+                self._samples = 0
+                self._note(READ_FOR_EVALUATION, now)
+            self._is_evaluated = False
+        else:
+            self._has_forward, self._is_evaluated = True, False
 
     def _note(self, what: int, now: float) -> None:
         """Note something between two parts."""
@@ -103,7 +108,8 @@ class StepMeter:
 
     def note_update(self) -> None:
         """Note that an optimizer has updated parameters."""
-        self._has_updated = True
+        if get_ident() == self._thread:
+            self._has_updated = True
 
     def note_arrival(self) -> None:
         """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
@@ -112,7 +118,8 @@ class StepMeter:
 
     def count_samples(self, num: int) -> None:
         """Add samples that this rank takes."""
-        self._samples += num
+        if get_ident() == self._thread:
+            self._samples += num
 
     def count_bytes(self, num: int) -> None:
         """Add bytes that this rank gives to a collective."""

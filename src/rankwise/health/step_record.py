@@ -295,6 +295,13 @@ def read(path: Path) -> Record:
 def parse(data: bytes, name: str) -> Record:
     """Return the same from the bytes of a file, called ``name``. Raises as :func:`read` does."""
     facts = _facts(name, data)
+    try:
+        return _parsed(facts, data)
+    except (ValueError, LookupError, struct.error, zlib.error) as error:
+        raise ReportError(f"{name} is damaged: {error}.", do="move it out of the folder") from error
+
+
+def _parsed(facts: dict[str, Any], data: bytes) -> Record:
     steps: list[Step] = []
     notes: list[dict[str, Any]] = []
     unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
@@ -329,7 +336,10 @@ def read_latest(path: Path) -> Record:
 def _facts(name: str, data: bytes) -> dict[str, Any]:
     if not data.startswith(MAGIC) or len(data) < _MAPPED_BYTES:
         raise ReportError(f"{name} is not the record of a rank.", do="pass the folder that --report was given")
-    facts: dict[str, Any] = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
+    try:
+        facts: dict[str, Any] = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
+    except ValueError as error:
+        raise ReportError(f"{name} is damaged: {error}.", do="move it out of the folder") from error
     return facts
 
 

@@ -141,10 +141,20 @@ def _connections() -> Iterator[tuple[str, str, _Counts]]:
         # Other threads open and close files meanwhile.
         with contextlib.suppress(OSError):
             if os.readlink(f"{_FILES}/{name}").startswith("socket:"):  # noqa: PTH115 - as above
-                # With a type that says it does not block, Python leaves the mode of the connection as it is.
-                with socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, os.dup(int(name))) as same:
+                with _same_socket(int(name)) as same:
                     if same.proto == socket.IPPROTO_TCP:
                         yield from _counts_of(same)
+
+
+def _same_socket(descriptor: int) -> socket.socket:
+    """Return a socket of a descriptor of its own for the same connection."""
+    own = os.dup(descriptor)
+    try:
+        # With a type that says it does not block, Python leaves the mode of the connection as it is.
+        return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, own)
+    except OSError:
+        os.close(own)
+        raise
 
 
 def _counts_of(connection: socket.socket) -> Iterator[tuple[str, str, _Counts]]:

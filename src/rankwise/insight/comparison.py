@@ -29,7 +29,7 @@ class RunSpeed:
 
 def speed_of(run: RunRecords) -> RunSpeed:
     """Return how fast a run was, without its first step."""
-    steady = table_of(run.ranks).without_start()
+    steady = table_of(run.ranks).steady()
     step_seconds = float(steady.seconds.mean())
     parts = {name: float(means.mean()) for name, means in steady.mean_parts().items()}
     return RunSpeed(

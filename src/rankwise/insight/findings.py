@@ -101,7 +101,7 @@ def findings_of(table: StepTable, hostnames: Sequence[str], links: Sequence[Link
         hostnames: the host of each rank of the table.
         links: what hosts have sent to each other, as far as it is known.
     """
-    steady = table.without_start()
+    steady = table.steady()
     step_seconds = float(steady.seconds.mean())
     if step_seconds <= 0.0:
         return []

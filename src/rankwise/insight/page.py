@@ -37,7 +37,7 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
     """Return the page about a run, beside others that it is compared with."""
     titles = words.TITLES[language]
     table = table_of(run.ranks)
-    steady = table.without_start()
+    steady = table.steady()
     links = links_of(run.ranks)
     findings = findings_of(table, [record.facts["hostname"] for record in run.ranks], links)
     names = [f"{titles['rank']} {rank}" for rank in table.ranks]
@@ -62,6 +62,7 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         float(steady.seconds.mean()),
         findings[0] if findings else None,
         language,
+        mean_parts=steady.mean_parts(),
         times_one_rank=times[0] if table.num_ranks > 1 and any(speed.num_ranks == 1 for speed in speeds) else None,
     )
     html = rendered(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.errors import ReportError, fold_ranks
 from rankwise.health.step_record import SUFFIX, Record, read
 from rankwise.launch.report.recorded_events import EVENTS
+from rankwise.log import warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ class RunRecords:
     ranks: tuple[Record, ...]
     """Of the last attempt, in rank order."""
     missing: tuple[int, ...]
-    """Ranks of that attempt without a record."""
+    """Ranks of that attempt without a record of a step."""
     num_restarts: int
     """How many attempts there were before."""
     events: tuple[dict[str, Any], ...]
@@ -56,7 +57,7 @@ def read_run(folder: Path) -> RunRecords:
     Raises:
         ReportError: there is no record of a step.
     """
-    records = [read(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
+    records = _readable(sorted(folder.glob(f"*{SUFFIX}")))
     if not records:
         raise ReportError(
             f"{folder} has no record of a run.",
@@ -69,20 +70,43 @@ def read_run(folder: Path) -> RunRecords:
         key=lambda record: record.facts["rank"],
     )
     _check_one_run(folder, ranks)
-    if not any(record.steps for record in ranks):
+    with_steps = tuple(record for record in ranks if record.steps)
+    if not with_steps:
         raise ReportError(
             f"No rank of the run in {folder} has completed a step.",
             evidence=f"records of {fold_ranks([record.facts['rank'] for record in ranks])}, without a step",
             do="run the script until an optimizer has updated parameters",
         )
-    present = {record.facts["rank"] for record in ranks}
+    present = {record.facts["rank"] for record in with_steps}
     return RunRecords(
         folder=folder,
-        ranks=tuple(ranks),
+        ranks=with_steps,
         missing=tuple(rank for rank in range(ranks[0].facts["world_size"]) if rank not in present),
         num_restarts=latest["attempt"],
         events=_events(folder, min(record.facts["started"] for record in of_job)),
     )
+
+
+def _readable(paths: Sequence[Path]) -> list[Record]:
+    """Return the records in these files, and warn about a file that is none, if there are others.
+
+    Raises:
+        ReportError: none is.
+    """
+    records: list[Record] = []
+    errors: list[ReportError] = []
+    for path in paths:
+        try:
+            records.append(read(path))
+        except ReportError as error:
+            errors.append(error)
+        except OSError as error:
+            errors.append(ReportError(f"{path} cannot be read: {error.strerror}.", do="move it out of the folder"))
+    if errors and not records:
+        raise errors[0]
+    for error in errors:
+        warn(f"left out of the report: {error.what}")
+    return records
 
 
 def _events(folder: Path, started: float) -> tuple[dict[str, Any], ...]:
@@ -91,8 +115,17 @@ def _events(folder: Path, started: float) -> tuple[dict[str, Any], ...]:
         lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return ()
-    events = [json.loads(line) for line in lines if line.endswith("}")]
+    events = [event for line in lines if (event := _event(line)) is not None]
     return tuple(event for event in events if event["time"] >= started - START_SECONDS)
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """Return an event; ``None`` for a line that was written in part, or by something else."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("time"), int | float) else None
 
 
 def _check_one_run(folder: Path, ranks: Sequence[Record]) -> None:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
+LEAST_STEPS = 3
+"""From how many steps on the last one does not count."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTable:
     """The steps that all ranks have completed. Times are in seconds."""
@@ -92,9 +96,12 @@ class StepTable:
         means = {name: self.parts[:, :, number].mean(axis=1) for number, name in enumerate(PARTS)}
         return {**means, "exchange": self.transfer.mean(axis=1), "waiting": self.waiting.mean(axis=1)}
 
-    def without_start(self) -> StepTable:
-        """Return the table without the first step, which includes the start of the script, if there are others."""
-        return self if self.num_steps < 2 else self._of(slice(1, None))  # noqa: PLR2004 - one remains
+    def steady(self) -> StepTable:
+        """Return the table without the first step and the last one, if others remain.
+
+        The first includes the start of the script; the last may include its end, or lack what follows an update.
+        """
+        return self._of(slice(1, None if self.num_steps < LEAST_STEPS else -1)) if self.num_steps > 1 else self
 
     def _of(self, steps: slice) -> StepTable:
         return StepTable(
@@ -117,8 +124,10 @@ class StepTable:
 
 def table_of(records: Sequence[Record]) -> StepTable:
     """Return the steps that all ranks have completed, of records in rank order."""
-    num_steps = min(len(record.steps) for record in records)
-    kept = [record.steps[:num_steps] for record in records]
+    common = set.intersection(*({step.number for step in record.steps} for record in records))
+    # A rank whose disk was full has lost steps in between.
+    kept = [[step for step in record.steps if step.number in common] for record in records]
+    num_steps = len(common)
 
     def column(name: str) -> Floats:
         return np.array([[getattr(step, name) for step in steps] for steps in kept], dtype=np.float64)

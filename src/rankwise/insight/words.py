@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from rankwise.charts.units import duration, speed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rankwise.insight.findings import Finding
     from rankwise.insight.network import SlowNetwork
+    from rankwise.insight.step_table import Floats
 
 Language = Literal["en", "zh"]
 LANGUAGES: tuple[Language, ...] = ("en", "zh")
@@ -39,6 +40,13 @@ PART_NAMES: dict[Language, dict[str, str]] = {
         "checkpoint": "检查点",
         "evaluation": "评估",
     },
+}
+
+_LARGEST = {
+    "script": "the rest of the script",
+    "data": "reading data",
+    "exchange": "the exchange",
+    "checkpoint": "writing checkpoints",
 }
 
 _CAUSES: dict[Language, dict[str, str]] = {
@@ -155,14 +163,13 @@ TITLES: dict[Language, dict[str, str]] = {
         "step": "step",
         "steps column": "steps",
         "total": "step",
-        "nothing": "Nothing stands out: the ranks compute most of the time, and none waits for another one for long.",
         "no events": "None.",
         "slowest": "slowest rank, without the exchange",
         "at first": "at first",
         "most": "most",
         "estimated": "The script exchanges gradients itself: what is shown as exchange is how much longer backward "
         "took than on the rank where it was shortest. How long the transfer takes is unknown, and part of backward.",
-        "missing": "There is no record of rank {}.",
+        "missing": "There is no record of a step of rank {}.",
         "restarted": "The job was restarted {} times; this is its last attempt.",
         "mesh": "Ranks along the axes of the mesh",
         "mesh note": "Each cell is a rank; its number and color are its place along the axis of the row.",
@@ -235,13 +242,12 @@ TITLES: dict[Language, dict[str, str]] = {
         "step": "步",
         "steps column": "步",
         "total": "整步",
-        "nothing": "没有明显的问题：各个 rank 大部分时间在计算，没有长时间互相等待。",
         "no events": "无。",
         "slowest": "最慢的 rank，不含通信",
         "at first": "开始",
         "most": "最大",
         "estimated": "脚本自己交换梯度：下文的通信是反向中比最短的 rank 多出的时间；传输本身的时间未知，算在反向之内。",
-        "missing": "没有 rank {} 的记录。",
+        "missing": "没有 rank {} 的任何一步的记录。",
         "restarted": "任务重启了 {} 次；以下是最后一次。",
         "mesh": "rank 在 mesh 各轴上的位置",
         "mesh note": "每格是一个 rank；数字和颜色是它在该行所示轴上的位置。",
@@ -303,23 +309,45 @@ def headline(
     first: Finding | None,
     language: Language,
     *,
+    mean_parts: Mapping[str, Floats],
     times_one_rank: float | None = None,
 ) -> str:
     """Return the sentence that the report begins with.
 
-    ``times_one_rank`` is how many times as fast the run is as one on one rank that it is compared with.
+    Args:
+        num_ranks: of the run.
+        num_steps: of the run.
+        step_seconds: how long one takes.
+        first: the costliest finding, if there is one.
+        language: of the sentence.
+        mean_parts: of a step, in seconds, by name: [rank].
+        times_one_rank: how many times as fast the run is as one on one rank that it is compared with.
     """
     if language == "zh":
         start = f"{num_ranks} 个 rank，{num_steps:,} 步，每步 {duration(step_seconds)}"
         start += "" if times_one_rank is None else f"，是一个 rank 的 {times_one_rank:.1f} 倍快"
-        return f"{start}；{finding_in_words(first, language) if first else TITLES['zh']['nothing']}"
+        nothing = f"没有明显的问题，{largest_in_words(mean_parts, language)}。"
+        return f"{start}；{finding_in_words(first, language) if first else nothing}"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
     start = f"{ranks}, {steps} of {duration(step_seconds)}"
     start += "" if times_one_rank is None else f", {times_one_rank:.1f} times as fast as one rank"
     if first is None:
-        return f"{start}; nothing stands out, computing takes most of the time."
+        return f"{start}; nothing stands out, {largest_in_words(mean_parts, language)}."
     return f"{start}; {finding_in_words(first, language)}"
+
+
+def largest_in_words(mean_parts: Mapping[str, Floats], language: Language) -> str:
+    """Return what takes most of the time of all ranks, by the mean parts of a step, [rank]."""
+    seconds = {name: float(of_ranks.mean()) for name, of_ranks in mean_parts.items()}
+    whole = sum(seconds.values())
+    seconds["computing"] = sum(seconds.pop(name) for name in ("forward", "backward", "optimizer"))
+    largest = max(seconds, key=lambda name: seconds[name])
+    share = percent(seconds[largest] / whole if whole else 0.0)
+    if language == "zh":
+        name = "计算" if largest == "computing" else PART_NAMES["zh"][largest]
+        return f"{name}占 {share} 的时间"
+    return f"{_LARGEST.get(largest, largest)} takes {share} of the time"
 
 
 def finding_in_words(finding: Finding, language: Language) -> str:

@@ -51,14 +51,17 @@ class TimingEvent:
 
     def record(self) -> bool:
         """Queue it after everything on the device's current stream; return false if a graph is captured there."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_capturing():
             return False
         self._event.record(current_stream(self._device))
         return True
 
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def query(self) -> bool:
-        """Return whether the device has reached it."""
-        return self._event.query()
+        """Return whether the device has reached it; false while a graph is captured, which asking would spoil."""
+        return not self._is_capturing() and self._event.query()
 
     def synchronize(self) -> None:
         """Wait until the device has reached it."""
