@@ -214,11 +214,15 @@ def _measure_backward() -> Callable[[], None]:
 
     @wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
-        part = step_meter.enter(BACKWARD)
+        meter = step_meter.current()
+        if meter is None or meter.part == BACKWARD:  # A strategy's own wrapper measures it.
+            original(*args, **kwargs)
+            return
+        part = meter.enter(BACKWARD)
         try:
             original(*args, **kwargs)
         finally:
-            step_meter.resume(part)
+            meter.resume(part)
 
     def undo() -> None:
         if torch.autograd.backward is backward:

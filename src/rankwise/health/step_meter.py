@@ -45,9 +45,11 @@ class StepMeter:
         self._samples = self._sent_bytes = 0
         self._ends: list[tuple[int, float]] = []
         """The parts of this step that have ended, with when, and what was noted between them."""
-        self._start = self._recorded_at = monotonic()
         self._ended: list[EndedStep] = []
-        """The steps that have ended since then."""
+        """The steps before this one that are not recorded."""
+        self._start = monotonic()
+        self._record_at, self._wanted = self._start + LOOK_SECONDS, recorder.wanted(1)
+        """When the steps that have ended are recorded, and after which one even before that."""
 
     @property
     def part(self) -> int:
@@ -129,6 +131,7 @@ class StepMeter:
         """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
         self._end_updated()
         self.recorder.begin_timeline(record)
+        self._wanted = self.recorder.wanted(self._number)
 
     def end_timeline(self) -> None:
         """Record the step under way as far as it has come, and no more in detail."""
@@ -157,21 +160,22 @@ class StepMeter:
     def _end_step(self, now: float) -> None:
         if self._device_times is not None:
             self._device_times.end_step(self._number, now)
-        is_detailed = self.recorder.is_detailed(self._number, now - self._start)
-        self._ended.append(EndedStep(self._number, self._ends, now, self._samples, self._sent_bytes, is_detailed))
+        self._ended.append((self._ends, now, self._samples, self._sent_bytes))
+        number, seconds = self._wanted
+        is_due = now > self._record_at or self._number >= number or now - self._start > seconds
         self._number += 1
         self._ends = []
         self._samples = self._sent_bytes = 0
         self._start = now
         self._has_forward = self._has_updated = False
-        if is_detailed or now - self._recorded_at > LOOK_SECONDS:
-            self._recorded_at = now
+        if is_due:
             self._record()
 
     def _record(self) -> None:
         """Record the steps that have ended."""
-        self.recorder.end_steps(self._ended)
+        self.recorder.end_steps(self._ended, self._number - 1)
         self._ended.clear()
+        self._record_at, self._wanted = self._start + LOOK_SECONDS, self.recorder.wanted(self._number)
 
 
 _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))

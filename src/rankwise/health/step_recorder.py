@@ -7,6 +7,7 @@ Owned by the meter, which calls it for several steps at once.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 from collections import deque
@@ -50,16 +51,17 @@ _NEWEST = 1 / 16
 """How much the newest step counts in how long a step usually takes."""
 
 
-class EndedStep(NamedTuple):
-    """A step as the meter has noted it."""
+EndedStep = tuple[list[tuple[int, float]], float, int, int]
+"""A step as the meter has noted it: the parts that have ended, with when, and what was noted between them, without
+those added up before; the end; samples; bytes sent."""
 
-    number: int
-    ends: list[tuple[int, float]]
-    """The parts that have ended, with when, and what was noted between them; without those added up before."""
-    end: float
-    samples: int
-    sent_bytes: int
-    is_detailed: bool
+
+class Wanted(NamedTuple):
+    """Which step the recorder wants as soon as it has ended: the first one that either holds for."""
+
+    number: float
+    seconds: float
+    """One that takes longer than this."""
 
 
 class StepRecorder:
@@ -125,8 +127,15 @@ class StepRecorder:
             self._timeline.note(self._detail(number))
         self._timeline = None
 
-    def is_detailed(self, number: int, seconds: float) -> bool:
-        """Return whether a step that has just ended is to be recorded with the times of its parts, and so at once."""
+    def wanted(self, number: int) -> Wanted:
+        """Return which step to record as soon as it has ended, from this number on: with the times of its parts."""
+        if self._timeline is not None or (self.folder is not None and number <= FIRST_DETAILED):
+            return Wanted(number, math.inf)
+        if self.folder is None:
+            return Wanted(math.inf, math.inf)
+        return Wanted(number + -number % self._every, SLOW * self._usual_seconds)
+
+    def _is_detailed(self, number: int, seconds: float) -> bool:
         is_slow = number > self._rests_until and seconds > SLOW * self._usual_seconds
         if is_slow:
             self._rests_until = number + self._every // 8
@@ -147,20 +156,20 @@ class StepRecorder:
         add_segments(self._row, segments)
         ends.clear()
 
-    def end_steps(self, steps: Sequence[EndedStep]) -> None:
-        """Record steps that have ended since the last call."""
-        for step in steps:
-            self.add(step.ends)
-            self._row[SAMPLES], self._row[SENT_BYTES] = step.samples, step.sent_bytes
-            if step is steps[-1]:
-                self._look(step)
+    def end_steps(self, steps: Sequence[EndedStep], last: int) -> None:
+        """Record steps that have ended since the last call; ``last`` is the number of the last one."""
+        for number, (ends, end, samples, sent_bytes) in enumerate(steps, last - len(steps) + 1):
+            self.add(ends)
+            self._row[SAMPLES], self._row[SENT_BYTES] = samples, sent_bytes
+            if number == last:
+                self._look(number, end)
             self._row[MEMORY_BYTES] = self._memory
             self.record.add(self._row)
-            if step.is_detailed:
-                self._note_detail(step.number)
+            if self._is_detailed(number, end - self._row[START]):
+                self._note_detail(number)
             if self._on_step is not None and self.device_times is None:
-                self._on_step(self.record.step(step.number))
-            self._begin(step.end)
+                self._on_step(self.record.step(number))
+            self._begin(end)
         if self.device_times is not None:
             self._take_device_times(self.device_times)
 
@@ -178,14 +187,14 @@ class StepRecorder:
             if self.record.revise(number, start, times) and self._on_step is not None:
                 self._on_step(self.record.step(number))
 
-    def _look(self, step: EndedStep) -> None:
-        """Ask the system what the steps since the last time have used; ``step`` is the last of them."""
-        if step.end - self._looked_at > LOOK_SECONDS:
-            self._looked_at = step.end
+    def _look(self, number: int, end: float) -> None:
+        """Ask the system what the steps since the last time have used; the last of them has this number and end."""
+        if end - self._looked_at > LOOK_SECONDS:
+            self._looked_at = end
             self._row[PROCESSOR], self._row[QUEUED], self._row[MAJOR_FAULTS] = self._read_usage()
             self._memory = self._memory_bytes()
             if self._traffic is not None:
-                self._traffic.note_if_due(self.record, step.number, step.end)
+                self._traffic.note_if_due(self.record, number, end)
 
     def _read_usage(self) -> tuple[float, float, int]:
         """Return processor time, how long the main thread had none although it was ready, and faults, since last."""

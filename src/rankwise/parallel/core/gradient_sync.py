@@ -329,7 +329,7 @@ def _finish_round() -> None:
     syncs = sorted(_round, key=lambda sync: sync.number)
     _round.clear()
     step_meter.note_arrival()
-    part = step_meter.enter(EXCHANGE if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD)
+    part = step_meter.enter(EXCHANGE) if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD
     try:
         for sync in syncs:
             sync.send_rest()
