@@ -234,7 +234,7 @@ def test_what_a_killed_rank_has_done_is_reported_with_the_failure(command: Comma
     assert ended.returncode == 128 + 9
     run = read_run(command.folder / "records")
     # A step ends where the next one begins: the killed rank was between its 70th update and that. What has ended is
-    # recorded every 0.1 seconds, so after the step that took longer.
+    # recorded at intervals, so after the step that took longer.
     assert len(run.ranks[1].steps) == 69
     assert [event["rank"] for event in run.events if event["kind"] == "failure"] == [1]
     reported(command)

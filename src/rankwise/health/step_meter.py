@@ -19,13 +19,18 @@ from typing import TYPE_CHECKING
 
 from rankwise.health.segments import ARRIVED, READ_FOR_EVALUATION
 from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, FORWARD, SCRIPT
-from rankwise.health.step_recorder import LOOK_SECONDS, MOST_SLICES, EndedStep
+from rankwise.health.step_recorder import MOST_SLICES, EndedStep
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from rankwise.health.step_record import RecordFile
     from rankwise.health.step_recorder import StepRecorder
+
+
+LEAST_PAUSE, MOST_PAUSE, PAUSE_SHARE = 0.1, 0.5, 0.02
+"""Steps are recorded at this interval, in seconds: a share of the time so far. What came after the last time is lost
+with a rank that is killed."""
 
 
 class StepMeter:
@@ -47,8 +52,8 @@ class StepMeter:
         """The parts of this step that have ended, with when, and what was noted between them."""
         self._ended: list[EndedStep] = []
         """The steps before this one that are not recorded."""
-        self._start = monotonic()
-        self._record_at, self._wanted = self._start + LOOK_SECONDS, recorder.wanted(1)
+        self._start = self._began = monotonic()
+        self._record_at, self._wanted = self._began + LEAST_PAUSE, recorder.wanted(1)
         """When the steps that have ended are recorded, and after which one even before that."""
 
     @property
@@ -175,7 +180,8 @@ class StepMeter:
         """Record the steps that have ended."""
         self.recorder.end_steps(self._ended, self._number - 1)
         self._ended.clear()
-        self._record_at, self._wanted = self._start + LOOK_SECONDS, self.recorder.wanted(self._number)
+        pause = min(max(LEAST_PAUSE, PAUSE_SHARE * (self._start - self._began)), MOST_PAUSE)
+        self._record_at, self._wanted = self._start + pause, self.recorder.wanted(self._number)
 
 
 _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))
