@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """A device that works through its queue while the host's clock goes on; ``work`` queues seconds of it."""
+    """A device that works through its queue while the host's clock advances; ``work`` queues seconds of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = 1000.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the parts of a step take on an accelerator: by events between them, which nothing waits for.
 
-The host queues work and goes on, so that its own clock says how long queueing took. Events that are queued between the
+The host queues work and does not wait for it, so that its own clock says how long queueing took. Events between the
 parts tell the device's times, once the device has reached them. When a step began follows from these times; it is kept
 between when the host queued the first event of the step and when it saw the last one reached, so that errors of the
 device's clock do not add up.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this process's TCP connections have sent to other machines, and how long that took: as the kernel counts it.
 
-The kernel counts for each connection since it was opened, whoever uses it: Gloo, rankwise's own, NCCL without
+The kernel counts for each connection since it was opened, for all its users: Gloo, rankwise's own, NCCL without
 InfiniBand. Shared memory, InfiniBand and other transports are not TCP, and not seen. Linux only; no torch.
 
 Source: ``struct tcp_info`` in linux/tcp.h; busy and limited times since Linux 4.10.
