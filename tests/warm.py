@@ -218,7 +218,10 @@ class Running:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # To wait for a command that a failed test has not ended would hide why it failed.
+            self.kill()
         self.wait()
         self.close()
 

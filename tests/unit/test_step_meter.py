@@ -24,6 +24,7 @@ from rankwise.health.step_record import (
     RecordFile,
     Step,
     read,
+    read_latest,
 )
 from rankwise.health.step_recorder import FIRST_DETAILED, MOST_SLICES, StepRecorder
 
@@ -220,6 +221,23 @@ def test_steps_are_recorded_twice_per_second(tmp_path: Path, clock: list[float])
     measured.meter.note_update()
     measured.meter.enter(FORWARD)
     assert len(read(measured.path).steps) == FIRST_DETAILED + 4
+
+
+def test_those_who_look_meanwhile_see_steps_that_are_not_recorded_yet(tmp_path: Path, clock: list[float]) -> None:
+    measured = Measured(tmp_path, clock)
+    for _ in range(FIRST_DETAILED):
+        measured.spend(FORWARD, 1.0)
+        measured.update()
+    for _ in range(5):
+        clock[0] += 0.001
+        measured.spend(FORWARD, 0.001)
+        measured.meter.note_update()
+    clock[0] += 0.001
+    measured.spend(FORWARD, 0.001)
+    looked = read_latest(measured.path)
+    assert (len(looked.steps), looked.now.num_steps) == (FIRST_DETAILED, FIRST_DETAILED + 5)
+    assert looked.now.step_began == pytest.approx(clock[0] - 0.001)
+    measured.meter.close()
 
 
 def test_data_that_are_used_without_gradients_first_and_then_for_training_are_data(

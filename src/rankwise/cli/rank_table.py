@@ -91,7 +91,7 @@ def _row(rank: str, pace: dict[str, Any], names: Sequence[str], *, has_host: boo
         *([pace["host"]] if has_host else []),
         f"{pace['steps']}",
         f"{1 / seconds:.1f}" if seconds else "",
-        f"{seconds * 1e3:.1f} ms",
+        f"{seconds * 1e3:.1f} ms" if seconds else "",
         *(f"{share / seconds:.0%}" if seconds else "" for share in (parts["data"], compute, parts["exchange"], rest)),
         f"{pace['memory_bytes'] / 2**20:.0f} MiB",
         f"{pace['now']}, {pace['seconds_in_step']:.1f} s",

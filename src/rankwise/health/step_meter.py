@@ -168,6 +168,7 @@ class StepMeter:
         self._ended.append((self._ends, now, self._samples, self._sent_bytes))
         number, seconds = self._wanted
         is_due = now > self._record_at or self._number >= number or now - self._start > seconds
+        self.record.show_step(self._number, now)
         self._number += 1
         self._ends = []
         self._samples = self._sent_bytes = 0

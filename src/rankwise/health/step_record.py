@@ -54,8 +54,10 @@ _RECORD = struct.Struct(f"<I{START}H")
 """A row in a chunk: the start, in microseconds from the first step of the chunk, and then the other numbers."""
 _TAIL = struct.Struct("<IId")
 """Number of steps in memory, number of the first, when the step under way began."""
-_NOW_AT, _TAIL_AT = FACTS_BYTES, FACTS_BYTES + 8
-"""Where the part is that the rank is in now, and where the steps in memory begin."""
+_NOW_AT, _ENDED_AT, _TAIL_AT, _BEGAN_AT = FACTS_BYTES, FACTS_BYTES + 4, FACTS_BYTES + 8, FACTS_BYTES + 16
+"""Where the part is that the rank is in now, how many steps have ended, which also counts those that are not in memory
+yet, the steps in memory, and when the step under way began."""
+_ENDED = struct.Struct("<I")
 _ROWS_AT = _TAIL_AT + _TAIL.size
 MOST_VALUES = 16
 """How many names that a script logs values under are kept for those who look meanwhile."""
@@ -107,6 +109,7 @@ class Now:
     step_began: float
     """When the step under way began, by the monotonic clock of its machine."""
     num_steps: int
+    """How many steps have ended, also of those that are not recorded yet."""
 
 
 class LoggedValue(NamedTuple):
@@ -185,11 +188,17 @@ class RecordFile:
         self._memory[: len(MAGIC) + len(described)] = MAGIC + described
         self.now = memoryview(self._memory)[_NOW_AT : _NOW_AT + 1]
         self.now[0] = SCRIPT
+        self._num_ended = memoryview(self._memory)[_ENDED_AT:_TAIL_AT].cast("I")
+        self._began = memoryview(self._memory)[_BEGAN_AT:_ROWS_AT].cast("d")
         self._count = 0
         self._first = 1
         self._packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
         self._value_names: list[str] = []
         self._show_count(time.monotonic())
+
+    def show_step(self, num_ended: int, began: float) -> None:
+        """Record how many steps have ended and when the one under way began, for those who look meanwhile."""
+        self._num_ended[0], self._began[0] = num_ended, began
 
     def show_values(self, values: Mapping[str, LoggedValue]) -> None:
         """Record the last values that were logged, by name, for those who look meanwhile."""
@@ -236,14 +245,14 @@ class RecordFile:
     def close(self) -> None:
         """Write the last steps as a chunk, and close the file."""
         self._write_chunk()
-        self.now.release()
+        for view in (self.now, self._num_ended, self._began):
+            view.release()
         self._memory.close()
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _show_count(self, began: float) -> None:
-        self._began = began
         _TAIL.pack_into(self._memory, _TAIL_AT, self._count, self._first, began)
 
     def _write_chunk(self) -> None:
@@ -267,7 +276,7 @@ class RecordFile:
             number += fitting
         self._first += self._count
         self._count = 0
-        self._show_count(self._began)
+        self._show_count(self._began[0])
 
     def _append(self, kind: bytes, payload: bytes) -> None:
         if self._file is None:
@@ -347,7 +356,8 @@ def _tail(data: bytes) -> tuple[list[Step], Now]:
     count, first, began = _TAIL.unpack_from(data, _TAIL_AT)
     rows = _ROW.iter_unpack(data[_ROWS_AT : _ROWS_AT + count * _ROW.size])
     steps = [_step(number, row) for number, row in enumerate(rows, first)]
-    return steps, Now(part=data[_NOW_AT], step_began=began, num_steps=first + count - 1)
+    (num_ended,) = _ENDED.unpack_from(data, _ENDED_AT)
+    return steps, Now(part=data[_NOW_AT], step_began=began, num_steps=max(num_ended, first + count - 1))
 
 
 def _values(data: bytes) -> dict[str, LoggedValue]:
