@@ -11,22 +11,24 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rankwise.cli import main
+from rankwise.cli.rank_table import NOTHING_YET, table
 from rankwise.errors import LaunchError
 from rankwise.launch.inspect import control_socket, service
 from rankwise.launch.inspect.control_socket import ControlSocket, RunningJob, jobs
 from rankwise.launch.inspect.service import InspectService
 from rankwise.launch.messages import InspectAnswer, InspectRequest, StartAttempt
 from rankwise.store import opening
+from rankwise.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 COMMAND = ["rankwise", "run", "-n", "2", "my train.py"]
 SECRET = b"of these tests"
@@ -92,6 +94,37 @@ def test_the_remains_of_a_killed_launcher_are_not_a_job(folders: Path) -> None:
     (folders / "rankwise-empty").mkdir()
     (folders / "rankwise-file").touch()
     assert jobs() == []
+
+
+@pytest.mark.parametrize("of", ["0.1.0", ""])
+def test_a_job_of_another_version_is_an_error_with_the_command_for_it(
+    launcher: Callable[..., _Launcher], of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As what another version writes: a fact more, or one less."""
+    one = launcher(lambda _: {}, number=1)
+    path = Path(one.folder) / "job.json"
+    about = json.loads(path.read_text(encoding="utf-8"))
+    about |= {"python": "/opt/a b/python", "more": 1} if of else {}
+    about["version"] = of
+    path.write_text(json.dumps(about if of else {name: about[name] for name in ("pid", "ranks", "command")}))
+    assert main(["top", "--once"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"runs with rankwise {of or 'of an older version'}, and this is {VERSION}" in said
+    python = "'/opt/a b/python'" if of else "python"
+    assert f"{python} -m rankwise top --job {os.getpid()}" in said
+
+
+def test_a_job_without_ranks_so_far_answers_top(folders: Path) -> None:
+    ranks: Any = SimpleNamespace(attempt=None)
+    link: Any = None
+    with ControlSocket(tempfile.mkdtemp(prefix="rankwise-")) as control, ThreadPoolExecutor(1) as terminal:
+        (job,) = jobs()
+        inspection = InspectService(control, ranks)
+        asked = terminal.submit(control_socket.ask, job, {"kind": "steps"})
+        for _ in "jobs", "ask":
+            select.select([inspection], [], [], 10)
+            inspection.serve(link)
+        assert table(asked.result()) == f"{NOTHING_YET}\n"
 
 
 @pytest.mark.parametrize("asked", [b"", b"\n", b"[]\n", b"no json\n", b"x" * 100_000 + b"\n"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,10 +23,14 @@ from rankwise.health.step_record import (
     Record,
     Step,
 )
-from rankwise.insight import words
+from rankwise.insight import page, words
 from rankwise.insight.comparison import RunSpeed, times_faster
 from rankwise.insight.findings import Finding, findings_of
+from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_table import StepTable, table_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NUM_STEPS = 60
 USUAL = {DATA: 0.001, FORWARD: 0.004, BACKWARD: 0.008, SCRIPT: 0.0005, OPTIMIZER: 0.001}
@@ -257,6 +261,16 @@ def test_steps_are_compared_by_number_where_a_rank_has_lost_some() -> None:
     assert table.num_steps == NUM_STEPS - 20
     assert table.start[0].tolist() == table.start[1].tolist()
     assert found([whole, lost])[0].ranks == (1,)
+
+
+def test_ranks_that_have_recorded_fewer_steps_than_they_made_are_named(tmp_path: Path) -> None:
+    records = [replace(one, now=replace(one.now, num_steps=NUM_STEPS)) for one in job(3)]
+    records[1] = replace(records[1], steps=[*records[1].steps[:10], *records[1].steps[30:]])
+    records[2] = replace(records[2], steps=records[2].steps[:5])
+    run = RunRecords(folder=tmp_path, ranks=tuple(records), missing=(), num_restarts=0, events=())
+    assert run.incomplete == [(2, 5, NUM_STEPS), (1, NUM_STEPS - 20, NUM_STEPS)]
+    (said,) = page._notes(run, words.TITLES["en"], is_estimated=False)
+    assert said.endswith(f": rank 2 has recorded 5 of {NUM_STEPS}, rank 1 has recorded 40 of {NUM_STEPS}.")
 
 
 def test_what_takes_most_of_the_time_is_said_where_nothing_stands_out() -> None:

@@ -21,7 +21,7 @@ def _line_of(text: str) -> int:
 
 
 def _asked(recorder: FlightRecorder, **asked: object) -> dict[str, object]:
-    return recorder.situation(None, threading.get_ident(), dict(asked))
+    return recorder.situation({}, threading.get_ident(), dict(asked))
 
 
 def test_a_collective_is_noted_with_the_users_line() -> None:

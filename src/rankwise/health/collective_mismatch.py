@@ -21,6 +21,8 @@ LONGEST_WORDS = 160
 LONGEST_TABLE = 12
 """How many groups of ranks are listed separately."""
 _KIND = re.compile(r"(\w+)(\[[\d, ]*\])")
+_GRADIENTS = ("gradients", "buckets", "loss of")
+"""How the descriptions of collectives within backward begin."""
 _SAME_ORDER = (
     "call the same collectives in the same order on every rank; "
     "no branch around them may depend on a value that differs between ranks"
@@ -57,9 +59,9 @@ def _difference(all_words: list[str]) -> tuple[str, str]:
     """Return what differs, and the fix."""
     names = {_name(words) for words in all_words}
     name = min(names)
-    about_gradients = any(name.startswith(("gradients", "buckets", "loss of")) for name in names)
+    about_gradients = any(name.startswith(_GRADIENTS) for name in names)
     if len(names) > 1:
-        return "Ranks called different collectives.", _BACKWARD if about_gradients else _SAME_ORDER
+        return "Ranks called different collectives.", _advice_for(names) if about_gradients else _SAME_ORDER
     dtypes = len({tuple(kind[0] for kind in _KIND.findall(words)) for words in all_words}) > 1
     shapes = len({tuple(kind[1] for kind in _KIND.findall(words)) for words in all_words}) > 1
     others = len({_KIND.sub("", words) for words in all_words}) > 1
@@ -78,6 +80,16 @@ def _difference(all_words: list[str]) -> tuple[str, str]:
         do = "pass the same arguments on every rank"
     what = "arguments" if others else " and ".join(["shapes"] * shapes + ["dtypes"] * dtypes)
     return f"{name} was called with different {what}.", do
+
+
+def _advice_for(names: set[str]) -> str:
+    """Return the fix for ranks of which some are in backward, and others perhaps in a call of the script."""
+    called = sorted(name for name in names if not name.startswith(_GRADIENTS))
+    return (
+        f"call {', '.join(called)} on every rank, not in a branch for some of them; or {_BACKWARD}"
+        if called
+        else _BACKWARD
+    )
 
 
 def _name(words: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from rankwise.errors import RankwiseError
 from rankwise.health import diagnosis, step_meter
+from rankwise.health.deadlock import deadlocked
 from rankwise.health.event_log import post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.health.step_record import EXCHANGE, SCRIPT
@@ -31,10 +32,15 @@ SLICE_SECONDS = 0.2
 """How long a rank waits for a collective before it checks again whether that can complete."""
 FIRST_CHECK_SECONDS = 1.0
 """How long a wait lasts before it is compared with departures of other ranks."""
+LONG_SECONDS = 2.0
+"""After how long a wait is counted: once all ranks are in such a one, one of them asks whether any can end."""
 NOTICE_SECONDS = 30.0
 """After how long a wait is logged, with the missing ranks."""
 VERDICT_SECONDS = 10.0
 """How long a rank waits for another's verdict: two status polls, and a probe of ranks that do not answer."""
+
+_LONG_WAITS = "rankwise/long_waits"
+"""The key of the number of ranks whose wait is counted."""
 
 
 class PeerEnded(RuntimeError):
@@ -65,7 +71,7 @@ class CollectiveWait:
         PeerFailed, PeerMissing, CollectiveMismatch: with the rank; the same on every waiting rank.
     """
 
-    __slots__ = ("_detector", "_next_notice", "_part", "_start", "_ticket")
+    __slots__ = ("_detector", "_is_counted", "_next_notice", "_part", "_start", "_ticket")
 
     def __init__(self, detector: FailureDetector, ticket: Ticket) -> None:
         self._detector = detector
@@ -73,6 +79,7 @@ class CollectiveWait:
         self._start = 0.0
         self._part = SCRIPT
         self._next_notice = NOTICE_SECONDS
+        self._is_counted = False
 
     def __enter__(self) -> Self:
         self._detector.note_wait(self._ticket)
@@ -88,6 +95,10 @@ class CollectiveWait:
             failure = detector.failure_blocking(ticket)
             if failure is not None:
                 raise failure
+        if waited > LONG_SECONDS and not self._is_counted and detector.is_in_main_thread():
+            self._is_counted = True
+            if detector.store.add(_LONG_WAITS, 1) >= detector.world_size:
+                self._raise_deadlock(waited)
         if waited > detector.timeout_seconds:
             self._reach_verdict(waited)
         elif waited > self._next_notice:
@@ -97,6 +108,9 @@ class CollectiveWait:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._is_counted and not isinstance(error, StoreLost):
+            with contextlib.suppress(StoreLost):
+                self._detector.store.add(_LONG_WAITS, -1)
         try:
             if error is None:
                 self._ticket.end()
@@ -138,11 +152,21 @@ class CollectiveWait:
         warn(told, all_ranks=True)
         step_meter.note_event(told)
 
+    def _raise_deadlock(self, waited: float) -> None:
+        """Raise on all ranks if some of them wait for each other."""
+        detector = self._detector
+        answers = detector.poll_status()
+        stuck = deadlocked(answers, detector.recorder.is_member)
+        if stuck:
+            calls = {rank: [answers[rank]["what"], answers[rank]["at"]] for rank in stuck}
+            found = self._verdict_after(waited) | {"calls": diagnosis.calls_of(calls, answers)}
+            post(detector.store, found, detector.next_event)
+            self._raise_verdict(found)
+
     def _reach_verdict(self, waited: float) -> None:
         """Have one waiting rank determine the missing ranks for all; then raise its verdict."""
         detector, ticket = self._detector, self._ticket
-        world = detector.world
-        found: diagnosis.Event = {"kind": "verdict", "rank": world.rank, "what": ticket.words, "waited": waited}
+        found = self._verdict_after(waited)
         if self._claim(f"verdict/{ticket.exchange_id}/{ticket.sequence}"):
             answers = detector.poll_status(ticket.exchange_id, ticket.sequence)
             found |= diagnosis.findings(answers, ticket.sequence, self._members())
@@ -152,9 +176,17 @@ class CollectiveWait:
                 entries = {rank: answer["entry"] for rank, answer in answers.items() if "entry" in answer}
                 found["calls"] = diagnosis.calls_of(entries, answers)
             post(detector.store, found, detector.next_event)
+        self._raise_verdict(found)
+
+    def _verdict_after(self, waited: float) -> diagnosis.Event:
+        return {"kind": "verdict", "rank": self._detector.world.rank, "what": self._ticket.words, "waited": waited}
+
+    def _raise_verdict(self, found: diagnosis.Event) -> NoReturn:
+        """Raise the verdict that a rank has posted; ``found`` is what this one knows."""
+        detector = self._detector
         with detector.changed:
             detector.changed.wait_for(lambda: detector.error is not None, VERDICT_SECONDS)
-        raise detector.error or diagnosis.verdict(world, {"missing": [], "table": "", **found})
+        raise detector.error or diagnosis.verdict(detector.world, {"missing": [], "table": "", **found})
 
     # -- what broke --------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import RankwiseError
+from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health import diagnosis, process_probe, status_poll, step_meter
 from rankwise.health.event_log import key_of, post, post_departure, post_failure
 from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
@@ -64,7 +64,8 @@ class FailureDetector:
         self.changed = threading.Condition()
         """Held while reading what the thread records; notified of each event."""
         hold_during_forks(self.changed)
-        self._awaited: Ticket | None = None
+        self._awaited: dict[int, Ticket] = {}
+        """The collective that each thread waits for."""
         self.next_event = 1
         """A number below which the log is full."""
         self._optional: set[int] = set()
@@ -85,12 +86,26 @@ class FailureDetector:
         """
         if self.error is not None:
             raise self.error
+        if self._awaited and exchange_id == 0:
+            self._refuse_two_threads(what)
         # Collectives of some ranks cannot be compared on all.
         if self.check is not None and all(self.recorder.is_member(r, exchange_id) for r in range(self.world_size)):
             self.check(what if tensor is None else with_kind(what, tensor))
         if tensor is not None:
             step_meter.count_bytes(tensor.nbytes)
         return self.recorder.begin(what, exchange_id)
+
+    def _refuse_two_threads(self, what: str) -> None:
+        """Raise if another thread waits for a collective of all ranks: each rank would order the two in its own way."""
+        others = [own for thread, own in self._awaited.copy().items() if thread != threading.get_ident()]
+        if any(own.exchange_id == 0 and own.sequence for own in others):
+            raise ConfigurationError(
+                "Two threads of this rank call collectives of all ranks at once.",
+                where=str(self.world),
+                evidence=f"{what}, while another thread waits in {others[0].words}",
+                do="give each thread a group of its own: group = rankwise.new_group(range(world.world_size)), "
+                "and group=group in its calls",
+            )
 
     def check_by(self, check: Callable[[str], None]) -> None:
         """Have ``check`` compare the description of each collective on all ranks before it begins."""
@@ -125,8 +140,15 @@ class FailureDetector:
         return bool(self.lost_ranks())
 
     def note_wait(self, ticket: Ticket | None) -> None:
-        """Record which collective this rank waits for now, if any: other ranks may ask."""
-        self._awaited = ticket
+        """Record which collective this thread waits for now, if any: other ranks may ask."""
+        if ticket is None:
+            self._awaited.pop(threading.get_ident(), None)
+        else:
+            self._awaited[threading.get_ident()] = ticket
+
+    def is_in_main_thread(self) -> bool:
+        """Return whether this is the thread that joined, which trains."""
+        return threading.get_ident() == self._main_thread_id
 
     def leave(self, *, wait_for_peers: bool) -> None:
         """Report that this rank is done, and stop the thread.
@@ -204,7 +226,7 @@ class FailureDetector:
         elif kind == "detector_ended":
             return bool(rank == self.world.rank)
         elif kind == "roll_call":
-            situation = self.recorder.situation(self._awaited, self._main_thread_id, event)
+            situation = self.recorder.situation(self._awaited.copy(), self._main_thread_id, event)
             status_poll.answer(store, event, self.world.rank, {"host": self.hostname, **situation})
         elif kind in {"verdict", "broken", "ended"}:
             lost = [] if event.get("have_left") else event.get("gone", [])

@@ -194,11 +194,11 @@ class FlightRecorder:
             known = self._noted[key] = words, site
         return known[0]
 
-    def situation(self, waiting: Ticket | None, thread_id: int, asked: dict[str, Any]) -> dict[str, Any]:
+    def situation(self, waits: dict[int, Ticket], thread_id: int, asked: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank is doing, as JSON. Called from a thread other than the one that trains.
 
         Args:
-            waiting: the collective it waits for.
+            waits: the collectives that its threads wait for.
             thread_id: of the thread that trains.
             asked: ``channel`` and ``sequence`` of the collective that is asked about, or 0; ``stacks``: ``"missing"``
                 for the stack of a rank that has not reached it, ``"all"`` for every rank's.
@@ -206,6 +206,8 @@ class FlightRecorder:
         exchange_id, sequence = int(asked.get("channel", 0)), int(asked.get("sequence", 0))
         recent = self.recent.copy()
         now = time.monotonic()
+        own = waits.get(thread_id)
+        waiting = own or next(iter(waits.values()), None)
         latest = waiting or (recent[-1] if recent else None)
         counts = self.counts
         count = counts[exchange_id] if exchange_id < len(counts) else 0
@@ -215,6 +217,8 @@ class FlightRecorder:
             "waiting": waiting is not None,
             "channel": None if waiting is None else waiting.exchange_id,
             "count": count,
+            "counts": counts.copy(),
+            "blocked": None if own is None else [own.exchange_id, own.sequence],
             "what": None if latest is None else latest.words,
             "is_over": latest is None or latest.ended is not None,
             "at": call_site.site_of_thread(thread_id) if latest is None or waiting is None else _at(latest, thread_id),

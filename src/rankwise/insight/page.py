@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rankwise.insight.step_table import StepTable
     from rankwise.insight.words import Language
 
+MOST_INCOMPLETE = 4
+"""How many ranks with an incomplete record are named."""
 _FACTS = ("hostname", "device", "backend", "source", "times", "threads", "cores", "python", "torch", "rankwise", "pid")
 
 
@@ -91,6 +93,11 @@ def _notes(run: RunRecords, titles: dict[str, str], *, is_estimated: bool) -> li
     notes = [titles["estimated"]] if is_estimated else []
     if run.missing:
         notes.append(titles["missing"].format(", ".join(map(str, run.missing))))
+    incomplete = run.incomplete
+    if incomplete:
+        shown = [titles["recorded"].format(*one) for one in incomplete[:MOST_INCOMPLETE]]
+        others = ["..."] if len(incomplete) > MOST_INCOMPLETE else []
+        notes.append(titles["incomplete"].format(", ".join([*shown, *others])))
     if run.num_restarts:
         notes.append(titles["restarted"].format(run.num_restarts))
     return notes

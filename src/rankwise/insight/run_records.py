@@ -40,6 +40,13 @@ class RunRecords:
         return [of_rank.get(rank, self.facts["hostname"]) for rank in range(self.facts["world_size"])]
 
     @property
+    def incomplete(self) -> list[tuple[int, int, int]]:
+        """Ranks that have recorded fewer steps than they have made, with both numbers: those that lack most first."""
+        counts = [(record.facts["rank"], len(record.steps), record.now.num_steps) for record in self.ranks]
+        lacking = [(rank, recorded, made) for rank, recorded, made in counts if recorded < made]
+        return sorted(lacking, key=lambda one: one[1] - one[2])
+
+    @property
     def layouts(self) -> list[dict[str, Any]]:
         """How the ranks and the model were laid out, as the first rank has recorded it: the latest of each kind."""
         latest = {note["what"]: note for note in self.ranks[0].notes if note["kind"] == "layout"}

@@ -22,8 +22,9 @@ def new_group(ranks: Sequence[int]) -> Group:
 
     Called by: every rank of the world, with the same list, including ranks that are not in it.
 
-    Collectives of a group are called by its ranks only, in the same order among them. For groups along the axes of a
-    model there is :func:`rankwise.mesh`.
+    Collectives of a group are called by its ranks only, in the same order among them; relative to those of other groups
+    they need no order, even of groups of the same ranks: give each thread its own. For groups along the axes of a model
+    there is :func:`rankwise.mesh`.
 
     Args:
         ranks: of the world, each once, in any order.
@@ -68,10 +69,9 @@ def _exchange(members: tuple[int, ...]) -> Exchange | None:
     if session.exchange is None or len(members) == 1:
         return None
     if len(members) == session.world.world_size:
-        return session.exchange
-    key = ("group", *map(str, members))
-    part = session.parts.get(key)
-    if part is None:
+        own = session.exchange.dup()
+    else:
         others = [rank for rank in range(session.world.world_size) if rank not in members]
-        session.parts[key] = part = session.exchange.split([list(members), others])
-    return part
+        own = session.exchange.split([list(members), others])
+    session.parts["group", str(len(session.parts))] = own
+    return own

@@ -110,7 +110,7 @@ class _LoggedValues:
         spent = (now - self._since) / len(pending) if self._session.world.rank == 0 else 0.0
         sums = torch.tensor([*rows, [spent, 0.0]], dtype=torch.float64)
         names = ", ".join(dict.fromkeys(name for name, *_ in pending))
-        what = f"log_value of {names}, {len(pending)} values"
+        what = f"log_value of {names}: {len(pending)} {'value' if len(pending) == 1 else 'values'}"
         exchange = agreed(what, None)
         if exchange is not None:
             sums = exchange.all_reduce(sums, what=what)

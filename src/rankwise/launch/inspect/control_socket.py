@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rankwise.errors import ConfigurationError, LaunchError, RankwiseError, fold_ranks
+from rankwise.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -33,6 +34,8 @@ ANSWER_SECONDS = 20.0
 LONGEST_REQUEST_BYTES = 2**16
 _SOCKET = "control"
 _ABOUT = "job.json"
+_FACTS = {"pid", "ranks", "command", "version", "python"}
+"""What a launcher says about itself there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,10 @@ class RunningJob:
     """As it was typed."""
     ranks: list[int]
     """Those of this machine."""
+    version: str = ""
+    """Of its rankwise; empty for one that did not say."""
+    python: str = "python"
+    """The interpreter that runs it."""
 
 
 class ControlSocket:
@@ -52,7 +59,13 @@ class ControlSocket:
 
     def __init__(self, folder: str, *, ranks: list[int] | None = None, command: list[str] | None = None) -> None:
         """Listen in the job's temporary folder, which only this user can read; ``command`` is as typed."""
-        about = {"pid": os.getpid(), "ranks": ranks or [], "command": sys.argv if command is None else command}
+        about = {
+            "pid": os.getpid(),
+            "ranks": ranks or [],
+            "command": sys.argv if command is None else command,
+            "version": VERSION,
+            "python": sys.executable,
+        }
         (Path(folder) / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _address(folder) as address:
@@ -94,13 +107,15 @@ def jobs() -> list[RunningJob]:
     """Return the launchers of this user that run on this machine."""
     found: list[RunningJob] = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             facts = folder.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
                 continue
             about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
             with _connected(str(folder)):  # the socket of a killed launcher has no listener
-                found.append(RunningJob(folder=str(folder), **about))
+                # Another version may say more.
+                known = {name: about[name] for name in _FACTS & about.keys()}
+                found.append(RunningJob(folder=str(folder), **known))
     return found
 
 
@@ -108,7 +123,8 @@ def only_job(pid: int | None, command: str) -> RunningJob:
     """Return the job whose launcher is process ``pid``, or the only one of this user here.
 
     Raises:
-        ConfigurationError: there is none, or several; the error shows how ``rankwise command`` chooses one.
+        ConfigurationError: there is none, or several; the error shows how ``rankwise command`` chooses one. Or it is of
+            another version of rankwise, which would not understand the question, nor this one the answer.
     """
     running = jobs()
     listed = "\n".join(f"{job.pid}: {fold_ranks(job.ranks)}: {shlex.join(job.command)}" for job in running)
@@ -125,8 +141,17 @@ def only_job(pid: int | None, command: str) -> RunningJob:
         )
     for job in running:
         if pid in {None, job.pid}:
-            return job
+            return _of_this_version(job, command)
     raise ConfigurationError(f"Process {pid} is not the launcher of a job.", evidence=listed, do="choose one of these")
+
+
+def _of_this_version(job: RunningJob, command: str) -> RunningJob:
+    if job.version != VERSION:
+        raise ConfigurationError(
+            f"The job {job.pid} runs with rankwise {job.version or 'of an older version'}, and this is {VERSION}.",
+            do=f"use the rankwise of that job: {shlex.quote(job.python)} -m rankwise {command} --job {job.pid}",
+        )
+    return job
 
 
 def ask(job: RunningJob, request: dict[str, Any], timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:

@@ -77,11 +77,11 @@ class InspectService:
         return steps.as_json(parts.values(), missing)
 
     def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
+        if asked.get("kind") == "steps":
+            return self.steps(link)
         attempt = self._ranks.attempt
         if attempt is None:
             raise LaunchError("No rank has been started yet.", do="try again once the other machines have joined")
-        if asked.get("kind") == "steps":
-            return self.steps(link)
         if asked.get("kind") == "stacks":
             with self._one_at_a_time:
                 return self._stacks(link, attempt)
