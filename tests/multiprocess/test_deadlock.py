@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,9 +54,19 @@ def _mean_on_the_last_rank(world: World, loss: torch.Tensor) -> None:
         rw.mean(loss, 1)
 
 
+def _save_on_rank_zero(world: World, loss: torch.Tensor) -> None:
+    if world.rank == 0:
+        rw.save(Path(tempfile.gettempdir(), "rankwise-never-written"), loss=loss.detach())
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("mistake", "called"), [(_log_on_rank_zero, "log_value of loss"), (_mean_on_the_last_rank, "mean")]
+    ("mistake", "called"),
+    [
+        (_log_on_rank_zero, "log_value of loss"),
+        (_mean_on_the_last_rank, "mean"),
+        (_save_on_rank_zero, "saving or loading"),
+    ],
 )
 def test_a_collective_on_some_ranks_is_an_error_long_before_the_timeout(
     run_ranks: RunRanks, num_ranks: int, mistake: Callable[[World, torch.Tensor], object], called: str
@@ -65,7 +77,7 @@ def test_a_collective_on_some_ranks_is_an_error_long_before_the_timeout(
         assert f": {called}" in words
         assert f"in {mistake.__name__}" in words
         assert ": gradients of Linear, bucket 0: float32[4] at " in words
-        assert f"call {called}" in words
+        assert f"make the call for {called} on every rank" in words
 
 
 def _skip_the_last_batch(world: World) -> None:

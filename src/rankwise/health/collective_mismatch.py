@@ -85,11 +85,9 @@ def _difference(all_words: list[str]) -> tuple[str, str]:
 def _advice_for(names: set[str]) -> str:
     """Return the fix for ranks of which some are in backward, and others perhaps in a call of the script."""
     called = sorted(name for name in names if not name.startswith(_GRADIENTS))
-    return (
-        f"call {', '.join(called)} on every rank, not in a branch for some of them; or {_BACKWARD}"
-        if called
-        else _BACKWARD
-    )
+    if not called:
+        return _BACKWARD
+    return f"make the call for {', '.join(called)} on every rank, not only on some of them; or {_BACKWARD}"
 
 
 def _name(words: str) -> str:
