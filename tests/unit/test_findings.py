@@ -28,6 +28,7 @@ from rankwise.insight.comparison import RunSpeed, times_faster
 from rankwise.insight.findings import Finding, findings_of
 from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_table import StepTable, table_of
+from rankwise.insight.titles import LANGUAGES, PART_NAMES, TITLES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -208,7 +209,7 @@ def test_every_finding_has_words_in_both_languages() -> None:
     seen += found(job(3, all_more={CHECKPOINT: 0.01}))
     seen += found(job(3, slow=1, more={CHECKPOINT: 0.2}, every=10))
     for finding in seen:
-        for language in words.LANGUAGES:
+        for language in LANGUAGES:
             sentence = words.finding_in_words(finding, language)
             assert words.percent(finding.share) in sentence
             assert words.advice(finding, language)
@@ -216,7 +217,7 @@ def test_every_finding_has_words_in_both_languages() -> None:
 
 
 def test_both_languages_have_the_same_texts() -> None:
-    for texts in (words.TITLES, words.PART_NAMES):
+    for texts in (TITLES, PART_NAMES):
         assert texts["en"].keys() == texts["zh"].keys()
 
 
@@ -269,7 +270,7 @@ def test_ranks_that_have_recorded_fewer_steps_than_they_made_are_named(tmp_path:
     records[2] = replace(records[2], steps=records[2].steps[:5])
     run = RunRecords(folder=tmp_path, ranks=tuple(records), missing=(), num_restarts=0, events=())
     assert run.incomplete == [(2, 5, NUM_STEPS), (1, NUM_STEPS - 20, NUM_STEPS)]
-    (said,) = page._notes(run, words.TITLES["en"], is_estimated=False)
+    (said,) = page._notes(run, TITLES["en"], is_estimated=False)
     assert said.endswith(f": rank 2 has recorded 5 of {NUM_STEPS}, rank 1 has recorded 40 of {NUM_STEPS}.")
 
 

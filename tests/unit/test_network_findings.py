@@ -18,6 +18,7 @@ from rankwise.insight.network import SlowNetwork, links_of, slow_network
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_table import table_of
+from rankwise.insight.titles import LANGUAGES, TITLES
 
 MEGABYTES = 10**6
 USUAL = {"busy_seconds": 1.0, "bytes_per_second": 1e9}
@@ -114,8 +115,8 @@ def test_what_tcp_does_not_carry_is_unknown() -> None:
     records = noted("ab", {"ab": {**SLOW, "sent_bytes": 1000}, "ba": {**USUAL, "sent_bytes": 1000}})
     assert not any(link.is_judged for link in links_of(records))
     assert slow_network(links_of(records)) is None
-    assert words.TITLES["en"]["unknown"] in page(records)
-    assert words.TITLES["en"]["no network"] in page(noted("ab", {}))
+    assert TITLES["en"]["unknown"] in page(records)
+    assert TITLES["en"]["no network"] in page(noted("ab", {}))
 
 
 def test_a_connection_that_was_closed_still_counts() -> None:
@@ -182,7 +183,7 @@ def test_each_extent_has_words_in_both_languages() -> None:
         first = findings_of(table_of(records), ["a", "b", "c"], links_of(records))[0]
         assert first.network is not None
         seen.add(first.network.extent)
-        for language in words.LANGUAGES:
+        for language in LANGUAGES:
             assert words.percent(first.share) in words.finding_in_words(first, language)
             assert words.advice(first, language)
             assert duration(first.predicted_seconds) in words.gain(first, language)

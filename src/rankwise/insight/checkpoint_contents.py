@@ -15,12 +15,13 @@ from rankwise.checkpoint.load import read_manifest_bytes
 from rankwise.checkpoint.manifest import decode
 from rankwise.insight import words
 from rankwise.insight.html import Page, Section, Table, rendered
+from rankwise.insight.titles import TITLES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rankwise.checkpoint.manifest import Manifest, TensorEntry
-    from rankwise.insight.words import Language
+    from rankwise.insight.titles import Language
 
 LARGEST = 20
 """How many tensors the picture shows."""
@@ -67,7 +68,7 @@ def _object_of(name: str, objects: list[str]) -> str:
 
 
 def _files(saved: Manifest, language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     objects = list(saved.objects)
     held: dict[str, dict[str, float]] = {name: dict.fromkeys(objects, 0.0) for name in saved.files}
     for name, entry in saved.tensors.items():
@@ -93,7 +94,7 @@ def _files(saved: Manifest, language: Language) -> Section:
 
 
 def _tensors(saved: Manifest, language: Language) -> list[Section]:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     ordered = sorted(saved.tensors.items(), key=lambda item: (-_bytes_of(item[1]), item[0]))
     if not ordered:
         return []

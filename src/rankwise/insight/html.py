@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rankwise.charts.colors import page_style
-from rankwise.insight import words
+from rankwise.insight.titles import PART_NAMES, TITLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.charts.shapes import Chart
-    from rankwise.insight.words import Language
+    from rankwise.insight.titles import Language
 
 ORDER = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
 """The parts of a step as they are shown; waiting for the slowest rank is separated from the rest of the exchange."""
@@ -76,7 +76,7 @@ def rendered(
     kind, subject, when = heading
     return template.render(
         language=language,
-        titles=words.TITLES[language],
+        titles=TITLES[language],
         kind=kind,
         subject=subject,
         when=when,
@@ -90,5 +90,5 @@ def rendered(
 
 def legend_of(language: Language) -> tuple[dict[str, str], ...]:
     """Return the parts of a step with their names, as a legend."""
-    names = words.PART_NAMES[language]
+    names = PART_NAMES[language]
     return tuple({"style": style, "name": names[style]} for style in ORDER)

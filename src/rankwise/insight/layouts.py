@@ -13,6 +13,7 @@ from rankwise.charts.units import duration, memory
 from rankwise.errors import ConfigurationError, ReportError
 from rankwise.insight import words
 from rankwise.insight.html import Page, Section, Table, rendered
+from rankwise.insight.titles import TITLES
 from rankwise.world.mesh import NAMES, Axes
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from rankwise.charts.schedule import Measured
     from rankwise.insight.run_records import RunRecords
-    from rankwise.insight.words import Language
+    from rankwise.insight.titles import Language
 
 _GROUPS_SHOWN = 4
 
@@ -43,7 +44,7 @@ def layout_sections(layouts: Sequence[dict[str, Any]], hosts: Sequence[str], lan
 
 def mesh_section(axes: Axes, hosts: Sequence[str], language: Language) -> Section:
     """Return the picture of a mesh: a row per axis, a cell per rank with its coordinate along the axis."""
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     named = [name for name in NAMES if axes.size(name) > 1] or ["dp_replicate"]
     shown = range(min(axes.world_size, MOST_COLUMNS))
     places = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -88,7 +89,7 @@ def _groups_in_words(groups: Sequence[Sequence[int]], hosts: Sequence[str], titl
 
 
 def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     devices = list(dict.fromkeys(device for _, device, *_ in parts))
     bars = [
         Bar(
@@ -119,7 +120,7 @@ def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
 
 
 def _schedule(title: str, measured: Sequence[Measured], language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     rows = schedule_rows(measured, titles)
     busy = [sum(span.end - span.start for span in row) for _, row in rows]
     whole = max(end for *_, end in measured)

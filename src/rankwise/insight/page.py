@@ -20,6 +20,7 @@ from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, render
 from rankwise.insight.layouts import layout_sections
 from rankwise.insight.network import links_of
 from rankwise.insight.step_table import table_of
+from rankwise.insight.titles import PART_NAMES, TITLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rankwise.insight.network import Link
     from rankwise.insight.run_records import RunRecords
     from rankwise.insight.step_table import StepTable
-    from rankwise.insight.words import Language
+    from rankwise.insight.titles import Language
 
 MOST_INCOMPLETE = 4
 """How many ranks with an incomplete record are named."""
@@ -37,7 +38,7 @@ _FACTS = ("hostname", "device", "backend", "source", "times", "threads", "cores"
 
 def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] = ()) -> Page:
     """Return the page about a run, beside others that it is compared with."""
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     table = table_of(run.ranks)
     steady = table.steady()
     links = links_of(run.ranks)
@@ -105,7 +106,7 @@ def _notes(run: RunRecords, titles: dict[str, str], *, is_estimated: bool) -> li
 
 def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Language) -> Section:
     """Return runs side by side: over the number of ranks if that differs, else where the time of a step goes."""
-    titles, part_names = words.TITLES[language], words.PART_NAMES[language]
+    titles, part_names = TITLES[language], PART_NAMES[language]
     order = sorted(range(len(speeds)), key=lambda index: (speeds[index].num_ranks, index))
     ranks = np.array([speeds[index].num_ranks for index in order], dtype=np.float64)
     if len(set(ranks.tolist())) > 1:
@@ -144,7 +145,7 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
 
 
 def _parts(table: StepTable, names: Sequence[str], language: Language) -> Section:
-    titles, part_names, means = words.TITLES[language], words.PART_NAMES[language], table.mean_parts()
+    titles, part_names, means = TITLES[language], PART_NAMES[language], table.mean_parts()
     bars = [
         Bar(label=name, parts=tuple((style, means[style][row]) for style in ORDER)) for row, name in enumerate(names)
     ]
@@ -169,7 +170,7 @@ def _parts(table: StepTable, names: Sequence[str], language: Language) -> Sectio
 
 
 def _steps(table: StepTable, language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     longest, per_column = binned(table.seconds.max(axis=0)[None])
     working, _ = binned((table.seconds - table.parts[:, :, EXCHANGE]).max(axis=0)[None])
     xs = np.arange(longest.shape[1]) * per_column + 2.0
@@ -192,7 +193,7 @@ def _steps(table: StepTable, language: Language) -> Section:
 def _heat(table: StepTable, names: Sequence[str], language: Language) -> Section | None:
     if table.num_ranks == 1:
         return None
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     working, per_column = binned(table.seconds - table.parts[:, :, EXCHANGE])
 
     def told(row: int, column: int, value: float) -> str:
@@ -215,7 +216,7 @@ def _heat(table: StepTable, names: Sequence[str], language: Language) -> Section
 def _who(table: StepTable, names: Sequence[str], language: Language) -> Section | None:
     if table.num_ranks == 1:
         return None
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     matrix = table.waiting_between()
     rows = tuple(
         (name, *(duration(value) if value > 0 else "" for value in matrix[row].tolist()))
@@ -230,7 +231,7 @@ def _who(table: StepTable, names: Sequence[str], language: Language) -> Section 
 
 
 def _network(links: Sequence[Link], language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     rows = tuple(
         (
             f"{link.source} → {link.destination}",
@@ -254,7 +255,7 @@ def _network(links: Sequence[Link], language: Language) -> Section:
 
 def _values(run: RunRecords, language: Language) -> list[Section]:
     """Return a chart for each name that values were logged under."""
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     logged: dict[str, list[tuple[float, float]]] = {}
     for note in run.ranks[0].notes:
         if note["kind"] == "values":
@@ -264,7 +265,7 @@ def _values(run: RunRecords, language: Language) -> list[Section]:
 
 
 def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     xs, _ = binned(np.array([[step for step, _ in pairs]], dtype=np.float64))
     ys, _ = binned(np.array([[value for _, value in pairs]], dtype=np.float64))
     rows = tuple((f"{x:g}", f"{y:.6g}") for x, y in zip(xs[0].tolist(), ys[0].tolist(), strict=True))
@@ -277,7 +278,7 @@ def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language:
 
 
 def _memory(table: StepTable, names: Sequence[str], language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     held, per_column = binned(table.memory_bytes)
     xs = np.arange(held.shape[1]) * per_column + 2.0
     curves = [(name, xs, held[row]) for row, name in enumerate(names)]
@@ -295,7 +296,7 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
 
 
 def _events(run: RunRecords, language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     rows = tuple(
         (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text)
         for time, text in sorted([*((one["time"], one["text"].strip()) for one in run.events), *_events_of_ranks(run)])
@@ -322,7 +323,7 @@ def _events_of_ranks(run: RunRecords) -> list[tuple[float, str]]:
 
 
 def _environment(run: RunRecords, language: Language) -> Section:
-    titles = words.TITLES[language]
+    titles = TITLES[language]
     rows = tuple(
         (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts[name]) for name in _FACTS))
         for record in run.ranks
