@@ -14,7 +14,7 @@ import tarfile
 import threading
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tqdm
@@ -40,18 +40,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 tqdm.tqdm.monitor_interval = 0
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _what_ranks_import_is_there(request: pytest.FixtureRequest) -> None:
-    """Start the process that ranks are forked from with what each would take a second to import for itself."""
-    folders = {item.path.parent.name for item in request.session.items}
-    if not folders & FOLDERS_WITH_RANKS:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the process that ranks are forked from with what each would take a second to import for itself.
+
+    Before the first test, whose limit would include it: on a busy machine it takes a minute.
+    """
+    folders = {item.path.parent.name for item in session.items}
+    if session.config.option.collectonly or not folders & FOLDERS_WITH_RANKS:
         return
     # The last two are there already, but where torch has triton.
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["pytest", "tests.preloaded", "torch._dynamo", "torch.distributed.pipelining"]
     )
+    # Ranks write to where it was started: what a test's ranks write belongs to the test.
+    capture: Any = session.config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
     # Whichever test is the first with ranks would start it with less.
     forkserver.ensure_running()
+    first = multiprocessing.get_context("forkserver").Process()
+    first.start()
+    first.join()
+    capture.suspend_global_capture()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.core.gradient_buckets import divide_by_size
+from rankwise.parallel.core.parameter_division import divide_by_size
 from rankwise.parallel.parameter_server.messages import TensorBuffer
 from rankwise.parallel.parameter_server.optimizer_state import options_of, set_options
 from rankwise.parallel.parameter_server.setup import _updates_to_load

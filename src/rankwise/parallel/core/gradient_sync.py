@@ -17,13 +17,9 @@ from rankwise.health import step_meter
 from rankwise.health.step_record import BACKWARD, EXCHANGE
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
-from rankwise.parallel.core.gradient_buckets import (
-    GradientBuckets,
-    Weights,
-    WeightUnit,
-    call_when_accumulated,
-    own_gradient,
-)
+from rankwise.parallel.core.bucket import own_gradient
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, call_when_accumulated
+from rankwise.parallel.core.gradient_weights import Weights, WeightUnit
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls

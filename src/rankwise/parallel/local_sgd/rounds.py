@@ -12,7 +12,7 @@ from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.diagnosis import world_left
 from rankwise.log import warn
-from rankwise.parallel.core.gradient_buckets import gradient_of
+from rankwise.parallel.core.bucket import gradient_of
 from rankwise.parallel.core.same_model import broadcast_tensors
 from rankwise.parallel.local_sgd.outer import step_outer
 from rankwise.parallel.local_sgd.step_counter import follow_steps

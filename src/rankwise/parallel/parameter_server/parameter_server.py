@@ -13,7 +13,7 @@ from rankwise.errors import ConfigurationError, RankwiseError, fold_ranks
 from rankwise.health.event_log import post_expendable
 from rankwise.health.preemption import StepSource
 from rankwise.log import log
-from rankwise.parallel.core.gradient_buckets import divide_by_size
+from rankwise.parallel.core.parameter_division import divide_by_size
 from rankwise.parallel.core.same_model import broadcast_model, broadcast_tensors, check_same_model
 from rankwise.parallel.loss.hooks import check_weight_function
 from rankwise.parallel.parameter_server.checks import ServerSetup, check_model, check_session, checked

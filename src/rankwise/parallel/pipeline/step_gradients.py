@@ -12,7 +12,8 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rankwise.parallel.core.accumulation import Earlier, add_back, restore, set_aside
-from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights
+from rankwise.parallel.core.gradient_buckets import GradientBuckets
+from rankwise.parallel.core.gradient_weights import Weights
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.parallel.core.gradient_buckets import power_near
+from rankwise.parallel.core.gradient_weights import power_near
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, Microsteps, model_numbers
 from rankwise.parallel.loss.terms import mark_output
 from rankwise.parallel.state_guard.guard import StateGuard

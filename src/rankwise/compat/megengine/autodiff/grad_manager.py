@@ -17,12 +17,13 @@ from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
 from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.accumulation import add_back, restore, set_aside
-from rankwise.parallel.core.gradient_buckets import GradientBuckets, Weights, call_when_accumulated
+from rankwise.parallel.core.gradient_buckets import GradientBuckets, call_when_accumulated
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Exchange
+    from rankwise.parallel.core.gradient_weights import Weights
 
 GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
