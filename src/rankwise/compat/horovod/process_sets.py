@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.comm.collectives import new_group
 from rankwise.compat.horovod.errors import Refused, not_initialized
 from rankwise.compat.horovod.negotiation.queue import announce, current_queue, current_queue_or_none
-from rankwise.compat.horovod.negotiation.request import SetMembers
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rankwise.comm.collectives import Group
+    from rankwise.compat.horovod.negotiation.request import SetMembers
 
 
 class ProcessSet:
@@ -116,7 +115,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
 
     def open_group() -> None:
-        _bind(chosen, queue.add_members(SetMembers(ranks=ranks, group=new_group(ranks))))
+        _bind(chosen, queue.add_members(ranks))
         queue.follow_sets()
 
     announce(f"add_process_set({list(ranks)})", open_group)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rankwise.comm.collectives import gather_json
+from rankwise.comm.collectives import gather_json, new_group
 from rankwise.comm.session import current_or_none
 from rankwise.compat.horovod.errors import HorovodInternalError, Refused, not_initialized
 from rankwise.compat.horovod.negotiation.executor import (
@@ -47,6 +47,7 @@ from rankwise.errors import PeerMissing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from rankwise.comm.collectives import Group
     from rankwise.comm.session import Session
 
 
@@ -81,6 +82,8 @@ class OperationQueue:
     members: dict[int, SetMembers]
     """Of each process set, by its number."""
     next_set_id: int = 1
+    groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    """Of process sets, also of removed ones, by their ranks: a set that is added again opens no other."""
     pending: dict[Key, PendingOperation] = field(default_factory=dict)
     handles: dict[int, PendingOperation] = field(default_factory=dict)
     num_unnamed: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -92,11 +95,13 @@ class OperationQueue:
     log: SetLog | None = None
     """Matches operations while there are process sets of some of the ranks."""
 
-    def add_members(self, members: SetMembers) -> int:
+    def add_members(self, ranks: tuple[int, ...]) -> int:
         """Return the number of a new process set. Called by: every rank, in the same order."""
         number = self.next_set_id
         self.next_set_id += 1
-        self.members[number] = members
+        if ranks not in self.groups:
+            self.groups[ranks] = new_group(ranks)
+        self.members[number] = SetMembers(ranks=ranks, group=self.groups[ranks])
         return number
 
     def name(self, prefix: str, name: str | None, set_id: int) -> str:
