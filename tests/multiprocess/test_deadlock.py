@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import rankwise as rw
+from rankwise.comm.collectives.group import exchange_of
 from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
 from rankwise.health import collective_timeout
@@ -78,6 +79,24 @@ def test_a_collective_on_some_ranks_is_an_error_long_before_the_timeout(
         assert f"in {mistake.__name__}" in words
         assert ": gradients of Linear, bucket 0: float32[4] at " in words
         assert f"make the call for {called} on every rank" in words
+
+
+def _differ_in_a_group(world: World) -> None:
+    """Ranks 0 and 1 have opened more exchanges than rank 2; then all three are in a group with a fourth."""
+    pair = rw.new_group([0, 1])
+    if pair.rank is not None:
+        exchange = exchange_of(pair)
+        assert exchange is not None
+        exchange.dup()
+    three = rw.new_group([0, 1, 2])
+    rw.barrier(group=three if world.rank == 1 else None)
+
+
+def test_a_difference_within_a_group_is_an_error(run_ranks: RunRanks) -> None:
+    for result in run_ranks(_differ_in_a_group, 4, timeout_seconds=SECONDS):
+        assert isinstance(result.error, CollectiveMismatch), result.error
+        words = " ".join(str(result.error).split())
+        assert "in _differ_in_a_group" in words
 
 
 def _skip_the_last_batch(world: World) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rankwise.errors import CollectiveMismatch, PeerFailed, PeerMissing
 from rankwise.health import collective_mismatch, diagnosis
 from rankwise.health.collective_mismatch import CollectiveCall, calls_differ
+from rankwise.health.flight_recorder import EVERYONE
 from rankwise.world.facts import World
 
 
@@ -30,13 +31,15 @@ def _world() -> World:
     )
 
 
-def _waiting(what: str, seconds: float, *, host: str = "gpu-01", channel: int = 0, count: int = 7) -> dict[str, Any]:
+def _waiting(
+    what: str, seconds: float, *, host: str = "gpu-01", exchange: str = EVERYONE, count: int = 7
+) -> dict[str, Any]:
     return {
         "host": host,
         "step": 12,
         "last": count,
         "waiting": True,
-        "channel": channel,
+        "exchange": exchange,
         "count": count,
         "what": what,
         "is_over": False,
@@ -49,7 +52,7 @@ def _waiting(what: str, seconds: float, *, host: str = "gpu-01", channel: int = 
 RUNNING = {
     **_waiting("barrier()", 612.0, count=6),
     "waiting": False,
-    "channel": None,
+    "exchange": None,
     "is_over": True,
     "at": "train.py:33 in load",
     "stack": ["/home/me/train.py:90 in <module>", "/home/me/train.py:33 in load"],
@@ -83,7 +86,7 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
 
 
 def test_ranks_that_all_wait_for_different_things_called_different_things() -> None:
-    answers = {rank: _waiting("gradients of Net, bucket 0: float32[9]", 5, channel=1) for rank in range(3)}
+    answers = {rank: _waiting("gradients of Net, bucket 0: float32[9]", 5, exchange="gradients") for rank in range(3)}
     answers[3] = _waiting("barrier()", 5, host="gpu-02", count=6)
     event = {"what": "", "waited": 5.0, **diagnosis.findings(answers, 7, range(4))}
     error = diagnosis.verdict(_world(), json.loads(json.dumps(event)))
@@ -144,7 +147,7 @@ def test_a_broken_connection_is_a_mismatch_if_all_missing_ranks_have_left(
 def test_an_event_stays_small_however_many_ranks_there_are() -> None:
     answers = {
         rank: {
-            **_waiting(f"number {rank}: " + "x" * 5000, 1.0, host=f"host{rank}", channel=rank % 2),
+            **_waiting(f"number {rank}: " + "x" * 5000, 1.0, host=f"host{rank}", exchange=str(rank % 2)),
             "stack": [f"{rank}:{line} " + "y" * 5000 for line in range(16)],
         }
         for rank in range(2000)
@@ -205,7 +208,7 @@ def test_only_words_that_go_on_end_in_dots() -> None:
 
 def test_a_notice_of_ranks_that_wait_for_different_collectives_says_what_to_do() -> None:
     gradients = "gradients of Net, bucket 0: float32[4]"
-    answers = {0: _waiting(gradients, 30.1, channel=1), 1: _waiting("mean", 30.0, count=6)}
+    answers = {0: _waiting(gradients, 30.1, exchange="gradients"), 1: _waiting("mean", 30.0, count=6)}
     said = diagnosis.notice(gradients, 30.2, diagnosis.findings(answers, 7, [0, 1]))
     assert said.startswith(f"{gradients} has been waiting for 30 s, for rank 1:\nrank ")
     assert "all ranks are waiting, for different collectives" in said

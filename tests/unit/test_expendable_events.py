@@ -35,7 +35,7 @@ def test_one_that_may_go_is_noted_and_only_what_it_never_came_to_raises(event: E
 
 
 def test_one_that_fails_after_the_others_have_left_is_noted() -> None:
-    with following([2, 3], {"kind": "left", "rank": 3, "counts": []}, FAILED) as detector:
+    with following([2, 3], {"kind": "left", "rank": 3, "begun": {}}, FAILED) as detector:
         assert (detector.error, detector.has_lost_ranks) == (None, True)
 
 

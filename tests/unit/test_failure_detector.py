@@ -13,6 +13,7 @@ from event_followers import following, log_of
 from rankwise.errors import PeerFailed, PeerMissing
 from rankwise.health import collective_timeout, event_log, process_probe, status_poll
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
+from rankwise.health.flight_recorder import EVERYONE
 from rankwise.health.process_probe import Process
 from rankwise.store.values import Store
 
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def test_operations_that_a_rank_joined_before_it_left_can_end() -> None:
-    with following({"kind": "left", "rank": 3, "exit_code": None, "last": 2, "counts": [2]}) as detector:
+    with following({"kind": "left", "rank": 3, "exit_code": None, "last": 2, "begun": {EVERYONE: 2}}) as detector:
         tickets = [detector.ticket("barrier()") for _ in range(3)]
         assert [detector.failure_blocking(ticket) for ticket in tickets[:2]] == [None, None]
         assert isinstance(detector.failure_blocking(tickets[2]), PeerMissing)
 
 
 def test_groups_without_the_rank_that_left_continue() -> None:
-    with following({"kind": "left", "rank": 3, "exit_code": 0, "last": 0, "counts": []}) as detector:
+    with following({"kind": "left", "rank": 3, "exit_code": 0, "last": 0, "begun": {}}) as detector:
         with_it, without_it = (detector.recorder.new_exchange_id(ranks) for ranks in ([0, 3], [0, 1]))
         assert detector.failure_blocking(detector.ticket("barrier()", without_it)) is None
         assert isinstance(detector.failure_blocking(detector.ticket("barrier()", with_it)), PeerMissing)

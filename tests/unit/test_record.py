@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rankwise.health import call_site
-from rankwise.health.flight_recorder import LENGTH, FlightRecorder
+from rankwise.health.flight_recorder import EVERYONE, LENGTH, FlightRecorder
 
 HERE = Path(__file__).name
 
@@ -46,14 +46,14 @@ def test_only_the_last_are_kept_and_all_are_counted() -> None:
     recorder = FlightRecorder()
     for number in range(LENGTH + 5):
         recorder.begin(f"number {number}").ended = 1.0
-    told = _asked(recorder, channel=0, sequence=10)
+    told = _asked(recorder, sequence=10)
     assert told["last"] == LENGTH + 5
     assert told["count"] == LENGTH + 5
     assert told["what"] == f"number {LENGTH + 4}"
     assert told["is_over"] is True
     assert len(told["digests"]) == LENGTH  # type: ignore[arg-type]
     assert told["entry"][0] == "number 9"  # type: ignore[index]
-    assert "entry" not in _asked(recorder, channel=0, sequence=3), "it is forgotten"
+    assert "entry" not in _asked(recorder, sequence=3), "it is forgotten"
 
 
 def test_each_channel_counts_for_itself() -> None:
@@ -63,9 +63,24 @@ def test_each_channel_counts_for_itself() -> None:
     recorder.begin("on the second", exchange_id)
     ticket = recorder.begin("on the second", exchange_id)
     assert (ticket.number, ticket.sequence) == (3, 2)
-    assert _asked(recorder, channel=0)["count"] == 1
-    assert _asked(recorder, channel=exchange_id)["count"] == 2
-    assert _asked(recorder, channel=exchange_id + 1)["count"] == 0, "this rank has not come to open it"
+    assert _asked(recorder)["count"] == 1
+    assert _asked(recorder, exchange=recorder.name_of(exchange_id))["count"] == 2
+    assert _asked(recorder, exchange="all, 7")["count"] == 0, "this rank has not come to open it"
+
+
+def test_an_exchange_has_one_name_on_all_its_members() -> None:
+    """Rank 1 is in two exchanges with rank 0 that rank 2 does not know of, before all three open one."""
+    zero, one, two = (FlightRecorder() for _ in range(3))
+    pair = [(each.new_exchange_id([0, 1]), each.new_exchange_id([1, 0])) for each in (zero, one)]
+    assert [zero.name_of(own) for own in pair[0]] == [one.name_of(own) for own in pair[1]]
+    other = two.new_exchange_id([2, 3])
+    three = [each.name_of(each.new_exchange_id([0, 1, 2])) for each in (zero, one, two)]
+    every = [each.name_of(each.new_exchange_id()) for each in (zero, one, two)]
+    assert len(set(three)) == len(set(every)) == 1
+    assert len({*map(zero.name_of, pair[0]), two.name_of(other), *three, *every, EVERYONE}) == 6
+    ticket = one.begin("x", pair[1][1])
+    told = one.situation({1: ticket}, 1, {})
+    assert told["blocked"] == {"exchange": zero.name_of(pair[0][1]), "sequence": 1, "members": [0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +89,7 @@ def test_each_channel_counts_for_itself() -> None:
 def test_the_stack_is_reported_on_request(stacks: str, sequence: int, *, is_told: bool) -> None:
     recorder = FlightRecorder()
     recorder.begin("barrier()")
-    stack = _asked(recorder, channel=0, sequence=sequence, stacks=stacks).get("stack", [])
+    stack = _asked(recorder, sequence=sequence, stacks=stacks).get("stack", [])
     assert any("test_the_stack_is_reported_on_request" in frame for frame in stack) is is_told  # type: ignore[attr-defined]
 
 

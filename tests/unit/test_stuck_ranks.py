@@ -10,16 +10,17 @@ import pytest
 from rankwise.health.deadlock import deadlocked
 
 ALL, GRADIENTS, FIRST_TWO, LAST_TWO, ENDS = range(5)
-MEMBERS = {FIRST_TWO: {0, 1}, LAST_TWO: {1, 2}, ENDS: {0, 2}}
-
-
-def _is_member(rank: int, exchange_id: int) -> bool:
-    return rank in MEMBERS.get(exchange_id, {0, 1, 2})
+MEMBERS = {FIRST_TWO: [0, 1], LAST_TWO: [1, 2], ENDS: [0, 2]}
 
 
 def _at(blocked: tuple[int, int] | None, *counts: int) -> dict[str, Any]:
     """Return the answer of a rank that waits for a collective, and has begun so many of each exchange."""
-    return {"blocked": None if blocked is None else list(blocked), "counts": list(counts)}
+    begun = {str(exchange): count for exchange, count in enumerate(counts)}
+    if blocked is None:
+        return {"blocked": None, "begun": begun}
+    exchange, sequence = blocked
+    members = MEMBERS.get(exchange)
+    return {"blocked": {"exchange": str(exchange), "sequence": sequence, "members": members}, "begun": begun}
 
 
 @pytest.mark.parametrize(
@@ -46,4 +47,4 @@ def _at(blocked: tuple[int, int] | None, *counts: int) -> dict[str, Any]:
     ],
 )
 def test_ranks_are_stuck_that_wait_for_stuck_ranks(answers: list[dict[str, Any]], expected: list[int]) -> None:
-    assert deadlocked(dict(enumerate(answers)), _is_member) == expected
+    assert deadlocked(dict(enumerate(answers))) == expected

@@ -138,13 +138,17 @@ class CollectiveWait:
         detector = self._detector
         return [r for r in range(detector.world_size) if detector.recorder.is_member(r, self._ticket.exchange_id)]
 
+    @property
+    def _collective(self) -> str:
+        return f"{self._detector.recorder.name_of(self._ticket.exchange_id)}/{self._ticket.sequence}"
+
     def _claim(self, purpose: str) -> bool:
         """Return true on the one rank that reports for all."""
         return self._detector.store.add(f"rankwise/claims/{purpose}", 1) == 1
 
     def _report_missing(self, waited: float) -> None:
         ticket = self._ticket
-        if not self._claim(f"notice/{ticket.exchange_id}/{ticket.sequence}/{int(waited / NOTICE_SECONDS)}"):
+        if not self._claim(f"notice/{self._collective}/{int(waited / NOTICE_SECONDS)}"):
             return
         answers = self._detector.poll_status(ticket.exchange_id, ticket.sequence)
         found = diagnosis.findings(answers, ticket.sequence, self._members())
@@ -156,7 +160,7 @@ class CollectiveWait:
         """Raise on all ranks if some of them wait for each other."""
         detector = self._detector
         answers = detector.poll_status()
-        stuck = deadlocked(answers, detector.recorder.is_member)
+        stuck = deadlocked(answers)
         if stuck:
             calls = {rank: [answers[rank]["what"], answers[rank]["at"]] for rank in stuck}
             found = self._verdict_after(waited) | {"calls": diagnosis.calls_of(calls, answers)}
@@ -167,7 +171,7 @@ class CollectiveWait:
         """Have one waiting rank determine the missing ranks for all; then raise its verdict."""
         detector, ticket = self._detector, self._ticket
         found = self._verdict_after(waited)
-        if self._claim(f"verdict/{ticket.exchange_id}/{ticket.sequence}"):
+        if self._claim(f"verdict/{self._collective}"):
             answers = detector.poll_status(ticket.exchange_id, ticket.sequence)
             found |= diagnosis.findings(answers, ticket.sequence, self._members())
             difference = diagnosis.first_difference(answers)

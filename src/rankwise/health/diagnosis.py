@@ -122,7 +122,7 @@ def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
         "missing": missing,
         "table": f"{table(answers, len({*answers, *members}))}\n{stacks(answers, missing)}".strip(),
     }
-    if len(waiting) == len(members) and len({answer["channel"] for answer in waiting}) > 1:
+    if len(waiting) == len(members) and len({answer["exchange"] for answer in waiting}) > 1:
         found["calls"] = calls_of({r: [answers[r]["what"], answers[r]["at"]] for r in members}, answers)
     return found
 

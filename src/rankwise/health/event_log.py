@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rankwise.store.values import Store
 
@@ -63,13 +63,18 @@ def post_failure(store: Store, *, rank: int, error_type: str, text: str, hostnam
 
 
 def post_departure(
-    store: Store, *, rank: int, exit_code: int | None = None, last: int | None = None, counts: Sequence[int] = ()
+    store: Store,
+    *,
+    rank: int,
+    exit_code: int | None = None,
+    last: int | None = None,
+    begun: Mapping[str, int] | None = None,
 ) -> None:
     """Notify every rank that ``rank`` has exited without an error.
 
-    ``last`` is the number of the last collective it took part in, and ``counts`` how many of each exchange; if known.
+    ``last`` is the number of the last collective it took part in, and ``begun`` how many of each exchange; if known.
     """
-    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last, "counts": list(counts)})
+    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last, "begun": begun or {}})
 
 
 def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:

@@ -160,7 +160,7 @@ class FailureDetector:
         self.departures.setdefault(self.world.rank, {"kind": "left", "rank": self.world.rank})
         with contextlib.suppress(StoreLost):
             status_poll.take_leave(self.store, self.world.rank)
-            post_departure(self.store, rank=self.world.rank, last=self.recorder.last, counts=self.recorder.counts)
+            post_departure(self.store, rank=self.world.rank, last=self.recorder.last, begun=self.recorder.begun())
             self._end((self.timeout_seconds if self.error is None else END_SECONDS) if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
@@ -261,8 +261,8 @@ class FailureDetector:
         for rank, event in list(self.departures.items()):
             if rank == self.world.rank or not self.recorder.is_member(rank, ticket.exchange_id):
                 continue
-            counts = event.get("counts", ())
-            if ticket.exchange_id < len(counts) and counts[ticket.exchange_id] >= ticket.sequence:
+            begun = event.get("begun", {}).get(self.recorder.name_of(ticket.exchange_id))
+            if begun is not None and begun >= ticket.sequence:
                 continue  # it had begun this collective
             if event["kind"] == "left":
                 self.error = diagnosis.peer_left(self.world, ticket.words, ticket.number, event)
@@ -278,7 +278,7 @@ class FailureDetector:
     ) -> diagnosis.Answers:
         """Ask every rank what it is doing, and probe those on this host that do not answer."""
         world = self.world
-        asked = {"channel": exchange_id, "sequence": sequence, "stacks": stacks}
+        asked = {"exchange": self.recorder.name_of(exchange_id), "sequence": sequence, "stacks": stacks}
         answers = status_poll.call(
             self.store,
             rank=world.rank,

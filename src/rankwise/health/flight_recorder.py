@@ -35,6 +35,8 @@ MOST_NOTED = 1024
 """For how many distinct ones the description is cached."""
 LENGTH_BYTES = 1024
 """Size of the file that holds the latest one."""
+EVERYONE = "all, 0"
+"""The name of the first exchange of all ranks."""
 _HEADER = struct.Struct("<dI")
 """When the collective began, in seconds since the epoch; the number of bytes of text that follow."""
 
@@ -131,18 +133,29 @@ class FlightRecorder:
         self.step = 0
         """The number of optimizer updates whose gradients have been exchanged."""
         self._purpose = ""
-        self.counts = [0]
+        self._counts = [0]
         """How many collectives of each exchange this rank has begun."""
         self._members: list[frozenset[int] | None] = [None]
+        self._names = [EVERYONE]
 
     def new_exchange_id(self, members: Iterable[int] | None = None) -> int:
-        """Return the id of a new exchange of ``members``, by default of all ranks.
+        """Return the id, on this rank, of a new exchange of ``members``, by default of all ranks.
 
-        Called by: every rank, in the same order.
+        Called by: every member, in the same order.
         """
-        self.counts.append(0)
-        self._members.append(None if members is None else frozenset(members))
-        return len(self.counts) - 1
+        of = None if members is None else frozenset(members)
+        self._names.append(_name_of(of, self._members.count(of)))
+        self._counts.append(0)
+        self._members.append(of)
+        return len(self._counts) - 1
+
+    def name_of(self, exchange_id: int) -> str:
+        """Return the name of an exchange, which all its members have for it, and no other one has."""
+        return self._names[exchange_id]
+
+    def begun(self) -> dict[str, int]:
+        """Return how many collectives of each exchange this rank has begun, by name."""
+        return dict(zip(self._names, self._counts, strict=False))
 
     def is_member(self, rank: int, exchange_id: int) -> bool:
         """Return whether ``rank`` takes part in the collectives of an exchange."""
@@ -152,7 +165,7 @@ class FlightRecorder:
     def begin(self, what: str, exchange_id: int = 0) -> Ticket:
         """Record that a collective begins here."""
         self.last = number = self.last + 1
-        self.counts[exchange_id] = sequence = self.counts[exchange_id] + 1
+        self._counts[exchange_id] = sequence = self._counts[exchange_id] + 1
         ticket = Ticket(number, what, exchange_id, sequence, call_site.user_call_site(), purpose=self._purpose)
         self.recent.append(ticket)
         if self._last_collective is not None:
@@ -200,37 +213,54 @@ class FlightRecorder:
         Args:
             waits: the collectives that its threads wait for.
             thread_id: of the thread that trains.
-            asked: ``channel`` and ``sequence`` of the collective that is asked about, or 0; ``stacks``: ``"missing"``
-                for the stack of a rank that has not reached it, ``"all"`` for every rank's.
+            asked: ``exchange``, by name, and ``sequence`` of the collective that is asked about, or 0; ``stacks``:
+                ``"missing"`` for the stack of a rank that has not reached it, ``"all"`` for every rank's.
         """
-        exchange_id, sequence = int(asked.get("channel", 0)), int(asked.get("sequence", 0))
+        exchange, sequence = asked.get("exchange", EVERYONE), int(asked.get("sequence", 0))
         recent = self.recent.copy()
         now = time.monotonic()
         own = waits.get(thread_id)
         waiting = own or next(iter(waits.values()), None)
         latest = waiting or (recent[-1] if recent else None)
-        counts = self.counts
-        count = counts[exchange_id] if exchange_id < len(counts) else 0
+        begun = self.begun()
+        count = begun.get(exchange, 0)
         report: dict[str, Any] = {
             "step": self.step,
             "last": self.last,
             "waiting": waiting is not None,
-            "channel": None if waiting is None else waiting.exchange_id,
+            "exchange": None if waiting is None else self._names[waiting.exchange_id],
             "count": count,
-            "counts": counts.copy(),
-            "blocked": None if own is None else [own.exchange_id, own.sequence],
+            "begun": begun,
+            "blocked": None if own is None else self._as_blocked(own),
             "what": None if latest is None else latest.words,
             "is_over": latest is None or latest.ended is not None,
             "at": call_site.site_of_thread(thread_id) if latest is None or waiting is None else _at(latest, thread_id),
             "seconds": 0.0 if latest is None else now - (latest.ended or latest.since),
         }
         for ticket in recent:
-            if ticket.exchange_id == exchange_id and ticket.sequence == sequence:
+            if self._names[ticket.exchange_id] == exchange and ticket.sequence == sequence:
                 report["entry"] = [ticket.what, call_site.words(ticket.site)]
-        report["digests"] = {t.sequence: zlib.crc32(t.what.encode()) for t in recent if t.exchange_id == exchange_id}
+        report["digests"] = {
+            t.sequence: zlib.crc32(t.what.encode()) for t in recent if self._names[t.exchange_id] == exchange
+        }
         if asked.get("stacks") == "all" or (asked.get("stacks") == "missing" and count < sequence):
             report["stack"] = call_site.stack_of_thread(thread_id)
         return report
+
+    def _as_blocked(self, ticket: Ticket) -> dict[str, Any]:
+        """Return what a wait needs to end."""
+        members = self._members[ticket.exchange_id]
+        return {
+            "exchange": self._names[ticket.exchange_id],
+            "sequence": ticket.sequence,
+            "members": None if members is None else sorted(members),
+        }
+
+
+def _name_of(members: frozenset[int] | None, number: int) -> str:
+    """Return the name of the exchange with this number, from 0, among those of the same members."""
+    of = "all" if members is None else f"{len(members)} ranks {zlib.crc32(repr(sorted(members)).encode()):08x}"
+    return f"{of}, {number}"
 
 
 def _at(ticket: Ticket, thread_id: int) -> str:
