@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -67,6 +68,28 @@ def test_a_rank_with_a_broken_connection_raises_what_another_rank_reported_befor
             CollectiveWait(detector, detector.ticket("barrier()")),
         ):
             raise broken
+
+
+def test_a_long_wait_counts_until_it_ends_and_only_in_the_thread_that_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective_timeout, "LONG_SECONDS", -1.0)
+    seen: list[int] = []
+    with following() as detector:
+
+        def wait(then: BaseException | None = None) -> None:
+            with CollectiveWait(detector, detector.ticket("barrier()")) as waiting:
+                waiting.check()
+                waiting.check()
+                seen.append(detector.store.add("rankwise/long_waits", 0))
+                if then is not None:
+                    raise then
+
+        wait()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        with pytest.raises(KeyboardInterrupt):
+            wait(KeyboardInterrupt())
+        assert (seen, detector.store.add("rankwise/long_waits", 0)) == ([1, 0, 1], 0)
 
 
 def test_only_processes_of_this_machine_that_have_not_left_are_looked_at() -> None:

@@ -83,6 +83,12 @@ def test_an_exchange_has_one_name_on_all_its_members() -> None:
     assert told["blocked"] == {"exchange": zero.name_of(pair[0][1]), "sequence": 1, "members": [0, 1]}
 
 
+def test_only_the_thread_that_trains_is_blocked() -> None:
+    recorder = FlightRecorder()
+    told = recorder.situation({2: recorder.begin("of a saving thread")}, 1, {})
+    assert (told["blocked"], told["waiting"], told["what"]) == (None, True, "of a saving thread")
+
+
 @pytest.mark.parametrize(
     ("stacks", "sequence", "is_told"), [("missing", 1, False), ("missing", 2, True), ("all", 1, True)]
 )
