@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
     from rankwise.world.facts import World
 
-SECONDS = 60.0
-"""A tenth of the time after which a collective without other ranks is an error."""
+SECONDS = 40.0
+"""After which a test ends its ranks."""
+LIMIT_SECONDS = 600.0
+"""Of each collective."""
 
 
 def _train(world: World, at_each_loss: Callable[[World, torch.Tensor], object]) -> None:
@@ -72,7 +74,7 @@ def _save_on_rank_zero(world: World, loss: torch.Tensor) -> None:
 def test_a_collective_on_some_ranks_is_an_error_long_before_the_timeout(
     run_ranks: RunRanks, num_ranks: int, mistake: Callable[[World, torch.Tensor], object], called: str
 ) -> None:
-    for result in run_ranks(_train, num_ranks, mistake, timeout_seconds=SECONDS):
+    for result in run_ranks(_train, num_ranks, mistake, timeout_seconds=SECONDS, join_timeout_seconds=LIMIT_SECONDS):
         assert isinstance(result.error, CollectiveMismatch), result.error
         words = " ".join(str(result.error).split())
         assert f": {called}" in words
@@ -93,7 +95,7 @@ def _differ_in_a_group(world: World) -> None:
 
 
 def test_a_difference_within_a_group_is_an_error(run_ranks: RunRanks) -> None:
-    for result in run_ranks(_differ_in_a_group, 4, timeout_seconds=SECONDS):
+    for result in run_ranks(_differ_in_a_group, 4, timeout_seconds=SECONDS, join_timeout_seconds=LIMIT_SECONDS):
         assert isinstance(result.error, CollectiveMismatch), result.error
         words = " ".join(str(result.error).split())
         assert "in _differ_in_a_group" in words
@@ -110,7 +112,7 @@ def _skip_the_last_batch(world: World) -> None:
 
 
 def test_a_rank_that_skips_the_last_batch_and_averages_is_an_error(run_ranks: RunRanks) -> None:
-    for result in run_ranks(_skip_the_last_batch, 2, timeout_seconds=SECONDS):
+    for result in run_ranks(_skip_the_last_batch, 2, timeout_seconds=SECONDS, join_timeout_seconds=LIMIT_SECONDS):
         assert isinstance(result.error, CollectiveMismatch), result.error
         assert "skip a step or stop with rankwise.mean(loss, len(x))" in " ".join(str(result.error).split())
 
@@ -146,7 +148,7 @@ def _wait_for_long(world: World, seed: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_waits_that_end_are_none(run_ranks: RunRanks, seed: int) -> None:
-    for result in run_ranks(_wait_for_long, 3, seed, timeout_seconds=SECONDS):
+    for result in run_ranks(_wait_for_long, 3, seed, timeout_seconds=SECONDS, join_timeout_seconds=LIMIT_SECONDS):
         assert all(total == expected for total, expected in result.get())
 
 
@@ -163,7 +165,7 @@ def _use_two_threads(world: World) -> None:
 
 
 def test_two_threads_that_use_one_group_are_an_error(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(_use_two_threads, 2, timeout_seconds=SECONDS)
+    first, second = run_ranks(_use_two_threads, 2, timeout_seconds=SECONDS, join_timeout_seconds=LIMIT_SECONDS)
     assert isinstance(first.error, ConfigurationError), first.error
     assert "while another thread waits in barrier()" in str(first.error)
     assert "rankwise.new_group(range(world.world_size))" in str(first.error)
