@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -97,6 +98,17 @@ def test_a_mean_that_only_one_rank_calls_is_named() -> None:
 def test_mean_refuses_invalid_arguments(values: Any, weights: Any, words: str) -> None:
     with rw.join(), pytest.raises(ConfigurationError, match=words):
         rw.mean(values, weights)
+
+
+def _of_a_loss_with_its_graph(_: World) -> float:
+    loss = nn.Linear(2, 1)(torch.ones(1, 2)).mean()
+    with warnings.catch_warnings(action="error"):
+        return rw.mean(loss, 1) - loss.item()
+
+
+def test_a_loss_that_still_has_its_graph_is_no_cause_for_a_warning() -> None:
+    (result,) = testing.run_ranks(_of_a_loss_with_its_graph, 1)
+    assert result.get() == 0.0
 
 
 def _train(world: World) -> list[float]:

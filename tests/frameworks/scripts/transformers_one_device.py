@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A classifier and a language model of transformers: masks, a loss inside the model, warm-up, greedy decoding."""
+"""Two models of transformers: with masks, a loss inside the model, a learning rate that first rises, and generation."""
 
 import torch
 from transformers import (

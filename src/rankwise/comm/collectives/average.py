@@ -80,7 +80,8 @@ def mean(
 def _numbers(given: object, name: str) -> list[float]:
     several = given if isinstance(given, list | tuple) else [given]
     try:
-        return [float(cast("SupportsFloat", one)) for one in several]
+        # torch warns of a number from a loss that still has its graph.
+        return [float(one.detach() if isinstance(one, torch.Tensor) else cast("SupportsFloat", one)) for one in several]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"mean() takes numbers and tensors of one element, but {name} holds something else.",
