@@ -19,6 +19,7 @@ import torch
 
 from rankwise.comm.join import join
 from rankwise.errors import ConfigurationError
+from rankwise.health import process_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,8 @@ def run_ranks(
         args: picklable; passed on.
         exchange: how tensors travel, as for :func:`rankwise.join`.
         device: of every rank, as for :func:`rankwise.join`; ``None`` gives each a GPU of its own where there are GPUs.
-        timeout_seconds: after which every rank is killed; its result is then a :class:`RankDied`.
+        timeout_seconds: after which every rank is killed; its result is then a :class:`RankDied` that says where it
+            was.
         join_timeout_seconds: the limit of each collective, as for :func:`rankwise.join`.
 
     Returns:
@@ -87,7 +89,7 @@ def run_ranks(
             place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world_size}
             process = context.Process(
                 target=_run_rank,
-                args=(fn, args, options | place if world_size > 1 else options, sender),
+                args=(fn, args, options | place if world_size > 1 else options, _stack_file(folder, rank), sender),
                 name=f"rank-{rank}",
             )
             process.start()
@@ -95,13 +97,13 @@ def run_ranks(
             processes.append(process)
             pipes.append(receiver)
         try:
-            return _collect(processes, pipes, started, timeout_seconds)
+            return _collect(processes, pipes, started, timeout_seconds, folder)
         finally:
             _end(processes)
 
 
 def _collect(
-    processes: list[BaseProcess], pipes: list[Connection], started: float, timeout_seconds: float
+    processes: list[BaseProcess], pipes: list[Connection], started: float, timeout_seconds: float, folder: str
 ) -> list[RankResult]:
     results: dict[int, RankResult] = {}
     rank_of = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -111,12 +113,24 @@ def _collect(
         seconds = time.monotonic() - started
         if not ready:
             for rank in set(rank_of.values()) - set(results):
-                died = RankDied(f"rank {rank} was still running after {timeout_seconds:.0f} s")
+                where = _where(processes[rank], _stack_file(folder, rank))
+                died = RankDied(f"rank {rank} was still running after {timeout_seconds:.0f} s, {where}")
                 results[rank] = RankResult(None, died, None, seconds)
         for pipe in ready:
             rank = rank_of[pipe]  # type: ignore[index]
             results[rank] = _result(rank, pipe, processes[rank], seconds)  # type: ignore[arg-type]
     return [results[rank] for rank in range(len(processes))]
+
+
+def _stack_file(folder: str, rank: int) -> str:
+    return f"{folder}/stack-{rank}"
+
+
+def _where(process: BaseProcess, stack_file: str) -> str:
+    """Return the stack of a rank that has not ended, innermost frame last, or what keeps it from writing one."""
+    pid = process.pid or 0
+    stack = process_probe.stack_of(pid, stack_file)
+    return "\n  ".join(["at", *stack]) if stack else process_probe.state_of(pid)
 
 
 def _result(rank: int, pipe: Connection, process: BaseProcess, seconds: float) -> RankResult:
@@ -139,8 +153,11 @@ def _end(processes: list[BaseProcess]) -> None:
         process.close()
 
 
-def _run_rank(fn: Callable[..., Any], args: tuple[object, ...], options: dict[str, Any], sender: Connection) -> None:
+def _run_rank(
+    fn: Callable[..., Any], args: tuple[object, ...], options: dict[str, Any], stack_file: str, sender: Connection
+) -> None:
     torch.set_num_threads(1)
+    process_probe.offer_stack(stack_file)
     value, error = None, None
     try:
         with join(**options) as world:
