@@ -243,6 +243,21 @@ def test_what_a_killed_rank_has_done_is_reported_with_the_failure(command: Comma
     assert "SIGKILL" in page
 
 
+def test_a_report_has_no_events_of_other_jobs_in_its_folder(command: Command) -> None:
+    broken = command.write("broken.py", "import rankwise as rw\nrw.join()\nraise ValueError('of the script')\n")
+    killed = command.write("killed.py", KILLED)
+    mended = command.write("train.py", KILLED.replace("step == 70", "step == 700"))
+    for script in (broken, killed):
+        assert command.run("-n", "2", "--report", "records", str(script)).returncode != 0
+    text = "".join(event["text"] for event in read_run(command.folder / "records").events)
+    assert "SIGKILL" in text
+    assert "of the script" not in text
+    assert command.run("-n", "2", "--report", "records", str(mended)).returncode == 0
+    text = "".join(event["text"] for event in read_run(command.folder / "records").events)
+    assert "2 ranks on this machine" in text
+    assert "SIGKILL" not in text
+
+
 def test_a_plain_python_process_records_itself(command: Command) -> None:
     script = command.write(
         "train.py", KILLED.replace("rw.join()", "rw.join(report='records')").replace("step == 70", "step == 700")

@@ -39,6 +39,7 @@ from rankwise.world.environments.process import (
     REPORT_OFF,
     asked_report,
     job_of_process,
+    launcher,
     read_process,
     stack_file,
 )
@@ -246,6 +247,7 @@ def facts_of(world: World) -> dict[str, object]:
     job, attempt = job_of_process()
     return {
         "job": job,
+        "launcher": launcher(),
         "rank": world.rank,
         "world_size": world.world_size,
         "local_rank": world.local_rank,

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-START_SECONDS = 60.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecords:
@@ -90,7 +88,7 @@ def read_run(folder: Path) -> RunRecords:
         ranks=with_steps,
         missing=tuple(rank for rank in range(ranks[0].facts["world_size"]) if rank not in present),
         num_restarts=latest["attempt"],
-        events=_events(folder, min(record.facts["started"] for record in of_job)),
+        events=tuple(event for event in _events(folder) if _is_of_job(event, of_job, records)),
     )
 
 
@@ -116,14 +114,23 @@ def _readable(paths: Sequence[Path]) -> list[Record]:
     return records
 
 
-def _events(folder: Path, started: float) -> tuple[dict[str, Any], ...]:
-    """Return the events of a job; a launcher starts at most a minute before its first rank has joined."""
+def _events(folder: Path) -> list[dict[str, Any]]:
     try:
         lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        return ()
-    events = [event for line in lines if (event := _event(line)) is not None]
-    return tuple(event for event in events if event["time"] >= started - START_SECONDS)
+        return []
+    return [event for line in lines if (event := _event(line)) is not None]
+
+
+def _is_of_job(event: dict[str, Any], of_job: Sequence[Record], of_all: Sequence[Record]) -> bool:
+    """Return whether a launcher of this job has reported an event.
+
+    That of a launcher without ranks is of this job if it was reported after a rank had started.
+    """
+    launcher = event.get("launcher", "")
+    if any(record.facts.get("launcher") == launcher for record in of_all):
+        return any(record.facts.get("launcher") == launcher for record in of_job)
+    return bool(event["time"] >= min(record.facts["started"] for record in of_job))
 
 
 def _event(line: str) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
+from rankwise.launch.report.recorded_events import launcher_name
 from rankwise.world.environments.process import REPORT_OFF, slurm_variables_for
 from rankwise.world.environments.rankwise import echo_note, variables_for
 from rankwise.world.processes import stat_of
@@ -310,6 +311,7 @@ class LocalRanks:
             check=self._options.check,
             guard=self._options.guard,
             report=self._options.report,
+            launcher=launcher_name(),
         )
         return own | slurm_variables_for(
             rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rankwise.health.process_probe import start_time_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +23,15 @@ if TYPE_CHECKING:
     from rankwise.launch.report.failure_report import Reporter
 
 EVENTS = "events.jsonl"
+
+
+def launcher_name() -> str:
+    """Return what the events of this launcher and the records of its ranks name it by.
+
+    A folder may hold those of other jobs.
+    """
+    pid = os.getpid()
+    return f"{socket.gethostname()}:{pid}:{start_time_of(pid)}"
 
 
 class RecordingReporter:
@@ -50,4 +63,4 @@ class RecordingReporter:
     def _record(self, event: dict[str, object]) -> None:
         # A full disk must not end the job.
         with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), **event}) + "\n")
+            file.write(json.dumps({"time": time.time(), "launcher": launcher_name(), **event}) + "\n")

@@ -243,6 +243,11 @@ def asked_report() -> str:
     return os.environ.get("RANKWISE_REPORT", "")
 
 
+def launcher() -> str:
+    """Return what rankwise's launcher calls itself in the folder of a report; empty without one."""
+    return os.environ.get("RANKWISE_LAUNCHER", "")
+
+
 def stack_file() -> str:
     """Return the file this rank writes its stack into if rankwise's launcher asks for it; empty without one."""
     return os.environ.get("RANKWISE_STACK_FILE", "")

@@ -75,6 +75,7 @@ def variables_for(
     check: bool = False,
     guard: bool = False,
     report: str | None = None,
+    launcher: str = "",
 ) -> dict[str, str]:
     """Return the variables that the launcher sets for one rank; ``read`` parses them.
 
@@ -92,7 +93,8 @@ def variables_for(
     - ``interface``: network interface to the other machines, if there are any.
     - ``check``: whether ranks compare their collectives before they send; ``guard``: whether the ranks of a
       torch.distributed script compare what their optimizers step.
-    - ``report``: the folder in which ranks record their steps, or ``"off"``.
+    - ``report``: the folder in which ranks record their steps, or ``"off"``. ``launcher``: what the launcher calls
+      itself among the events in that folder.
     """
     host, port = store
     return {
@@ -121,7 +123,7 @@ def variables_for(
         **({SECRET_NAME: secret} if secret else {}),
         **({"RANKWISE_CHECK": "1"} if check else {}),
         **({"RANKWISE_GUARD": "1"} if guard else {}),
-        **({"RANKWISE_REPORT": report} if report else {}),
+        **({"RANKWISE_REPORT": report, "RANKWISE_LAUNCHER": launcher} if report else {}),
         **({"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface} if interface else {}),
         # NCCL takes a bare name as a prefix.
         **({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}),
