@@ -139,6 +139,16 @@ REFUSED = {
         CALL,
         "ConfigurationError: The script opens a database with sqlite3, which every rank would write.",
     ),
+    "store": (
+        "import dbm, shelve; shelve.open('values')",
+        CALL,
+        "ConfigurationError: The script writes with dbm.open, which every rank would do.",
+    ),
+    "append": (
+        "import os; os.open('log.txt', os.O_APPEND | os.O_CREAT | os.O_WRONLY)",
+        CALL,
+        "ConfigurationError: The script appends to a file with os.open, which every rank would write.",
+    ),
     "file": (
         "import os; open(f'log-{os.getpid()}.txt', 'w')",
         CALL,
@@ -294,3 +304,40 @@ def test_rank_zero_writes_and_all_ranks_read_what_it_wrote(command: Command) -> 
     ]
     assert (out / "lines.txt").read_bytes() == b"one\r\ntwo\r\n"
     assert (out / "log.txt").read_text() == "first\nsecond\nthird\n"
+
+
+ARCHIVES = """
+import bz2, tarfile, torch
+from pathlib import Path
+from torch import nn
+from rankwise.comm.session import current
+rank = current().world.rank
+with bz2.open("text.bz2", "wt") as text:
+    text.write(f"of rank {rank}")
+assert bz2.open("text.bz2", "rt").read() == "of rank 0"
+Path("a.txt").write_text("x")
+for how in ("", ":gz", ":bz2", ":xz"):
+    with tarfile.open("archive", "w" + how) as archive:
+        archive.add("a.txt", arcname=str(rank))
+    assert tarfile.open("archive").getnames() == ["0"]
+with tarfile.open("archive", "w") as archive:
+    archive.add("a.txt", arcname=str(rank))
+with tarfile.open("archive", "a") as archive:
+    archive.add("a.txt", arcname="last")
+assert tarfile.open("archive").getnames() == ["0", "last"]
+for compiled in (
+    torch.jit.trace(lambda x: x + rank, torch.zeros(1)),
+    torch.jit.trace(nn.Threshold(9.0, float(rank)), torch.zeros(1)),
+    torch.jit.script(nn.Threshold(9.0, float(rank))),
+):
+    compiled.save("module.pt")
+    assert torch.jit.load("module.pt")(torch.zeros(1)) == 0
+    torch.jit.save(compiled, "module.pt")
+    assert torch.jit.load("module.pt")(torch.zeros(1)) == 0
+"""
+
+
+def test_archives_and_compiled_modules_are_those_of_rank_zero(command: Command) -> None:
+    command.write("train.py", ARCHIVES)
+    done = command.run("-n", "3", "--auto", "train.py")
+    assert done.returncode == 0, done.stderr

@@ -41,6 +41,7 @@ _WRITES: dict[str, list[tuple[str, int, str]]] = {
 }
 """By module: functions and methods that write one file, the position of its path, and the name of that argument."""
 _OPENS = {
+    "dbm": ("open",),
     "lmdb": ("open",),
     "mlflow.tracking.fluent": ("start_run",),
     "netCDF4": ("Dataset",),
@@ -49,7 +50,7 @@ _OPENS = {
     "tables": ("open_file",),
 }
 """By module: what opens something that stays open and is written to."""
-_READ_BY_DEFAULT = {"netCDF4", "tables"}
+_READ_BY_DEFAULT = {"dbm", "netCDF4", "tables"}
 _MODE = 1
 """Position of the mode among the arguments of those that have one."""
 
@@ -97,7 +98,7 @@ def _refused(names: tuple[str, ...], module: ModuleType) -> Replaced:
     def make(name: str, opens: Callable[..., Any]) -> Callable[..., Any]:
         def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             default = "r" if module.__name__ in _READ_BY_DEFAULT else None
-            mode = args[_MODE] if len(args) > _MODE else kwargs.get("mode", default)
+            mode = args[_MODE] if len(args) > _MODE else kwargs.get("mode", kwargs.get("flag", default))
             if mode != "r" and not kwargs.get("readonly"):
                 raise ConfigurationError(
                     f"The script writes with {library}.{name}, which every rank would do.",

@@ -9,10 +9,12 @@ temporary ones, each make their own.
 from __future__ import annotations
 
 import builtins
+import bz2
 import io
 import os
 import shutil
 import sys
+import tarfile
 import tempfile
 from contextlib import contextmanager
 from functools import partial
@@ -46,6 +48,7 @@ CHANGES_FILES = (
 )
 """Functions of ``os`` that rank zero calls for all."""
 _MOVES = ("rename", "replace")
+_NAMES_OF_OPEN = ((builtins, "open"), (io, "open"), (bz2, "_builtin_open"), (tarfile, "bltn_open"))
 
 
 class RankZeroFiles:
@@ -63,11 +66,10 @@ class RankZeroFiles:
             replaced(
                 (os, CHANGES_FILES, self._once),
                 *(
-                    (owner, [name], partial(self._shared.written_once, 1, ("f", "filename")))
-                    for owner, name in _savers()
+                    (owner, names, partial(self._shared.written_once, 1, ("f", "filename")))
+                    for owner, names in _savers()
                 ),
-                (builtins, ["open"], lambda _: self._opened),
-                (io, ["open"], lambda _: self._opened),
+                *((owner, [name], lambda _: self._opened) for owner, name in _NAMES_OF_OPEN),
                 (np, ["savetxt"], _through_open),
             ),
         ):
@@ -123,17 +125,21 @@ class RankZeroFiles:
                 Path(path).unlink()
 
 
-def _savers() -> list[tuple[object, str]]:
+def _savers() -> list[tuple[object, list[str]]]:
     """Return the functions that take what is saved and a file, and write it by other ways than ``open``."""
-    found: list[tuple[object, str]] = [
-        (torch, "save"),
-        (torch.jit, "save"),
-        (torch.jit.RecursiveScriptModule, "save"),
-        (torch.export, "save"),
+    of_modules = ["save", "_save_for_lite_interpreter"]
+    found: list[tuple[object, list[str]]] = [
+        (torch, ["save"]),
+        (torch.jit, ["save"]),
+        # Scripted modules have the methods of the first, traced ones those of the second.
+        (torch.jit.RecursiveScriptModule, of_modules),
+        (torch.jit.ScriptModule, of_modules),
+        (torch.jit.ScriptFunction, ["save"]),
+        (torch.export, ["save"]),
     ]
     # Scripts import functions of it by name, so it is imported before them.
     if find_spec("safetensors") is not None:
-        found.append((import_module("safetensors.torch"), "save_file"))
+        found.append((import_module("safetensors.torch"), ["save_file"]))
     return found
 
 

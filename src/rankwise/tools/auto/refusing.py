@@ -32,14 +32,14 @@ def refusing(world_size: int) -> Generator[None]:
 
     def look(event: str, args: tuple[object, ...]) -> None:
         # An audit hook stays until the process ends.
-        if event in _STARTS and not is_over and os.getpid() == process and calling_module() == "__main__":
+        if is_over or os.getpid() != process:
+            return
+        if event in _STARTS and calling_module() == "__main__":
             raise _starts_program(world_size)
-        if event == "sqlite3.connect" and not is_over and os.getpid() == process and args[0] != ":memory:":
-            raise ConfigurationError(
-                "The script opens a database with sqlite3, which every rank would write.",
-                where=words(user_call_site()),
-                do="write to a file, or run without --auto",
-            )
+        if event == "sqlite3.connect" and args[0] != ":memory:":
+            raise _writes("opens a database with sqlite3")
+        if event == "open" and _appends(*args) and calling_module() == "__main__":
+            raise _writes("appends to a file with os.open")
 
     def checked(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
         def check(started: BaseProcess) -> None:
@@ -83,6 +83,19 @@ def _starts_program(world_size: int) -> ConfigurationError:
         where=words(user_call_site()),
         evidence=f"{world_size} ranks run the whole script",
         do="start it outside the script, or run without --auto",
+    )
+
+
+def _appends(path: object, mode: object, flags: object) -> bool:
+    """Return whether the arguments of the audit event are those of an ``os.open`` that appends."""
+    return isinstance(path, str) and mode is None and isinstance(flags, int) and bool(flags & os.O_APPEND)
+
+
+def _writes(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The script {what}, which every rank would write.",
+        where=words(user_call_site()),
+        do="write to a file with open(), or run without --auto",
     )
 
 
