@@ -116,7 +116,7 @@ class WarmPython:
     def run(self, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
         """Run ``python WORDS`` to its end, with the variables that the process itself was started with."""
         with self.start(words, folder, self.environment) as running:
-            stdout, stderr = running.communicate(timeout=50)
+            stdout, stderr = running.communicate(timeout=80)
         return subprocess.CompletedProcess(running.args, running.wait(), stdout, stderr)
 
     def close(self) -> None:

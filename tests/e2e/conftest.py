@@ -53,13 +53,13 @@ class Command:
         return self.rankwise("run", *words, env=env)
 
     def rankwise(
-        self, *words: str, env: dict[str, str] | None = None, seconds: float = 50
+        self, *words: str, env: dict[str, str] | None = None, seconds: float = 80
     ) -> subprocess.CompletedProcess[str]:
         """Run ``rankwise ...`` to its end, which may take ``seconds``."""
         return self.python("-m", "rankwise", *words, env=env, seconds=seconds)
 
     def python(
-        self, *words: str, env: dict[str, str] | None = None, seconds: float = 50
+        self, *words: str, env: dict[str, str] | None = None, seconds: float = 80
     ) -> subprocess.CompletedProcess[str]:
         """Run ``python ...`` to its end, which may take ``seconds``."""
         with self.start_python(*words, env=env) as running:

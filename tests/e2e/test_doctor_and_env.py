@@ -41,7 +41,7 @@ def run_afresh(command: Command, *words: str, **env: str) -> subprocess.Complete
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=80,
     )
 
 

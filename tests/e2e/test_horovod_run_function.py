@@ -76,7 +76,7 @@ def python(command: Command, text: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=80,
     )
 
 

@@ -110,7 +110,7 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=50,
+            timeout=80,
         )
 
     told = ended()

@@ -31,7 +31,7 @@ def _python(command: Command, *words: str, text: str | None = None, **variables:
             capture_output=True,
             text=True,
             check=False,
-            timeout=50,
+            timeout=80,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -49,7 +49,7 @@ class Notebook:
             elif message["msg_type"] == "error":
                 shown["error"] += COLOUR.sub("", "\n".join(content["traceback"]))
 
-        self.client.execute_interactive(textwrap.dedent(cell), timeout=50, output_hook=note)
+        self.client.execute_interactive(textwrap.dedent(cell), timeout=80, output_hook=note)
         return shown
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ def test_the_ranks_end_with_a_killed_kernel(notebook: Notebook) -> None:
     notebook.client.execute("rw.launch(waits, ranks=2)")
     text = ""
     while text != "ready\nready\n":
-        message = notebook.client.get_iopub_msg(timeout=50)
+        message = notebook.client.get_iopub_msg(timeout=80)
         if message["msg_type"] == "stream" and message["content"]["name"] == "stdout":
             text += message["content"]["text"]
     pids = notebook.command.processes()

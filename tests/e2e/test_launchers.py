@@ -33,7 +33,7 @@ def reference() -> Parameters:
 def run(folder: Path, *argv: str) -> None:
     """Run a command that starts the script to its end; the folder is the script's first argument."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*argv, str(folder)], env=variables, capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run([*argv, str(folder)], env=variables, capture_output=True, text=True, check=False, timeout=80)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -33,7 +33,7 @@ def _start(command: Command, script: Path, *words: str) -> Started:
 
 def _run(command: Command, script: Path, *words: str) -> tuple[int, str, str]:
     process = _start(command, script, *words)
-    out, said = process.communicate(timeout=50)
+    out, said = process.communicate(timeout=80)
     return process.returncode, out, said
 
 
@@ -105,7 +105,7 @@ def test_ranks_that_are_there_already_on_two_machines(command: Command, port: in
         command.start_python(*run, "--node-rank", node_rank, "-n", num_ranks, "train.py", env=SECRET)
         for node_rank, num_ranks in (("0", "1"), ("1", "2"))
     ]
-    outputs = [process.communicate(timeout=50) for process in pair]
+    outputs = [process.communicate(timeout=80) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], outputs
     here = [[(rank, 3, [6.0, 6.0]) for rank in ranks] for ranks in ((0,), (1, 2))]
     assert [out.splitlines() for out, _ in outputs] == [[str(values)] * len(values) for values in here]
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 def test_two_machines(command: Command, port: int) -> None:
     script = command.write("train.py", MACHINE)
     pair = [_start(command, script, first, str(port)) for first in ("2", "0")]
-    outputs = [process.communicate(timeout=50) for process in pair]
+    outputs = [process.communicate(timeout=80) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], outputs
     # As MegEngine had it, each launcher is a machine of its own.
     told = [[(rank, [0, 1, 2, 3], False) for rank in ranks] for ranks in ((2, 3), (0, 1))]

@@ -385,7 +385,7 @@ def test_progress_is_one_line_about_the_job(command: Command, is_terminal: bool)
         text=True,
     ) as running:
         os.close(theirs)
-        shown = written_to(ours) if is_terminal else running.communicate(timeout=50)[1]
+        shown = written_to(ours) if is_terminal else running.communicate(timeout=80)[1]
         assert running.wait(50) == 0
         os.close(ours)
     line = r"step \d+, \d+\.\d steps/s, loss [\d.e+-]+, slowest: rank [01]"

@@ -157,7 +157,7 @@ def _run_into(command: Command, file: str, *words: str) -> subprocess.CompletedP
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            timeout=50,
+            timeout=80,
         )
 
 
@@ -184,6 +184,6 @@ def test_closed_streams_are_nowhere_and_not_other_files(command: Command) -> Non
     words = " ".join(map(shlex.quote, command.words("-n", "2", "train.py")))
     for closed in ("<&-", ">&-", "2>&-"):
         ended = subprocess.run(
-            ["sh", "-c", f"{words} {closed}"], cwd=command.folder, env=command.environment(), check=False, timeout=50
+            ["sh", "-c", f"{words} {closed}"], cwd=command.folder, env=command.environment(), check=False, timeout=80
         )
         assert ended.returncode == 3, closed

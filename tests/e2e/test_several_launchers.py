@@ -67,7 +67,7 @@ def launchers(command: Command, port: int) -> Iterator[Launchers]:
 def test_two_launchers_run_one_job(command: Command, launchers: Launchers) -> None:
     command.write("train.py", HELLO)
     pair = [launchers.start("-n", number, "--nodes", "2", "train.py") for number in ("2", "1")]
-    outputs = [process.communicate(timeout=50) for process in pair]
+    outputs = [process.communicate(timeout=80) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], outputs
     lines = sorted(line for out, _ in outputs for line in out.splitlines())
     assert [line.split()[0] for line in lines] == ["0", "1", "2"]
@@ -84,7 +84,7 @@ def test_a_failure_is_reported_in_full_once_and_everywhere_by_its_exit_code(
     command.write("train.py", HELLO + "    if world.rank == 1:\n        raise SystemExit(7)\n    rw.barrier()\n")
     first = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "0", "train.py")
     second = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "1", "train.py")
-    (_, said), (_, said_too) = first.communicate(timeout=50), second.communicate(timeout=50)
+    (_, said), (_, said_too) = first.communicate(timeout=80), second.communicate(timeout=80)
     assert (first.returncode, second.returncode) == (7, 7), said + said_too
     assert "failed first: exit code 7" in said
     assert "failed first: exit code 7" in said_too
@@ -111,7 +111,7 @@ def test_torchs_store_is_served_to_several_machines_where_that_is_asked_for(
     )
     words = ("-n", "1", "--nodes", "2", *(["--torch-store", "on"] if is_asked_for else []), "train.py")
     pair = [launchers.start(*words), launchers.start(*words)]
-    outputs = [process.communicate(timeout=50) for process in pair]
+    outputs = [process.communicate(timeout=80) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], outputs
     assert [out for out, _ in outputs] == [f"{is_asked_for} {is_asked_for} 2.0\n"] * 2
 
@@ -135,7 +135,7 @@ def test_a_contradicting_launcher_is_refused_and_the_job_continues(
     while "joined with" not in first.stderr.readline():
         assert first.poll() is None
     wrong = launchers.start("-n", "1", *words, env=env)
-    _, said = wrong.communicate(timeout=50)
+    _, said = wrong.communicate(timeout=80)
     assert (wrong.returncode, text in said, "\n  do " in said) == (2, True, True), said
     right = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "1", "train.py")
     assert (right.wait(50), first.wait(50)) == (0, 0)
@@ -148,7 +148,7 @@ def test_two_launchers_with_one_node_rank_are_an_error(command: Command, launche
     assert first.stderr is not None
     while "(2 of 3 nodes)" not in first.stderr.readline():
         assert first.poll() is None
-    _, said = launchers.start("-n", "1", "--nodes", "3", "--node-rank", "1", "train.py").communicate(timeout=50)
+    _, said = launchers.start("-n", "1", "--nodes", "3", "--node-rank", "1", "train.py").communicate(timeout=80)
     assert "Two machines are node 1" in said
 
 
@@ -156,7 +156,7 @@ def test_two_launchers_with_one_node_rank_are_an_error(command: Command, launche
 def test_a_node_that_never_comes_is_named(command: Command, launchers: Launchers, number: str, text: str) -> None:
     command.write("train.py", HELLO)
     words = ("--nodes", "2", "--node-rank", number, "--rendezvous-timeout", "1", "train.py")
-    _, said = launchers.start("-n", "1", *words).communicate(timeout=50)
+    _, said = launchers.start("-n", "1", *words).communicate(timeout=80)
     assert text in said
     assert "\n  do " in said
 

@@ -34,7 +34,7 @@ def test_a_rank_has_the_names_and_numbers_that_torchrun_gives(command: Command) 
     ended = command.run("-n", "2", "--max-restarts", "3", "show.py", env={"NAME": "own", "ROLE_RANK": "outer"})
     assert ended.returncode == 0, ended.stderr
     words = [sys.executable, *TORCHRUN, "--max-restarts", "3", "show.py"]
-    subprocess.run(words, cwd=command.folder, env=command.environment(NAME="torchrun"), check=True, timeout=50)
+    subprocess.run(words, cwd=command.folder, env=command.environment(NAME="torchrun"), check=True, timeout=80)
     for rank in range(2):
         own = json.loads((command.folder / f"own-{rank}.json").read_text())
         theirs = json.loads((command.folder / f"torchrun-{rank}.json").read_text())

@@ -187,7 +187,7 @@ class Hosts:
         ranks_per_host: int | Sequence[int],
         *arguments: str,
         env: Mapping[str, str] | None = None,
-        timeout_seconds: float = 50.0,
+        timeout_seconds: float = 80.0,
     ) -> list[Ended]:
         """Run ranks on every host to their end, as a launcher of ``env://`` variables would.
 

@@ -119,7 +119,7 @@ class Slurm:
         return self.hosts.start(0, argv, variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(
-        self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_seconds: float = 50.0
+        self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_seconds: float = 80.0
     ) -> Ran:
         """Run a command on the first host to its end."""
         process = self.start(*argv, cwd=cwd or self.folder, env=env)

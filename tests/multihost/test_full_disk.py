@@ -34,7 +34,7 @@ def _run(folder: Path, words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=80,
     )
 
 

@@ -64,7 +64,7 @@ def test_each_host_gets_its_own_ranks_values_and_both_the_blame(hosts: Hosts, tm
         )
         for index in range(2)
     ]
-    (first, said_first), (second, said_second) = [one.communicate(timeout=55) for one in started]
+    (first, said_first), (second, said_second) = [one.communicate(timeout=80) for one in started]
     assert first.splitlines()[0] == "[(0, 2, True), (1, 2, True)]", said_first
     assert second.splitlines()[0] == "[(2, 2, True), (3, 2, True)]", said_second
     assert first.splitlines()[1].startswith("False Rank 3 failed: "), first

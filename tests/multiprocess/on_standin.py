@@ -56,4 +56,4 @@ def python_with_standin(*words: str) -> subprocess.CompletedProcess[str]:
     """Run Python where ``import torch`` finds the device, as it finds that of an installed package."""
     command = [sys.executable, *words]
     env = os.environ | {"PYTHONPATH": FOLDER, "PYTHONWARNINGS": "error"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=80)

@@ -119,7 +119,7 @@ def undisturbed(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactor
     """What each of two ranks comes to where nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     calm = start(warm_python, folder, "-n", "2", *command(folder, 99, "nobody"))
-    assert "elastic" not in calm.communicate(timeout=50)[1]
+    assert "elastic" not in calm.communicate(timeout=80)[1]
     return [ended(folder, 99, rank) for rank in range(2)]
 
 
@@ -128,7 +128,7 @@ def test_a_killed_rank_changes_nothing(
     warm_python: WarmPython, tmp_path: Path, who: str, undisturbed: list[dict[str, Any]]
 ) -> None:
     hurt = start(warm_python, tmp_path, "-n", "2", "--max-restarts", "2", *command(tmp_path, 5, who))
-    _, said = hurt.communicate(timeout=50)
+    _, said = hurt.communicate(timeout=80)
     assert hurt.returncode == 0, said
     taken = 4 if who == "rank" else 3
     assert f"commit {taken} of attempt 0 is restored" in said
@@ -182,7 +182,7 @@ def test_remaining_ranks_go_to_the_available_machines(tmp_path: Path, launchers:
     # Both had done 3 batches of 2 samples.
     assert first.stdout.readline() == "[(3, 1)]\n"
     again = launchers.start(1)
-    said = first.communicate(timeout=50)[1] + again.communicate(timeout=50)[1]
+    said = first.communicate(timeout=80)[1] + again.communicate(timeout=80)[1]
     assert (first.returncode, again.returncode) == (0, 0), said
     assert "elastic: committed for the next attempt" in said
     assert "stopped early because of" in said

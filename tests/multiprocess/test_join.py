@@ -83,7 +83,7 @@ def run_by_hand(
     processes = [start(warm_python, folder, rank, world_size, url, what) for rank in range(world_size)]
     ended = []
     for process in processes:
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=80)
         ended.append((process.returncode, out, err))
     return ended
 
@@ -151,7 +151,7 @@ def test_a_port_in_use_is_reported(warm_python: WarmPython, tmp_path: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         process = start(warm_python, tmp_path, 0, 2, f"tcp://127.0.0.1:{port}", "run")
-        _, err = process.communicate(timeout=50)
+        _, err = process.communicate(timeout=80)
     assert process.returncode == 1
     assert f"cannot be served on 127.0.0.1:{port}: Address already in use" in err
     assert "use another port" in err
@@ -161,7 +161,7 @@ def test_a_rank_that_never_starts_is_named(warm_python: WarmPython, tmp_path: Pa
     url = f"tcp://127.0.0.1:{free_port()}"
     processes = [start(warm_python, tmp_path, rank, 3, url, "run") for rank in (0, 2)]
     for process in processes:
-        _, err = process.communicate(timeout=50)
+        _, err = process.communicate(timeout=80)
         assert process.returncode == 1
         assert "join() timed out after 5 s waiting for rank 1" in err
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = [pytest.mark.usefixtures("world_of_one"), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 WRONG: list[Any] = [
     None,

@@ -134,7 +134,7 @@ def test_a_real_horovod_is_not_hidden_by_the_path_that_commands_are_given(tmp_pa
         text=True,
         check=False,
         cwd=tmp_path,
-        timeout=50,
+        timeout=80,
     )
     assert f"it is installed: {tmp_path}/site/horovod/__init__.py" in ended.stderr
     without = subprocess.run(
@@ -144,6 +144,6 @@ def test_a_real_horovod_is_not_hidden_by_the_path_that_commands_are_given(tmp_pa
         text=True,
         check=False,
         cwd=tmp_path,
-        timeout=50,
+        timeout=80,
     )
     assert "this Python lacks rankwise: install it for" in without.stderr

@@ -35,7 +35,7 @@ def test_it_is_reported_and_no_folder_remains(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(folders)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=80,
         check=False,
     )
     assert ended.returncode == 2, ended.stderr

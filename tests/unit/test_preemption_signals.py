@@ -87,5 +87,5 @@ for _ in range(4):
 
 
 def test_the_third_sigterm_ends_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True, timeout=80)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "asked\n" * 2), done.stderr

@@ -111,7 +111,7 @@ print(torch_versions.installed())
 def imported(version: str) -> subprocess.CompletedProcess[str]:
     """Import rankwise in a process of its own, which sees this version of torch; or the one that is there."""
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(version=version)], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", PROGRAM.format(version=version)], capture_output=True, text=True, timeout=80, check=False
     )
 
 
