@@ -165,7 +165,7 @@ def test_what_never_updates_is_no_step_and_takes_no_memory(tmp_path: Path, clock
 def test_details_hold_the_collectives_of_their_step_only(tmp_path: Path, clock: list[float]) -> None:
     measured = Measured(tmp_path, clock)
     recent: deque[Ticket] = deque(maxlen=64)
-    measured.meter.recorder.follow_collectives(recent)
+    measured.meter.recorder.follow_collectives(recent, "exchange {}".format)
     for number in range(1, 131):
         measured.spend(FORWARD, 1.0)
         recent.append(Ticket(number, f"sum {number}", sequence=number, since=clock[0] - 0.5, ended=clock[0] - 0.25))
@@ -174,7 +174,7 @@ def test_details_hold_the_collectives_of_their_step_only(tmp_path: Path, clock: 
     details = {note["step"]: note for note in measured.ended().notes if note["kind"] == "detail"}
     assert list(details) == [*range(1, FIRST_DETAILED + 1), 128]
     for step, detail in details.items():
-        assert detail["collectives"] == [[f"sum {step}", 500_000, 250_000, 0, step]]
+        assert detail["collectives"] == [[f"sum {step}", 500_000, 250_000, "exchange 0", step]]
         assert [part for part, *_ in detail["slices"] if part != SCRIPT] == [FORWARD, BACKWARD, OPTIMIZER]
 
 

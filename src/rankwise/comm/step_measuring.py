@@ -106,7 +106,7 @@ def follow(session: Session, hostnames: Sequence[str]) -> None:
     if meter is None or session.detector is None or session.store is None:
         return
     recorder = meter.recorder
-    recorder.follow_collectives(session.detector.recorder.recent)
+    recorder.follow_collectives(session.detector.recorder.recent, session.detector.recorder.name_of)
     world = session.world
     if world.local_world_size <= len(os.sched_getaffinity(0)):  # Ranks that share a core are slow in turn.
         recorder.report_steps_to(SlowRank(session.store.prefixed("rankwise/pace"), world.world_size).note)

@@ -91,6 +91,7 @@ class StepRecorder:
         self._looked_at, self._memory = 0.0, 0
         self._traffic = TrafficNotes() if folder is not None else None
         self._collectives: deque[Ticket] = deque()
+        self._name_of_exchange: Callable[[int], str] = str
         self._on_step: Callable[[Step], None] | None = None
         self._every = DETAIL_EVERY
         self._detail_bytes = 0
@@ -108,9 +109,9 @@ class StepRecorder:
         self._slices: list[tuple[int, float, float]] = []
         """The parts in the row, with start and end."""
 
-    def follow_collectives(self, recent: deque[Ticket]) -> None:
+    def follow_collectives(self, recent: deque[Ticket], name_of_exchange: Callable[[int], str]) -> None:
         """Record the collectives among ``recent``, to which others add, with steps that are recorded in detail."""
-        self._collectives = recent
+        self._collectives, self._name_of_exchange = recent, name_of_exchange
 
     def report_steps_to(self, listener: Callable[[Step], None]) -> None:
         """Call ``listener`` with each step, in the thread that trains. It must not raise."""
@@ -231,7 +232,7 @@ class StepRecorder:
                     ticket.words,
                     _micro(ticket.since - start),
                     _micro(ticket.ended - ticket.since),
-                    ticket.exchange_id,
+                    self._name_of_exchange(ticket.exchange_id),
                     ticket.sequence,
                 ]
                 for ticket in self._collectives.copy()

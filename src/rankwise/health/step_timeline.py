@@ -82,7 +82,7 @@ def _slice(rank: int, track: int, name: str, at: float, length: float) -> dict[s
 
 def _arrows(records: Sequence[Record], origin: float) -> Iterator[dict[str, Any]]:
     """Yield an arrow from the last rank that began a collective to the end of it on each that waited."""
-    begun: dict[tuple[int, int, str], dict[int, tuple[float, float]]] = defaultdict(dict)
+    begun: dict[tuple[str, int, str], dict[int, tuple[float, float]]] = defaultdict(dict)
     for record in records:
         rank, shift = record.facts["rank"], origin + clock_ahead(record)
         for detail in _details(record):
