@@ -49,10 +49,10 @@ def reported(command: Command, *words: str) -> str:
     return told.stdout.splitlines()[0]
 
 
-# Those that another process on the same cores does not change; `make slowdowns` has all, on a quiet machine.
+# Those that other processes on the same cores hardly change; `make slowdowns` has all, on a quiet machine.
 @pytest.mark.parametrize(("kind", "slow"), [("data", 1), ("script", 0), ("disk", 0), ("uneven", 1)])
 def test_the_first_sentence_names_the_slow_rank_and_why(command: Command, kind: str, slow: int) -> None:
-    recorded(command, kind, str(slow))
+    recorded(command, kind, str(slow), "4")
     sentence = reported(command)
     assert f"all wait for rank {slow}, {SAYS[kind] if SAYS[kind].startswith('whose') else 'which ' + SAYS[kind]}" in (
         sentence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training script in which one rank is slow on purpose: ``train.py KIND RANK``.
+"""A training script in which one rank is slow on purpose: ``train.py KIND RANK [FACTOR]``, so many times as slow.
 
 Rank zero prints when each step begins, by its own clock.
 """
@@ -19,6 +19,7 @@ import rankwise as rw
 
 NUM_STEPS = 40
 KIND, SLOW = sys.argv[1], int(sys.argv[2])
+FACTOR = int(sys.argv[3]) if len(sys.argv) > 3 else 1
 PAUSES = """
 import os, time
 rank = os.getppid()
@@ -101,7 +102,7 @@ def slow_down(rank: int) -> tuple[object, subprocess.Popen[bytes] | None]:
         synced = os.fsync
 
         def fsync(descriptor: int) -> None:
-            time.sleep(0.1)
+            time.sleep(0.1 * FACTOR)
             synced(descriptor)
 
         os.fsync = fsync
@@ -120,7 +121,7 @@ def main() -> None:
         rows = torch.randn(10, 1024 if is_slow else 64, 64)
         loader = torch.utils.data.DataLoader([(x, torch.zeros(len(x)).long()) for x in rows], batch_size=None)
     else:
-        samples = Samples(0.002 if KIND == "data" and is_slow else 0.0)
+        samples = Samples(0.002 * FACTOR if KIND == "data" and is_slow else 0.0)
         loader = rw.DataLoader(samples, global_batch_size=8 * world.world_size, shuffle=True)
     batches = iter(())
     begun = []
@@ -131,7 +132,7 @@ def main() -> None:
             batches = iter(loader)
             batch = next(batches)
         if KIND == "script" and is_slow:
-            time.sleep(0.01)
+            time.sleep(0.01 * FACTOR)
         loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
         rw.log_value("loss", loss)
         loss.backward()
