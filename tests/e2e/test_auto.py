@@ -6,6 +6,7 @@ That results are those of plain Python is shown with the scripts of ``tests/corp
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -94,8 +95,7 @@ def test_a_missing_script_is_named(command: Command) -> None:
 CALL = "model(torch.randn(4, 3))"
 LINEAR = "model = nn.Linear(3, 2)"
 LATER = """
-import itertools
-calls = itertools.count()
+calls = iter(range(99))
 class Net(nn.Linear):
     def forward(self, x):
         return super().forward(x - x.mean(0) if next(calls) > 8 else x)
@@ -147,7 +147,7 @@ REFUSED = {
     "append": (
         "import os; os.open('log.txt', os.O_APPEND | os.O_CREAT | os.O_WRONLY)",
         CALL,
-        "ConfigurationError: The script appends to a file with os.open, which every rank would write.",
+        "ConfigurationError: The script writes to a file with os.open, which every rank would write.",
     ),
     "file": (
         "import os; open(f'log-{os.getpid()}.txt', 'w')",
@@ -341,3 +341,99 @@ def test_archives_and_compiled_modules_are_those_of_rank_zero(command: Command) 
     command.write("train.py", ARCHIVES)
     done = command.run("-n", "3", "--auto", "train.py")
     assert done.returncode == 0, done.stderr
+
+
+UNSEEN = """
+import atexit, gc, logging, os, torch
+import numpy as np
+from torch import nn
+import helper
+torch.manual_seed(0)
+prompt = nn.Parameter(torch.zeros(4))
+logging.basicConfig(level=logging.INFO, format="%(message)s", filename="train.log")
+class Stats:
+    calls = 0
+class Trains(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + prompt)
+class Counts(nn.Linear):
+    def forward(self, x):
+        Stats.calls += 1
+        return super().forward(x)
+class CountsBeside(nn.Linear):
+    def forward(self, x):
+        helper.seen.append(len(x))
+        return super().forward(x + helper.noise())
+class Logs(nn.Linear):
+    def forward(self, x):
+        logging.info("rows %d", len(x))
+        return super().forward(x)
+def closed_over():
+    draws, rows = np.random.default_rng(0), []
+    class Draws(nn.Linear):
+        def forward(self, x):
+            rows.append(len(x))
+            return super().forward(x) * draws.random()
+    return Draws(4, 4), rows
+draws, rows = closed_over()
+model = nn.ModuleList([Trains(4, 4), Counts(4, 4), CountsBeside(4, 4), Logs(4, 4), draws]).double()
+optimizer = torch.optim.SGD([prompt, *model.parameters()], lr=0.1)
+torch.set_default_dtype(torch.float64)
+for step in range(9):
+    x = torch.randn(6, 4)
+    loss = sum(one(x).square().mean() for one in model)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item())
+print(prompt.tolist(), Stats.calls, helper.seen, rows)
+helper.note("end")
+@atexit.register
+def never():
+    print("never")
+atexit.unregister(never)
+with open("named.txt", "w") as file:
+    print(file.name, file.mode)
+array = np.memmap("array.bin", dtype="int64", mode="w+", shape=(9,))
+array[:] = range(9)
+array.flush()
+assert np.fromfile("array.bin", dtype="int64").tolist() == list(range(9))
+class Log:
+    def __init__(self):
+        self.file, self.own = open("cycle.txt", "w"), self
+for number in range(300):
+    Log()
+    if number % (3 + os.getpid() % 4) == 0:
+        gc.collect()  # as it may happen at any moment
+    with open("last.txt", "w") as last:
+        print(number, file=last)
+"""
+BESIDE = """
+import numpy as np
+draws = np.random.default_rng(1)
+seen = []
+def noise():
+    return draws.random()
+def note(text):
+    with open(".notes.txt", "a") as notes:
+        print(text, file=notes)
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_is_beside_the_module_stays_what_it_is_in_plain_python(command: Command, num_ranks: int) -> None:
+    plain, auto = command.inside("plain"), command.inside("auto")
+    for one in (plain, auto):
+        one.write("train.py", UNSEEN)
+        one.write("helper.py", BESIDE)
+    expected = plain.python("train.py", env={"OMP_NUM_THREADS": "1"})
+    assert expected.returncode == 0, expected.stderr
+    found = auto.run("-n", str(num_ranks), "--auto", "train.py")
+    assert found.returncode == 0, found.stderr
+    lines = zip(expected.stdout.splitlines(), found.stdout.splitlines(), strict=True)
+    for one, other in lines:
+        numbers = [[float(word) for word in re.findall(r"-?[0-9][0-9.e-]*", line)] for line in (one, other)]
+        assert numbers[1] == pytest.approx(numbers[0], rel=1e-10)
+    assert (auto.folder / ".notes.txt").read_text() == "end\n"
+    assert (auto.folder / "train.log").read_text().count("rows 6\n") == 9
+    assert "rows 3" not in (auto.folder / "train.log").read_text()

@@ -22,10 +22,24 @@ def exit_functions_called() -> Generator[None]:
         def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
             if calling_module() != "__main__":
                 return register(function, *args, **kwargs)
-            at_end.callback(function, *args, **kwargs)
+            registered.append((function, args, kwargs))
+            at_end.callback(called, registered[-1])
             return function
 
         return call
 
-    with ExitStack() as at_end, replaced((atexit, ["register"], registering)):
+    def called(entry: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> None:
+        if any(one is entry for one in registered):
+            function, args, kwargs = entry
+            function(*args, **kwargs)
+
+    def unregistering(unregister: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Callable[..., Any]) -> None:
+            registered[:] = [entry for entry in registered if entry[0] != function]
+            unregister(function)
+
+        return call
+
+    registered: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+    with ExitStack() as at_end, replaced((atexit, ["register"], registering), (atexit, ["unregister"], unregistering)):
         yield

@@ -34,6 +34,7 @@ from rankwise.tools.auto.proof import (
     copy_of,
     difference,
     difference_beside,
+    gradient_elsewhere,
     hooks_of,
     obstacle,
     obstacle_after,
@@ -307,6 +308,7 @@ class SplitCalls:
             obstacle(module, leaves)
             or (None if can_be_copied else "it cannot be copied for a trial")
             or effects.found
+            or gradient_elsewhere(module, call.given, result)
             or obstacle_after(
                 module,
                 checkpoints,
@@ -368,7 +370,7 @@ def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) ->
     facts = tuple(
         (type(one), one.dim(), one.dtype, one.requires_grad)
         if isinstance(one, torch.Tensor)
-        else (type(one), repr(one) if isinstance(one, PLAIN) and not isinstance(one, float) else "")
+        else (type(one), _setting(one) if isinstance(one, PLAIN) else "")
         for one in leaves
     )
     modes = tuple(map(_modes_of, module.modules()))
@@ -385,8 +387,14 @@ def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) ->
 def _modes_of(part: nn.Module) -> tuple[object, ...]:
     """Return what may make a part compute something else than before: hooks and parameters, and own settings."""
     own = type(part).__module__.partition(".")[0] != "torch"
-    settings = [(key, value) for key, value in vars(part).items() if isinstance(value, bool | int | str)] if own else ()
+    plain_values = vars(part).items() if own else ()
+    settings = [(key, _setting(value)) for key, value in plain_values if isinstance(value, bool | int | str | float)]
     return part.training, sum(1 for _ in hooks_of(part)), len(own_parameters(part)), *settings
+
+
+def _setting(value: object) -> str:
+    """Return what tells settings apart; of a float only the sign, since it may be another one in each call."""
+    return repr((value > 0) - (value < 0)) if isinstance(value, float) else repr(value)
 
 
 def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:

@@ -39,6 +39,7 @@ WRONG_VALUES = (
     "it draws other",
     "it keeps",
     "it changes",
+    "it computes gradients",
 )
 """How reasons begin whose calls may have returned wrong values when they were split. Other calls would have raised."""
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -209,6 +210,24 @@ def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
     buffers = zip(buffers_of(module), buffers_of(copy), strict=True)
     is_same = all(one.shape == other.shape and agree(one, other) for one, other in buffers)
     return None if is_same else "its buffers depend on the rows"
+
+
+def gradient_elsewhere(module: nn.Module, given: Sequence[Any], result: object) -> str | None:
+    """Return why a call must not be split whose result depends on trained tensors that the module does not own."""
+    # functional_call() gives a module parameters that have been computed from others.
+    own = [*parameters_of(module), *(one for one in given if isinstance(one, torch.Tensor))]
+    known = set(map(id, own))
+    pending = [one.grad_fn for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+    seen: set[Any] = {one.grad_fn for one in own}
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) not in known and hasattr(node, "variable"):
+            return "it computes gradients of a tensor that is none of its parameters"
+        pending += [before for before, _ in node.next_functions]
+    return None
 
 
 @dataclass(frozen=True, slots=True)

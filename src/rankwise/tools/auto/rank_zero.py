@@ -17,6 +17,7 @@ import sys
 import tarfile
 import tempfile
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -63,6 +64,7 @@ class RankZeroFiles:
         """Change files on rank zero alone inside the block."""
         with (
             self._shared.noting_temporary_names(),
+            self._shared.noting_collections(),
             replaced(
                 (os, CHANGES_FILES, self._once),
                 *(
@@ -71,6 +73,7 @@ class RankZeroFiles:
                 ),
                 *((owner, [name], lambda _: self._opened) for owner, name in _NAMES_OF_OPEN),
                 (np, ["savetxt"], _through_open),
+                (np.memmap, ["flush"], self._flushed_together),
             ),
         ):
             yield
@@ -111,7 +114,16 @@ class RankZeroFiles:
         if not is_zero:
             opened = self._stand_in(earlier, mode, *args, **kwargs)
         newline = args[3] if len(args) > 3 else kwargs.get("newline")  # noqa: PLR2004 - as open()
-        return _closed_together(opened, newline, lambda: self._shared.meet("closing a file"))
+        owner = _Owner(file, mode, self._shared.note_change, lambda: self._shared.meet("closing a file"))
+        return _closed_together(opened, newline, owner)
+
+    def _flushed_together(self, flush: Callable[[Any], None]) -> Callable[[Any], None]:
+        def call(array: Any) -> None:  # noqa: ANN401 - a memmap
+            flush(array)
+            if self._shared.is_for_script():
+                self._shared.meet("flushing an array")
+
+        return call
 
     def _stand_in(self, earlier: bytes, mode: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
         """Return a file with the same content that nobody else sees."""
@@ -139,7 +151,7 @@ def _savers() -> list[tuple[object, list[str]]]:
     ]
     # Scripts import functions of it by name, so it is imported before them.
     if find_spec("safetensors") is not None:
-        found.append((import_module("safetensors.torch"), ["save_file"]))
+        found += [(import_module(f"safetensors.{of}"), ["save_file"]) for of in ("torch", "numpy")]
     return found
 
 
@@ -156,33 +168,58 @@ def _through_open(savetxt: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _closed_together(file: Any, newline: str | None, meet: Callable[[], None]) -> Any:  # noqa: ANN401 - any file
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """What a file is for the script, whatever this rank writes to."""
+
+    name: Any
+    mode: str
+    note_change: Callable[[], None]
+    meet: Callable[[], None]
+
+
+def _closed_together(file: Any, newline: str | None, owner: _Owner) -> Any:  # noqa: ANN401 - any file
     """Return the file, so that closing it waits for all ranks."""
     if isinstance(file, io.TextIOWrapper):
         encoding, errors, buffered = file.encoding, file.errors, file.line_buffering
-        return _Text(file.detach(), encoding, errors, newline, buffered, meet=meet)
+        return _Text(file.detach(), encoding, errors, newline, buffered, owner=owner)
     kinds: dict[type[Any], type[Any]] = {
         io.BufferedWriter: _Writer,
         io.BufferedRandom: _Random,
         io.BufferedReader: _Reader,
     }
     kind = kinds.get(type(file))
-    return file if kind is None else kind(file.detach(), meet=meet)
+    return file if kind is None else kind(file.detach(), owner=owner)
 
 
 class _ClosedTogether:
     """A file whose ``close`` returns once it is closed on every rank."""
 
-    def __init__(self, *args: Any, meet: Callable[[], None]) -> None:  # noqa: ANN401 - as io's own
+    def __init__(self, *args: Any, owner: _Owner) -> None:  # noqa: ANN401 - as io's own
         super().__init__(*args)
-        self._meet = meet
+        self._owner = owner
+
+    @property
+    def name(self) -> Any:  # noqa: ANN401 - as open() was given it
+        """The file that rank zero writes."""
+        return self._owner.name
+
+    @property
+    def mode(self) -> str:
+        """How it was opened."""
+        return self._owner.mode
+
+    def write(self, data: Any) -> int:  # noqa: ANN401 - text or bytes
+        """Write, and count it as a change of files."""
+        self._owner.note_change()
+        return super().write(data)  # type: ignore[misc,no-any-return]
 
     def close(self) -> None:
         """Close the file. Called by: every rank."""
         was_closed = self.closed  # type: ignore[attr-defined]
         super().close()  # type: ignore[misc]
         if not was_closed:
-            self._meet()
+            self._owner.meet()
 
 
 class _Text(_ClosedTogether, io.TextIOWrapper):
@@ -193,7 +230,7 @@ class _Writer(_ClosedTogether, io.BufferedWriter):
     pass
 
 
-class _Random(_ClosedTogether, io.BufferedRandom):
+class _Random(_ClosedTogether, io.BufferedRandom):  # pyright: ignore[reportIncompatibleVariableOverride]
     pass
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError
@@ -38,8 +39,8 @@ def refusing(world_size: int) -> Generator[None]:
             raise _starts_program(world_size)
         if event == "sqlite3.connect" and args[0] != ":memory:":
             raise _writes("opens a database with sqlite3")
-        if event == "open" and _appends(*args) and calling_module() == "__main__":
-            raise _writes("appends to a file with os.open")
+        if event == "open" and _writes_file(*args) and calling_module() == "__main__":
+            raise _writes("writes to a file with os.open")
 
     def checked(start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
         def check(started: BaseProcess) -> None:
@@ -57,6 +58,7 @@ def refusing(world_size: int) -> Generator[None]:
             (dist, ["is_initialized"], partial(_for_script, lambda: False)),
             (dist, ["get_rank", "get_world_size"], partial(_for_script, _has_no_group)),
             (BaseProcess, ["start"], checked),
+            (torch, ["from_file"], _of_memory),
         ):
             yield
     finally:
@@ -86,9 +88,21 @@ def _starts_program(world_size: int) -> ConfigurationError:
     )
 
 
-def _appends(path: object, mode: object, flags: object) -> bool:
-    """Return whether the arguments of the audit event are those of an ``os.open`` that appends."""
-    return isinstance(path, str) and mode is None and isinstance(flags, int) and bool(flags & os.O_APPEND)
+def _writes_file(path: object, mode: object, flags: object) -> bool:
+    """Return whether the arguments of the audit event are those of an ``os.open`` that appends or overwrites."""
+    is_file = isinstance(path, str) and not path.startswith("/dev/")
+    return is_file and mode is None and isinstance(flags, int) and bool(flags & (os.O_APPEND | os.O_TRUNC))
+
+
+def _of_memory(from_file: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.from_file``, which raises for a file that the tensor would change."""
+
+    def call(filename: str, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, FBT001 - as torch's
+        if shared and calling_module() == "__main__":
+            raise _writes("maps a file with torch.from_file(shared=True)")
+        return from_file(filename, shared, *args, **kwargs)
+
+    return call
 
 
 def _writes(what: str) -> ConfigurationError:

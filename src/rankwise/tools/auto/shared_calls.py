@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -43,6 +44,8 @@ class SharedCalls:
         self._process = os.getpid()
         self._is_inside = False
         self._num_changes = 0
+        self._collector: int | None = None
+        """The thread in which unreachable objects are being deleted, which each rank does at another moment."""
         self._temporary: set[str] = set()
         """Files and folders that ``tempfile`` has named."""
 
@@ -76,6 +79,19 @@ class SharedCalls:
         finally:
             self._is_inside = before
 
+    @contextmanager
+    def noting_collections(self) -> Generator[None]:
+        """Note inside the block when Python deletes unreachable objects, with the files that they hold."""
+
+        def note(phase: str, _: dict[str, int]) -> None:
+            self._collector = threading.get_ident() if phase == "start" else None
+
+        gc.callbacks.append(note)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(note)
+
     def counts(self, path: object) -> bool:
         """Return whether a call is the script's, about a file that others see."""
         if not isinstance(path, str | bytes | os.PathLike) or not self.is_for_script():
@@ -96,6 +112,8 @@ class SharedCalls:
     def can_meet(self) -> bool:
         """Return whether a call is in the process and the thread in which all ranks make the same calls."""
         if self._is_inside or os.getpid() != self._process or current_or_none() is None:
+            return False
+        if self._collector == threading.get_ident():
             return False
         return threading.current_thread() is threading.main_thread()
 
@@ -187,8 +205,8 @@ class SharedCalls:
         return call
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks, unless this process has left them. Called by: every rank."""
-        if os.getpid() == self._process and current_or_none() is not None:
+        """Wait for all ranks, unless each of them comes here at another moment. Called by: every rank."""
+        if self.can_meet():
             self._exchange.barrier(what)
 
     def num_changes(self) -> int:

@@ -7,19 +7,23 @@ first, and a module that does anything but compute is not split.
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import zlib
 from collections import ChainMap, UserDict, deque
 from collections.abc import Mapping
 from contextlib import contextmanager
-from types import MappingProxyType, ModuleType
+from io import BytesIO, StringIO
+from itertools import count
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from rankwise.tools.auto.caller import is_of_script
 from rankwise.tools.auto.proof import PLAIN
 from rankwise.tools.replacing import replaced
 from rankwise.torch_private.autograd import version_of
@@ -31,7 +35,6 @@ LARGEST = 1000
 """Entries of a container that are looked at; of a larger one only their number."""
 DEEPEST = 4
 _OF_TORCH = frozenset(vars(nn.Module()))
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 class Effects:
@@ -46,6 +49,7 @@ class Effects:
         """Note output and hooks on tensors inside the block."""
         with replaced(
             (sys, ["stdout", "stderr"], lambda stream: _Noting(stream, self)),
+            (logging.Logger, ["handle"], self._noting_logs),
             (torch.Tensor, ["register_hook", "register_post_accumulate_grad_hook", "retain_grad"], self._noting),
         ):
             yield
@@ -53,6 +57,13 @@ class Effects:
     def note(self, text: str) -> None:
         """Note an effect, if it is the first one."""
         self.found = self.found or text
+
+    def _noting_logs(self, handle: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+            self.note("it logs")
+            return handle(*args, **kwargs)
+
+        return call
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
@@ -92,13 +103,12 @@ def python_state(module: nn.Module) -> dict[str, object]:
                 _add(f"{name}.{key}" if name else f".{key}", value, found, seen, DEEPEST)
     kinds = {kind for _, part in parts for kind in type(part).__mro__ if _is_of_user(kind)}
     for kind in kinds:
-        for key, value in vars(kind).items():
-            if not key.startswith("__"):
-                _add(f"{kind.__name__}.{key}", value, found, seen, DEEPEST)
-    for name in {"__main__", *(kind.__module__ for kind in kinds)}:
-        for key, value in vars(sys.modules.get(name, sys)).items():
-            if not key.startswith("__"):
-                _add(f"the global {key}", value, found, seen, DEEPEST)
+        _add(kind.__name__, kind, found, seen, DEEPEST)
+    for name in ("__main__", *sorted(name for name in list(sys.modules) if name != "__mp_main__")):
+        if name in sys.modules and is_of_script(name):
+            for key, value in list(vars(sys.modules[name]).items()):
+                if not key.startswith("__"):
+                    _add(f"the global {key}", value, found, seen, DEEPEST)
     return found
 
 
@@ -130,6 +140,12 @@ def _fact_of(value: object) -> object:
         return _Tensor(value)
     if isinstance(value, np.ndarray):
         return value.shape, zlib.crc32(value.tobytes()) if value.dtype != object else repr(value)
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, StringIO | BytesIO):
+        return None if value.closed else value.getvalue()
+    if isinstance(value, count):
+        return repr(value)
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
@@ -171,15 +187,31 @@ def _within(value: object) -> Iterable[tuple[str, object]]:
             yield from ((f"[{number}]", inner) for number, inner in enumerate(list(value)))
     elif isinstance(value, set | frozenset):
         yield "", repr(sorted(map(repr, value))) if len(value) <= LARGEST else len(value)
-    elif _is_of_user(type(value)) and not isinstance(value, nn.Module | type | ModuleType):
+    else:
+        yield from _attributes(value)
+
+
+def _attributes(value: object) -> Iterable[tuple[str, object]]:
+    """Yield what the script has set on its own classes, functions and objects, and what its functions close over."""
+    if isinstance(value, type):
+        if _is_of_user(value):
+            yield from ((f".{key}", inner) for key, inner in list(vars(value).items()) if not key.startswith("__"))
+    elif isinstance(value, FunctionType):
+        if is_of_script(value.__module__):
+            yield from ((f".{key}", inner) for key, inner in list(vars(value).items()))
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield from ((f" and its {key}", inner) for key, cell in cells for inner in _content_of(cell))
+    elif _is_of_user(type(value)) and not isinstance(value, nn.Module | ModuleType):
         yield from ((f".{key}", inner) for key, inner in list(getattr(value, "__dict__", {}).items()))
+
+
+def _content_of(cell: CellType) -> list[object]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # not assigned yet
+        return []
 
 
 def _is_of_user(kind: type) -> bool:
     """Return whether a class is the script's, not a library's."""
-    root = kind.__module__.partition(".")[0]
-    if kind.__module__ == "__main__":
-        return True
-    file = getattr(sys.modules.get(root), "__file__", None)
-    is_library = root in sys.stdlib_module_names or root in {"torch", "rankwise"} or file is None
-    return not is_library and not any(folder in str(file) for folder in _INSTALLED)
+    return is_of_script(kind.__module__)
