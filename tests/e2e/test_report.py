@@ -208,6 +208,7 @@ def test_a_file_that_is_no_trace_is_an_error(command: Command) -> None:
     command.write("profile-7.json", '{"baseTimeNanoseconds": 1, "traceEvents": []}')
     for words, says in (
         (("--with", "train.py"), "--with is for a timeline."),
+        (("--trace", "records/report.html"), "records/report.html would be the report and its timeline."),
         (("--trace", "t.json", "--with", "train.py"), "train.py is no trace of torch's profiler."),
         (("--trace", "t.json", "--with", "profile-7.json"), "does not say of which of the 1 ranks it is."),
     ):
@@ -238,7 +239,9 @@ def test_a_script_of_torchs_own_is_measured_as_far_as_it_can_be_seen(command: Co
     assert ended.returncode == 0, ended.stderr
     sentence = reported(command)
     assert "all wait for rank 1, which spends longer in the script" in sentence
-    assert "The script exchanges gradients itself" in (command.folder / "records" / "report.html").read_text()
+    page = (command.folder / "records" / "report.html").read_text()
+    assert "The script exchanges gradients itself" in page
+    assert f"rankwise report: {script}" in unescape(page)
 
 
 KILLED = """
@@ -300,6 +303,9 @@ def test_a_plain_python_process_records_itself(command: Command) -> None:
 
 def test_measuring_can_be_turned_off(command: Command) -> None:
     script = command.write("train.py", KILLED.replace("step == 70", "step == 700"))
+    assert command.run("-n", "2", "--report", "off", str(script)).returncode == 0
+    assert [path.name for path in command.folder.iterdir()] == ["train.py"]
+    script.write_text(script.read_text().replace("rw.join()", "rw.join(report='records')"))
     assert command.run("-n", "2", "--report", "off", str(script)).returncode == 0
     assert [path.name for path in command.folder.iterdir()] == ["train.py"]
 
@@ -503,8 +509,8 @@ def test_ranks_without_steps_and_files_that_are_no_records_are_left_out(command:
     (records / "folder.steps").mkdir()
     damaged = next(records.glob("*rank-00001.steps")).read_bytes()
     (records / "damaged.steps").write_bytes(damaged[:20] + b"\xff\xff" + damaged[22:])
-    with (records / "events.jsonl").open("a") as events:
-        events.write("bad{}\n{}\n")
+    with (records / "events.jsonl").open("ab") as events:
+        events.write(b"bad{}\n{}\n\xff\n")
     ended = command.rankwise("report", "records")
     assert ended.returncode == 0, ended.stderr
     assert "1 rank, 10 steps" in ended.stdout

@@ -38,6 +38,28 @@ def _log_and_train(world: World, folder: str) -> None:
                 optimizer.step()
 
 
+def _validate_and_log(world: World, folder: str, how: str) -> None:
+    rw.leave()
+    store = f"file://{folder}/store"
+    with rw.join(init_method=store, rank=world.rank, world_size=world.world_size, report=folder):
+        validation = rw.DataLoader(torch.arange(9.0), global_batch_size=3)
+        for x in rw.DataLoader(SAMPLES, global_batch_size=3):
+            for _ in validation:
+                if how == "broken off":
+                    break
+            rw.log_value("mean", x.mean())
+        rw.log_value("after", float(world.rank))
+
+
+@pytest.mark.parametrize("how", ["to its end", "broken off"])
+def test_a_loop_inside_the_loop_changes_no_weights(tmp_path: Path, how: str) -> None:
+    for result in testing.run_ranks(_validate_and_log, 2, str(tmp_path), how):
+        result.get()
+    found = logged(tmp_path)
+    assert [value for _, value in found["mean"]] == [1.0, 4.0, 6.0]
+    assert [value for _, value in found["after"]] == [0.5]
+
+
 def logged(folder: Path) -> dict[str, list[tuple[int, float | None]]]:
     """Return what was logged under each name: step and value."""
     (path,) = folder.glob("*rank-00000.steps")

@@ -31,7 +31,10 @@ from rankwise.insight.step_table import StepTable, table_of
 from rankwise.insight.titles import LANGUAGES, PART_NAMES, TITLES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from rankwise.insight.titles import Language
 
 NUM_STEPS = 60
 USUAL = {DATA: 0.001, FORWARD: 0.004, BACKWARD: 0.008, SCRIPT: 0.0005, OPTIMIZER: 0.001}
@@ -128,6 +131,62 @@ def test_a_slow_rank_is_named_with_its_cause(num_ranks: int, cause: str, how: di
         assert (first.kind, first.ranks, first.cause) == ("slow ranks", (slow,), cause)
         extra = sum(how["more"].values())
         assert first.step_seconds - first.predicted_seconds == pytest.approx(extra, rel=0.1)
+
+
+def changed(records: list[Record], change: Callable[[int, Step], Step]) -> list[Record]:
+    return [replace(one, steps=[change(rank, step) for step in one.steps]) for rank, one in enumerate(records)]
+
+
+def test_a_rank_that_updates_more_of_what_a_host_shares_is_no_slow_one() -> None:
+    def share(rank: int, step: Step) -> Step:
+        parts = list(step.parts)
+        parts[OPTIMIZER if rank == 0 else EXCHANGE] += 0.01
+        return step._replace(parts=tuple(parts), late_exchange=0.01 if rank else 0.0)
+
+    first = found(changed(job(3), share))[0]
+    assert (first.kind, first.ranks, first.cause) == ("slow ranks", (0,), "update")
+    assert words.gain(first, "en") == ""
+
+
+def _without_rankwise(rank: int, step: Step) -> Step:
+    """Return the step of a script that exchanges gradients itself, in backward, and logs a value now and then."""
+    del rank
+    parts = list(step.parts)
+    parts[BACKWARD] += parts[EXCHANGE]
+    parts[SCRIPT] += parts[FORWARD]
+    parts[FORWARD], parts[EXCHANGE] = 0.0, 0.0001 if step.number % 16 == 0 else 0.0
+    return step._replace(parts=tuple(parts), arrival=0.0)
+
+
+@pytest.mark.parametrize("more", [{SCRIPT: 0.006}, {FORWARD: 0.006}], ids=["script", "forward"])
+def test_a_slow_rank_of_a_script_that_exchanges_gradients_itself_is_named(more: dict[int, float]) -> None:
+    records = changed(job(2, slow=1, more=more), _without_rankwise)
+    assert table_of(records).is_estimated
+    first = found(records)[0]
+    assert (first.kind, first.ranks, first.cause) == ("slow ranks", (1,), "unseen")
+    of_more = found(changed(job(2, slow=1, more=more, samples=48), _without_rankwise))[0]
+    assert (of_more.ranks, of_more.cause) == ((1,), "more samples")
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_ranks_that_have_taken_different_numbers_of_steps_are_not_compared(language: Language) -> None:
+    records = job(2, slow=0, more={SCRIPT: 0.01})
+    shifted = [
+        # Rank zero's fifth step is one that it took alone: all later ones have one more number.
+        replace(one, steps=[*one.steps[:5], *(step._replace(number=step.number + 1) for step in one.steps[4:])])
+        if rank == 0
+        else one
+        for rank, one in enumerate(records)
+    ]
+    shifted[0] = replace(shifted[0], now=replace(shifted[0].now, num_steps=NUM_STEPS + 1))
+    (first,) = found(shifted)
+    assert first.kind == "shifted"
+    assert words.finding_in_words(first, language)
+    assert words.advice(first, language)
+    assert found(records)[0].ranks == (0,)
+    # A run that is not over: one rank has ended a step that the other is in.
+    records[0] = replace(records[0], now=replace(records[0].now, num_steps=NUM_STEPS + 1))
+    assert found(records)[0].ranks == (0,)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

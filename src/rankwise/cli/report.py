@@ -61,12 +61,14 @@ def execute(options: argparse.Namespace) -> int:
     if options.profiles and not options.trace:
         raise ConfigurationError("--with is for a timeline.", do="pass --trace FILE too")
     folder = Path(options.folder)
+    page = Path(options.output) if options.output else folder / "report.html"
+    if options.trace and Path(options.trace).absolute() == page.absolute():
+        raise ConfigurationError(f"{page} would be the report and its timeline.", do="pass another file to --trace")
     others = [Path(name) for name in options.compare]
     for one in (folder, *others):
         if not one.is_dir():
             raise ConfigurationError(f"{one} is not a folder.", do="pass the folder that --report was given")
     run = read_run(folder)
-    page = Path(options.output) if options.output else folder / "report.html"
     written = page_of(run, options.language, [read_run(one) for one in others])
     write_page(page, written.html)
     if options.trace:

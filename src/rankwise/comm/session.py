@@ -118,6 +118,8 @@ class Session:
     """Called on every rank before state is saved, to make it one state."""
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
+    _outer: dict[int, CurrentBatch | None] = field(default_factory=dict, init=False)
+    """The batch in hand when the loop over a loader began, by the loader's number."""
     _made: dict[Callable[[Session], Any], Any] = field(default_factory=dict, init=False)
     """Values that :meth:`once` has created."""
 
@@ -157,6 +159,8 @@ class Session:
         """Note the batch that a loader is about to yield, and the note for errors raised meanwhile."""
         self.failure_note = failure_note
         self.share_note = share_note
+        if batch.loader not in self._outer:
+            self._outer[batch.loader] = self.batch
         self.batch = batch
         step_meter.count_samples(batch.num)
         self.batches.pop(batch.loader, None)
@@ -164,13 +168,19 @@ class Session:
 
     def break_off(self, batch: CurrentBatch | None) -> None:
         """Note that a loop was left during ``batch``: later work does not belong to it."""
-        if self.batch is batch:
-            self.batch = None
+        if batch is not None and self.batch is batch:
+            self.batch = self._outer_of(batch.loader)
 
     def finish_loop(self, loader: int) -> None:
         """Note that the loop over a loader has ended."""
-        self.failure_note = self.share_note = self.batch = None
+        self.failure_note = self.share_note = None
         self.batches.pop(loader, None)
+        self.batch = self._outer_of(loader)
+
+    def _outer_of(self, loader: int) -> CurrentBatch | None:
+        """Return the batch of the loop that a loop has run in, as validation does, if that one goes on."""
+        outer = self._outer.pop(loader, None)
+        return outer if outer is not None and self.batches.get(outer.loader) is outer else None
 
     def lay_out(self, axes: Axes, device_mesh: object) -> None:
         """Note how the ranks are arranged. Called by: every rank, once."""

@@ -104,10 +104,13 @@ class SlowRank:
 
 
 def _spent(steps: list[Step]) -> list[float]:
-    """Return how long a step takes for data, computing, and the rest without the exchange: medians, against noise."""
+    """Return how long a step takes for data, computing, and the rest without the exchange: medians, against noise.
+
+    Updates are left out: each rank of a host has its own parameters to update, and one may be as large as all others.
+    """
     parts = [median(step.parts[part] for step in steps) for part in range(len(PARTS))]
-    computing = parts[FORWARD] + parts[BACKWARD] + parts[OPTIMIZER]
-    return [parts[DATA], computing, sum(parts) - parts[DATA] - computing - parts[EXCHANGE]]
+    computing = parts[FORWARD] + parts[BACKWARD]
+    return [parts[DATA], computing, sum(parts) - parts[DATA] - computing - parts[EXCHANGE] - parts[OPTIMIZER]]
 
 
 def _cause(kind: str, steps: list[Step]) -> str:

@@ -65,12 +65,14 @@ def start(world: World, report: str | os.PathLike[str] | None) -> None:
 
     Args:
         world: of this rank.
-        report: the folder for the record, ``"off"``, or ``None`` for what the launcher was given.
+        report: the folder for the record, ``"off"``, or ``None`` for what the launcher was given, whose ``"off"``
+            counts in any case.
 
     Raises:
         ConfigurationError: the folder cannot be created.
     """
-    folder = asked_report() if report is None else os.fspath(report)
+    asked = asked_report()
+    folder = asked if report is None or asked == REPORT_OFF else os.fspath(report)
     if folder == REPORT_OFF:
         return
     new_event = timing_events(torch.device(world.device))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rankwise.insight.step_table import table_of
@@ -39,6 +39,14 @@ def speed_of(run: RunRecords) -> RunSpeed:
         samples_per_second=float(steady.samples.sum(axis=0).mean()) / step_seconds,
         parts=parts,
     )
+
+
+def speeds_of(runs: Sequence[RunRecords]) -> list[RunSpeed]:
+    """Return how fast runs were, by different names where their folders lie in different ones."""
+    speeds = [speed_of(run) for run in runs]
+    if len({speed.name for speed in speeds}) == len(speeds):
+        return speeds
+    return [replace(speed, name=str(run.folder)) for speed, run in zip(speeds, runs, strict=True)]
 
 
 def times_faster(speeds: Sequence[RunSpeed]) -> list[float]:

@@ -40,6 +40,8 @@ Cause = Literal[
     "script",
     "checkpoint",
     "evaluation",
+    "update",
+    "unseen",
 ]
 """Why one rank is slower than the others."""
 
@@ -72,13 +74,14 @@ FAULTS_PER_STEP = 5.0
 
 _CAUSE_OF = {DATA: "data", SCRIPT: "script", CHECKPOINT: "checkpoint", EVALUATION: "evaluation"}
 _COMPUTING = (FORWARD, BACKWARD, OPTIMIZER)
+MOST_OF_IT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """One thing that costs time."""
 
-    kind: Literal["slow ranks", "turns", "data", "exchange", "checkpoint"]
+    kind: Literal["slow ranks", "turns", "data", "exchange", "checkpoint", "shifted"]
     share: float
     """The share of the run's time that it takes."""
     ranks: tuple[int, ...] = ()
@@ -105,6 +108,8 @@ def findings_of(table: StepTable, hostnames: Sequence[str], links: Sequence[Link
     step_seconds = float(steady.seconds.mean())
     if step_seconds <= 0.0:
         return []
+    if table.is_shifted:
+        return [_finding(steady, "shifted", step_seconds, 0.0)]
     network = _network_of(steady, links)
     found = [*_waiting(steady, hostnames, network), *_everywhere(steady, network)]
     kept = [one for one in found if one.share >= LEAST_SHARE]
@@ -155,7 +160,9 @@ def _waiting(table: StepTable, hostnames: Sequence[str], network: SlowNetwork | 
         return [_finding(table, "turns", total)] if total >= TURNS_SHARE * float(table.seconds.mean()) else []
     names = tuple(table.ranks[index] for index in ranks)
     cause = _cause_of(table, ranks)
-    return [_finding(table, "slow ranks", seconds, ranks=names, hostname=hostname, cause=cause)]
+    # A parameter cannot be divided: that update is no shorter on another rank.
+    gain = 0.0 if cause == "update" else None
+    return [_finding(table, "slow ranks", seconds, gain, ranks=names, hostname=hostname, cause=cause)]
 
 
 def _more_work(table: StepTable) -> Floats:
@@ -175,8 +182,12 @@ def _cause_of(table: StepTable, ranks: Sequence[int]) -> Cause:
     faults, of_others = _per_step(table.major_faults, ranks), _per_step(table.major_faults, others)
     if faults >= FAULTS_PER_STEP and faults >= MORE_OFTEN * of_others:
         return "swapping"
-    computing = float(excess[list(_COMPUTING)].sum())
-    part = max(_CAUSE_OF, key=lambda one: excess[one])
+    if _is_larger_update(table, excess):
+        return "update"
+    # Of a model that the script has not handed to rankwise, forward is a part of the script.
+    is_unseen = not table.parts[:, :, FORWARD].any()
+    computing = float(excess[[*_COMPUTING, *([SCRIPT] if is_unseen else [])]].sum())
+    part = max((one for one in _CAUSE_OF if one != SCRIPT or not is_unseen), key=lambda one: excess[one])
     samples, of_others = _per_step(table.samples, ranks), _per_step(table.samples, others)
     if computing >= excess[part] and samples >= MORE_SAMPLES * of_others > 0.0:
         return "more samples"
@@ -184,6 +195,9 @@ def _cause_of(table: StepTable, ranks: Sequence[int]) -> Cause:
     in_proportion = usual[part] * computing / max(float(usual[list(_COMPUTING)].sum()), LEAST_SECONDS)
     is_for_another_reason = excess[part] - in_proportion > computing
     computed = _per_step(table.processor, ranks) - _per_step(table.processor, others)
+    if is_unseen and computing >= excess[part]:
+        queued = _per_step(table.queued, ranks) - _per_step(table.queued, others)
+        return "shared processor" if queued >= LEAST_QUEUED * computing else "unseen"
     is_kept = computing >= KEPT_FROM_COMPUTING * excess.sum() and computed < LEAST_COMPUTED * computing
     if is_kept and not is_for_another_reason:
         queued = _per_step(table.queued, ranks) - _per_step(table.queued, others)
@@ -191,6 +205,13 @@ def _cause_of(table: StepTable, ranks: Sequence[int]) -> Cause:
     if computing < excess[part]:
         return _CAUSE_OF[part]  # type: ignore[return-value]
     return "slower" if samples else "longer"
+
+
+def _is_larger_update(table: StepTable, excess: Floats) -> bool:
+    """Return whether ranks take longer for updating parameters alone, of which each rank of a host has its own ones."""
+    late = float(table.waiting_late.mean())
+    longer = float(np.maximum(excess, 0.0).sum())
+    return late > float(table.waiting_for_gradients.mean()) and float(excess[OPTIMIZER]) >= MOST_OF_IT * longer
 
 
 def _per_step(column: object, ranks: Sequence[int]) -> float:

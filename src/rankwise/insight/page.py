@@ -14,7 +14,7 @@ from rankwise.charts.shapes import Bar, binned, heat_map, lines, stacked_bars
 from rankwise.charts.units import duration, memory, speed
 from rankwise.health.step_record import EXCHANGE
 from rankwise.insight import words
-from rankwise.insight.comparison import speed_of, times_faster
+from rankwise.insight.comparison import speeds_of, times_faster
 from rankwise.insight.findings import findings_of
 from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, rendered
 from rankwise.insight.layouts import layout_sections
@@ -44,7 +44,7 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
     links = links_of(run.ranks)
     findings = findings_of(table, [record.facts["hostname"] for record in run.ranks], links)
     names = [f"{titles['rank']} {rank}" for rank in table.ranks]
-    speeds = [speed_of(one) for one in (run, *compared)]
+    speeds = speeds_of([run, *compared])
     times = times_faster(speeds)
     sections = [
         *([_compared(speeds, times, language)] if compared else []),
@@ -118,7 +118,7 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
         legend = tuple({"style": f"key{number}", "name": name} for number, (name, _, _) in enumerate(curves))
     else:
         bars = [
-            Bar(label=speeds[index].name[:12], parts=tuple((style, speeds[index].parts[style]) for style in ORDER))
+            Bar(label=speeds[index].name[-12:], parts=tuple((style, speeds[index].parts[style]) for style in ORDER))
             for index in order
         ]
         chart = stacked_bars(bars, titles["compare"], lambda style, length: f"{part_names[style]}: {duration(length)}")
@@ -300,6 +300,7 @@ def _events(run: RunRecords, language: Language) -> Section:
     rows = tuple(
         (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text)
         for time, text in sorted([*((one["time"], one["text"].strip()) for one in run.events), *_events_of_ranks(run)])
+        if text
     )
     return Section(
         name="events",

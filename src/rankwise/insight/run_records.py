@@ -116,7 +116,7 @@ def _readable(paths: Sequence[Path]) -> list[Record]:
 
 def _events(folder: Path) -> list[dict[str, Any]]:
     try:
-        lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     return [event for line in lines if (event := _event(line)) is not None]

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
+LEAST_MEASURED = 0.1
+"""If the exchange takes a smaller share of what backward takes longer than on the fastest rank, that one waits inside
+backward: the script exchanges gradients itself, and rankwise other values only."""
+HALF_A_STEP = 0.5
 LEAST_STEPS = 3
 """From how many steps on the last one does not count."""
 
@@ -37,6 +41,8 @@ class StepTable:
     ranks: tuple[int, ...]
     is_estimated: bool
     """Whether the exchange is what backward takes longer than on the rank that was fastest with it."""
+    is_shifted: bool
+    """Whether ranks have taken different numbers of steps, so that those of one number are not one step of training."""
     start: Floats
     """[rank, step], by the clock of rank zero's host."""
     parts: Floats
@@ -107,6 +113,7 @@ class StepTable:
         return StepTable(
             ranks=self.ranks,
             is_estimated=self.is_estimated,
+            is_shifted=self.is_shifted,
             last=self.last[steps],
             last_late=self.last_late[steps],
             start=self.start[:, steps],
@@ -136,11 +143,15 @@ def table_of(records: Sequence[Record]) -> StepTable:
     start = column("start") - ahead
     parts = column("parts").reshape(len(records), num_steps, len(PARTS))
     arrived = start + column("arrival")
-    is_estimated = len(records) > 1 and not parts[:, :, EXCHANGE].any()
+    # The rank that comes last waits the least within backward.
+    shortest = parts[:, :, BACKWARD].min(axis=0)
+    longer = parts[:, :, BACKWARD] - shortest
+    measured = parts[:, 1:, EXCHANGE].sum()
+    is_estimated = len(records) > 1 and bool(
+        measured < LEAST_MEASURED * longer[:, 1:].sum() or not parts[:, :, EXCHANGE].any()
+    )
     if is_estimated:
-        # The script exchanges gradients itself, within backward: the rank that comes last waits the least there.
-        shortest = parts[:, :, BACKWARD].min(axis=0)
-        parts[:, :, EXCHANGE] = parts[:, :, BACKWARD] - shortest
+        parts[:, :, EXCHANGE] += longer
         parts[:, :, BACKWARD] = shortest
         arrived = -parts[:, :, EXCHANGE]
     late = column("late_exchange")
@@ -149,6 +160,7 @@ def table_of(records: Sequence[Record]) -> StepTable:
     return StepTable(
         ranks=tuple(record.facts["rank"] for record in records),
         is_estimated=is_estimated,
+        is_shifted=_is_shifted(records, start, parts.sum(axis=2)),
         start=start,
         parts=parts,
         waiting_for_gradients=waiting,
@@ -162,3 +174,12 @@ def table_of(records: Sequence[Record]) -> StepTable:
         memory_bytes=column("memory_bytes"),
         major_faults=column("major_faults"),
     )
+
+
+def _is_shifted(records: Sequence[Record], start: Floats, seconds: Floats) -> bool:
+    """Return whether the last steps of one number have not been at one time, on ranks that have made unlike numbers."""
+    if len({record.now.num_steps for record in records}) == 1:
+        return False
+    last = slice(-max(start.shape[1] // 4, 1), None)
+    apart = np.ptp(start[:, last], axis=0) / seconds[:, last].mean(axis=0)
+    return bool(np.median(apart) > HALF_A_STEP)

@@ -80,7 +80,7 @@ TITLES: dict[Language, dict[str, str]] = {
         "estimated": "The script exchanges gradients itself: what is shown as exchange is how much longer backward "
         "took than on the rank where it was shortest. How long the transfer takes is unknown, and part of backward.",
         "missing": "There is no record of a step of rank {}.",
-        "incomplete": "Steps are missing, because a disk was full or a rank was killed: {}.",
+        "incomplete": "Steps are missing, because the run is not over, a disk was full or a rank was killed: {}.",
         "recorded": "rank {} has recorded {} of {}",
         "restarted": "The job was restarted {} times; this is its last attempt.",
         "mesh": "Ranks along the axes of the mesh",
@@ -160,7 +160,7 @@ TITLES: dict[Language, dict[str, str]] = {
         "most": "最大",
         "estimated": "脚本自己交换梯度：下文的通信是反向中比最短的 rank 多出的时间；传输本身的时间未知，算在反向之内。",
         "missing": "没有 rank {} 的任何一步的记录。",
-        "incomplete": "有些步没有记录下来，因为磁盘已满或 rank 被杀死：{}。",
+        "incomplete": "有些步没有记录下来，因为任务仍在运行、磁盘已满或 rank 被杀死：{}。",
         "recorded": "rank {} 记录了 {}，共 {}",
         "restarted": "任务重启了 {} 次；以下是最后一次。",
         "mesh": "rank 在 mesh 各轴上的位置",

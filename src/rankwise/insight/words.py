@@ -35,6 +35,8 @@ _CAUSES: dict[Language, dict[str, str]] = {
         "script": "which spends longer in the script, outside of the model",
         "checkpoint": "which writes its checkpoints more slowly",
         "evaluation": "which evaluates for longer",
+        "update": "which updates larger parameters than the others",
+        "unseen": "which spends longer in the script, where its model's forward pass is counted too",
     },
     "zh": {
         "data": "它在等待自己的数据",
@@ -47,6 +49,8 @@ _CAUSES: dict[Language, dict[str, str]] = {
         "script": "它在模型之外的脚本代码上花的时间更长",
         "checkpoint": "它写检查点更慢",
         "evaluation": "它的评估耗时更长",
+        "update": "它更新的参数比其他 rank 的更大",
+        "unseen": "它在脚本中花的时间更长，其中也包括模型的前向计算",
     },
 }
 
@@ -63,6 +67,10 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "script": "find what only this rank does between steps (logging, printing, saving): rankwise stacks shows it",
         "checkpoint": "check the disk that it writes to, or save in the background: Checkpointer(asynchronous=True)",
         "evaluation": "split the evaluation evenly: use rankwise.DataLoader for it too",
+        "update": "each parameter is updated by one rank of its host: if one is as large as all others together, two "
+        "smaller ones in its place would be divided",
+        "unseen": "see whether it has more samples than the others, and what only this rank does between steps: "
+        "rankwise stacks shows it; rankwise.replicate(model) has the forward pass measured",
         "turns": "ranks take turns at being slow, as with samples of unequal length or a shared machine: batch samples "
         "of similar length",
         "all data": "raise num_workers of the loader, or prepare the data once in place of at every step",
@@ -73,6 +81,8 @@ _ADVICE: dict[Language, dict[str, str]] = {
         'replicate(model, compress="powersgd"), or rankwise.local_sgd',
         "network": 'send less over it: replicate(model, compress="bf16") or "powersgd", larger batches, or '
         "rankwise.local_sgd, which also waits for fewer round trips; or connect the hosts by a faster network",
+        "shifted": "a rank that calls optimizer.step() alone has its later steps compared with the others' next ones: "
+        "call it equally often on every rank, or before rankwise.join()",
         "all checkpoint": "save less often, or in the background: Checkpointer(asynchronous=True)",
     },
     "zh": {
@@ -86,6 +96,9 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "script": "找出只有这个 rank 在两步之间做的事（日志、打印、保存）：rankwise stacks 可以看到",
         "checkpoint": "检查它写入的磁盘，或在后台保存：Checkpointer(asynchronous=True)",
         "evaluation": "平均分配评估：评估也使用 rankwise.DataLoader",
+        "update": "每个参数由主机上的一个 rank 更新：如果有一个参数与其余的总和一样大，把它分成两个较小的就可以分摊",
+        "unseen": "检查它的样本是否比其他 rank 多，以及只有这个 rank 在两步之间做的事：rankwise stacks 可以看到；"
+        "用 rankwise.replicate(model) 可以测量前向计算",
         "turns": "各个 rank 轮流变慢，例如样本长度不等或机器被共用：把长度相近的样本放在同一批",
         "all data": "增大 loader 的 num_workers，或把数据一次准备好，而不是每步都做",
         "exchange": '每步使用更大的批量，用 rankwise.no_sync 累积梯度，或减少发送量：replicate(model, compress="bf16")',
@@ -93,6 +106,8 @@ _ADVICE: dict[Language, dict[str, str]] = {
         '在此之前减少发送量：replicate(model, compress="powersgd")，或 rankwise.local_sgd',
         "network": '减少经过它的数据：replicate(model, compress="bf16") 或 "powersgd"，更大的批量，或等待次数也更少的'
         " rankwise.local_sgd；或用更快的网络连接各主机",
+        "shifted": "有的 rank 单独调用了 optimizer.step()，它之后的步与其他 rank 的下一步对在一起：让每个 rank "
+        "调用同样多次，或在 rankwise.join() 之前调用",
         "all checkpoint": "减少保存次数，或在后台保存：Checkpointer(asynchronous=True)",
     },
 }
@@ -175,6 +190,7 @@ def finding_in_words(finding: Finding, language: Language) -> str:
             "data": f"{share} 的时间里每个 rank 都在等待数据。",
             "exchange": f"{share} 的时间用于 rank 之间传输数据{network}。",
             "checkpoint": f"{share} 的时间用于写检查点。",
+            "shifted": "各 rank 的步数不同，因此无法判断谁在等待谁。",
         }[finding.kind]
     return {
         "slow ranks": f"{share} of the time all wait for {names}, {cause}.",
@@ -182,6 +198,7 @@ def finding_in_words(finding: Finding, language: Language) -> str:
         "data": f"{share} of the time every rank waits for its data.",
         "exchange": f"{share} of the time is spent sending data between ranks{network}.",
         "checkpoint": f"{share} of the time is spent writing checkpoints.",
+        "shifted": "the ranks have taken different numbers of steps, so that who waits for whom cannot be told.",
     }[finding.kind]
 
 
@@ -238,7 +255,9 @@ def advice(finding: Finding, language: Language) -> str:
 
 
 def gain(finding: Finding, language: Language) -> str:
-    """Return how long a step would take without what was found."""
+    """Return how long a step would take without what was found; nothing if no change makes it shorter."""
+    if finding.predicted_seconds >= finding.step_seconds:
+        return ""
     then, now = duration(finding.predicted_seconds), duration(finding.step_seconds)
     less = percent(1.0 - finding.predicted_seconds / finding.step_seconds)
     if language == "zh":

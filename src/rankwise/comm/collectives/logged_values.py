@@ -50,11 +50,13 @@ def log_value(name: str, value: SupportsFloat, weight: float | None = None) -> N
 
     Raises:
         NotJoined: before :func:`rankwise.join`.
-        ConfigurationError: ``value`` is not one number, or ``weight`` is negative or not finite.
+        ConfigurationError: ``name`` is no text, ``value`` is not one number, or ``weight`` is negative or not finite.
         CollectiveMismatch: ranks have logged values under different names.
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
     """
     session = current()
+    if not isinstance(name, str):
+        raise ConfigurationError(f"log_value() takes a name, got {name!r}.", do='rankwise.log_value("loss", loss)')
     if weight is None:
         weight = 1.0 if session.batch is None else float(session.batch.num)
     if not (math.isfinite(weight) and weight >= 0):
@@ -66,7 +68,7 @@ def log_value(name: str, value: SupportsFloat, weight: float | None = None) -> N
 
 
 def _number(value: object) -> torch.Tensor | float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().clone()
     try:
         return float(value)  # type: ignore[arg-type]

@@ -44,6 +44,7 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     sys.excepthook = _show_nothing
     own_pid = os.getpid()
     _watch_for_mistakes(start)
+    sys.argv[0] = str(target)  # for what is recorded before the target has set its own
     if start.variables.get("RANKWISE_REPORT", REPORT_OFF) != REPORT_OFF:
         from rankwise.comm import step_measuring  # noqa: PLC0415 - keeps the launcher's half of this module light
 
