@@ -289,6 +289,19 @@ def test_a_report_has_no_events_of_other_jobs_in_its_folder(command: Command) ->
     assert "SIGKILL" not in text
 
 
+def test_a_start_without_a_step_leaves_the_report_of_the_one_before(command: Command) -> None:
+    again = KILLED.replace(
+        "world = rw.join()", "world = rw.join()\nif os.path.exists('again'):\n    raise SystemExit(3)"
+    )
+    script = command.write("train.py", again.replace("step == 70", "step == 30"))
+    script.write_text(script.read_text().replace("os.kill(", "open('again', 'w'); os.kill("))
+    assert command.run("-n", "2", "--max-restarts", "1", "--report", "records", str(script)).returncode == 3
+    run = read_run(command.folder / "records")
+    assert (run.is_followed, run.num_restarts) == (True, 0)
+    assert re.match(r"2 ranks, \d+ steps of ", reported(command))
+    assert "A later start has completed no step" in (command.folder / "records" / "report.html").read_text()
+
+
 def test_a_plain_python_process_records_itself(command: Command) -> None:
     script = command.write(
         "train.py", KILLED.replace("rw.join()", "rw.join(report='records')").replace("step == 70", "step == 700")

@@ -12,7 +12,8 @@ import torch
 import rankwise as rw
 from rankwise import testing
 from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined
-from rankwise.health.step_record import read
+from rankwise.health import step_meter
+from rankwise.health.step_record import OPTIMIZER, SCRIPT, read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,6 +154,45 @@ def test_other_names_on_other_ranks_are_an_error() -> None:
     for result in testing.run_ranks(_log_under_other_names, 2):
         with pytest.raises(CollectiveMismatch, match="log_value of loss 1"):
             result.get()
+
+
+def _log_unlike_pairs(world: World) -> None:
+    # What is added up together: one value, two, four.
+    for name in ("a", "a", "b", "a", "b", *(("a", "b") if world.rank == 1 else ("b", "a"))):
+        rw.log_value(name, 1.0)
+
+
+def test_values_under_other_names_are_never_added_up() -> None:
+    assert not any(result.error for result in testing.run_ranks(_log_unlike_pairs, 1))
+    for result in testing.run_ranks(_log_unlike_pairs, 3):
+        with pytest.raises(CollectiveMismatch, match=r"in different orders"):
+            result.get()
+
+
+def _part_in_a_closure(_: World, folder: str) -> list[int]:
+    rw.leave()
+    with rw.join(report=folder):
+        model = rw.replicate(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        parts = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).square().sum()
+            parts.append(step_meter.enter(OPTIMIZER))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        parts.append(step_meter.enter(SCRIPT))
+    return parts
+
+
+def test_what_an_optimizer_does_after_its_closure_is_a_part_of_the_update(tmp_path: Path) -> None:
+    (result,) = testing.run_ranks(_part_in_a_closure, 1, str(tmp_path))
+    *inside, after = result.get()
+    assert set(inside) == {OPTIMIZER}
+    assert after == SCRIPT
 
 
 def test_nothing_is_logged_before_joining() -> None:

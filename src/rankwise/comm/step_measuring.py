@@ -282,6 +282,11 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * _PAGE_BYTES
 
 
+def is_updating() -> bool:
+    """Return whether an optimizer's step is under way, which may call the model itself in a closure."""
+    return bool(_before_optimizers)
+
+
 @uncompiled_hook
 def _before_update(_optimizer: object, _args: object, _kwargs: object) -> None:
     part = step_meter.enter(OPTIMIZER)

@@ -99,6 +99,8 @@ def _notes(run: RunRecords, titles: dict[str, str], *, is_estimated: bool) -> li
         shown = [titles["recorded"].format(*one) for one in incomplete[:MOST_INCOMPLETE]]
         others = ["..."] if len(incomplete) > MOST_INCOMPLETE else []
         notes.append(titles["incomplete"].format(", ".join([*shown, *others])))
+    if run.is_followed:
+        notes.append(titles["later"])
     if run.num_restarts:
         notes.append(titles["restarted"].format(run.num_restarts))
     return notes
@@ -266,12 +268,16 @@ def _values(run: RunRecords, language: Language) -> list[Section]:
 
 def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language: Language) -> Section:
     titles = TITLES[language]
-    xs, _ = binned(np.array([[step for step, _ in pairs]], dtype=np.float64))
+    xs, per_point = binned(np.array([[step for step, _ in pairs]], dtype=np.float64))
     ys, _ = binned(np.array([[value for _, value in pairs]], dtype=np.float64))
     rows = tuple((f"{x:g}", f"{y:.6g}") for x, y in zip(xs[0].tolist(), ys[0].tolist(), strict=True))
+    odd = [round(step) for step, value in pairs if not math.isfinite(value)]
+    notes = [titles["means"].format(per_point)] if per_point > 1 else []
+    notes += [titles["not finite"].format(len(odd), odd[0])] if odd else []
     return Section(
         name=f"values-{name}",
         title=title,
+        note=" ".join(notes),
         chart=lines([(name, xs[0], ys[0])], title, lambda value: f"{value:.4g}", from_zero=False),
         tables=(Table(caption=title, head=(titles["step"], name), rows=rows),),
     )

@@ -28,6 +28,8 @@ class RunRecords:
     """Ranks of that attempt without a record of a step."""
     num_restarts: int
     """How many attempts there were before."""
+    is_followed: bool = False
+    """Whether a later start, of this job or another one, has completed no step."""
     events: tuple[dict[str, Any], ...]
     """What the launcher has reported of this job, oldest first."""
 
@@ -57,7 +59,7 @@ class RunRecords:
 
 
 def read_run(folder: Path) -> RunRecords:
-    """Return the records of the latest run in a folder; if it was restarted, those of the last attempt.
+    """Return the records of the latest run in a folder that has completed a step; if restarted, of its last attempt.
 
     Raises:
         ReportError: there is no record of a step.
@@ -68,19 +70,17 @@ def read_run(folder: Path) -> RunRecords:
             f"{folder} has no record of a run.",
             do=f"rankwise run --report {folder} train.py\nor rankwise.join(report={str(folder)!r}) in the script",
         )
-    latest = max(records, key=lambda record: record.facts["started"]).facts
+    by_start = sorted(records, key=lambda record: record.facts["started"])
+    latest = next((record for record in reversed(by_start) if record.steps), by_start[-1]).facts
     of_job = [record for record in records if record.facts["job"] == latest["job"]]
-    ranks = sorted(
-        (record for record in of_job if record.facts["attempt"] == latest["attempt"]),
-        key=lambda record: record.facts["rank"],
-    )
+    ranks = sorted((record for record in of_job if _is_of_start(record, latest)), key=lambda one: one.facts["rank"])
     _check_one_run(folder, ranks)
     with_steps = tuple(record for record in ranks if record.steps)
     if not with_steps:
         raise ReportError(
             f"No rank of the run in {folder} has completed a step.",
             evidence=f"records of {fold_ranks([record.facts['rank'] for record in ranks])}, without a step",
-            do="run the script until an optimizer has updated parameters",
+            do="run the script until an optimizer has updated parameters, in the main thread",
         )
     present = {record.facts["rank"] for record in with_steps}
     return RunRecords(
@@ -88,8 +88,14 @@ def read_run(folder: Path) -> RunRecords:
         ranks=with_steps,
         missing=tuple(rank for rank in range(ranks[0].facts["world_size"]) if rank not in present),
         num_restarts=latest["attempt"],
+        is_followed=not _is_of_start(by_start[-1], latest),
         events=tuple(event for event in _events(folder) if _is_of_job(event, of_job, records)),
     )
+
+
+def _is_of_start(record: Record, facts: dict[str, Any]) -> bool:
+    """Return whether a record is of the same attempt of the same job as facts."""
+    return bool((record.facts["job"], record.facts["attempt"]) == (facts["job"], facts["attempt"]))
 
 
 def _readable(paths: Sequence[Path]) -> list[Record]:

@@ -28,7 +28,7 @@ _CAUSES: dict[Language, dict[str, str]] = {
         "data": "which waits for its data",
         "more samples": "which has more samples than the others",
         "shared processor": "whose processor other processes use too",
-        "stopped": "which is stopped again and again, or gets too little processor time",
+        "stopped": "which is stopped again and again, or waits for something while it computes",
         "swapping": "which reads memory back from a disk: it is swapping",
         "slower": "which computes longer for as many samples",
         "longer": "which computes for longer",
@@ -42,7 +42,7 @@ _CAUSES: dict[Language, dict[str, str]] = {
         "data": "它在等待自己的数据",
         "more samples": "它的样本比其他 rank 多",
         "shared processor": "它的处理器还被其他进程占用",
-        "stopped": "它反复被暂停，或得到的处理器时间太少",
+        "stopped": "它反复被暂停，或在计算中等待某样东西",
         "swapping": "它在从磁盘换回内存",
         "slower": "同样数量的样本，它计算得更久",
         "longer": "它计算得更久",
@@ -60,7 +60,8 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "more samples": "give every rank equally many samples: use rankwise.DataLoader with global_batch_size, or "
         "samples of similar length",
         "shared processor": "end the other processes on its cores, or ask the scheduler for cores of your own",
-        "stopped": "look for what stops it (a debugger, a batch system, a limit of its container on processor time)",
+        "stopped": "look for what stops it (a debugger, a batch system, a limit of its container on processor time), "
+        "or what its model or optimizer waits for (a lock, a file, a network, a sleep): rankwise stacks shows it",
         "swapping": "give it more memory, or make it use less: fewer workers, smaller batches, rankwise.share(dataset)",
         "slower": "compare its processor's clock and temperature with those of the others, or leave that machine out",
         "longer": "see whether it has more samples than the others, or a slower processor",
@@ -89,7 +90,8 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "data": "增大 loader 的 num_workers，或把它的文件放到和其他 rank 一样快的磁盘上",
         "more samples": "让每个 rank 的样本一样多：用 rankwise.DataLoader 的 global_batch_size，或让样本长度相近",
         "shared processor": "结束占用它的核的其他进程，或向调度系统申请独占的核",
-        "stopped": "找出是什么暂停了它（调试器、批处理系统、容器的处理器时间限制）",
+        "stopped": "找出是什么暂停了它（调试器、批处理系统、容器的处理器时间限制），或它的模型、优化器在等什么"
+        "（锁、文件、网络、sleep）：rankwise stacks 可以看到",
         "swapping": "给它更多内存，或减少占用：减少 worker、减小批量、rankwise.share(dataset)",
         "slower": "比较它与其他处理器的频率和温度，或不使用那台机器",
         "longer": "检查它的样本是否比其他 rank 多，或处理器是否更慢",

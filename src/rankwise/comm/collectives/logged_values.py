@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, SupportsFloat
@@ -17,7 +18,7 @@ import torch
 
 from rankwise.comm.collectives.group import agreed
 from rankwise.comm.session import current
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.health import step_meter
 from rankwise.health.step_record import LoggedValue
 
@@ -30,6 +31,7 @@ SECONDS = 1.0
 """How often ranks add up what they have logged."""
 MOST_PENDING = 512
 """How many values wait at most."""
+LONGEST_EVIDENCE = 200
 DIGITS = 7
 
 
@@ -110,13 +112,21 @@ class _LoggedValues:
         now = time.monotonic()
         rows = [[value * weight, weight] for value, (*_, weight) in zip(values, pending, strict=True)]
         spent = (now - self._since) / len(pending) if self._session.world.rank == 0 else 0.0
-        sums = torch.tensor([*rows, [spent, 0.0]], dtype=torch.float64)
+        order = float(zlib.crc32("\0".join(name for name, *_ in pending).encode()) & 0xFFFF)
+        sums = torch.tensor([*rows, [order, order * order], [spent, 0.0]], dtype=torch.float64)
         names = ", ".join(dict.fromkeys(name for name, *_ in pending))
         what = f"log_value of {names}: {len(pending)} {'value' if len(pending) == 1 else 'values'}"
         exchange = agreed(what, None)
         if exchange is not None:
             sums = exchange.all_reduce(sums, what=what)
-        *totals, (spent, _) = sums.tolist()
+        *totals, (orders, squares), (spent, _) = sums.tolist()
+        # Only equal numbers have this sum of squares.
+        if exchange is not None and orders * orders != exchange.world_size * squares:
+            raise CollectiveMismatch(
+                "The ranks have logged values in different orders.",
+                evidence=f"this rank: {', '.join(name for name, *_ in pending)[:LONGEST_EVIDENCE]}",
+                do="call log_value() with the same names in the same order on every rank",
+            )
         self._patience = max(1, min(MOST_PENDING, 2 * self._patience, int(SECONDS / max(spent, 1e-9))))
         self._since = time.monotonic()
         self._own |= {name: value for value, (name, *_, weight) in zip(values, pending, strict=True) if weight}

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.comm.step_measuring import is_updating
 from rankwise.health import step_meter
-from rankwise.health.step_record import BACKWARD, EVALUATION, FORWARD, SCRIPT
+from rankwise.health.step_record import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, SCRIPT
 from rankwise.parallel.core.own_hooks import OwnHook
 
 if TYPE_CHECKING:
@@ -32,4 +33,4 @@ def _before(*_: object) -> None:
 def _after(*_: object) -> None:
     meter = step_meter.current()
     if meter is not None and meter.part != BACKWARD:
-        meter.resume(SCRIPT)
+        meter.resume(OPTIMIZER if is_updating() else SCRIPT)
