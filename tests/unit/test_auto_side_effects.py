@@ -48,6 +48,18 @@ def _count_in_class() -> None:
     Net.num_seen += 1
 
 
+HUGE = 10**5000
+"""Has more digits than Python writes."""
+
+
+class Unlooked(dict[str, int]):
+    """Cannot be looked at."""
+
+    def __len__(self) -> int:
+        raise OSError("closed")
+
+
+CLOSED = Unlooked()
 CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "list": (lambda net: net.sizes.append(3), ".sizes"),
     "set": (lambda net: net.words.add("three"), ".words"),

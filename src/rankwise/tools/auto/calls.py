@@ -394,7 +394,9 @@ def _modes_of(part: nn.Module) -> tuple[object, ...]:
 
 def _setting(value: object) -> str:
     """Return what tells settings apart; of a float only the sign, since it may be another one in each call."""
-    return repr((value > 0) - (value < 0)) if isinstance(value, float) else repr(value)
+    if isinstance(value, float):
+        return f"sign {(value > 0) - (value < 0)}"
+    return f"{type(value).__name__} {value:x}" if isinstance(value, int) else repr(value)
 
 
 def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:

@@ -104,11 +104,12 @@ def python_state(module: nn.Module) -> dict[str, object]:
     kinds = {kind for _, part in parts for kind in type(part).__mro__ if _is_of_user(kind)}
     for kind in kinds:
         _add(kind.__name__, kind, found, seen, DEEPEST)
-    for name in ("__main__", *sorted(name for name in list(sys.modules) if name != "__mp_main__")):
-        if name in sys.modules and is_of_script(name):
-            for key, value in list(vars(sys.modules[name]).items()):
-                if not key.startswith("__"):
-                    _add(f"the global {key}", value, found, seen, DEEPEST)
+    of_kinds = {"__main__", *(kind.__module__ for kind in kinds)}
+    for name in sorted(name for name in list(sys.modules) if name != "__mp_main__" and is_of_script(name)):
+        beside = "" if name in of_kinds else f" of {name}"
+        for key, value in list(vars(sys.modules.get(name, sys)).items()):
+            if not key.startswith("__"):
+                _add(f"the global {key}{beside}", value, found, seen, DEEPEST)
     return found
 
 
@@ -128,14 +129,18 @@ def _add(name: str, value: object, found: dict[str, object], seen: set[int], dep
     if depth == 0 or id(value) in seen:
         return
     seen.add(id(value))
-    for key, inner in _within(value):
+    try:
+        parts = list(_within(value))
+    except Exception:  # noqa: BLE001 - whatever an object of the script raises when it is looked at
+        return
+    for key, inner in parts:
         _add(f"{name}{key}", inner, found, seen, depth - 1)
 
 
 def _fact_of(value: object) -> object:
     """Return what can be compared later, for a value without parts."""
     if isinstance(value, (*PLAIN, np.generic)):
-        return repr(value)
+        return _text(value)
     if isinstance(value, torch.Tensor):
         return _Tensor(value)
     if isinstance(value, np.ndarray):
@@ -153,6 +158,11 @@ def _fact_of(value: object) -> object:
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())  # its text leaves out the middle
     return repr(value.getstate()) if isinstance(value, random.Random) else None
+
+
+def _text(value: object) -> str:
+    # Python writes no decimal number of more than 4,300 digits.
+    return f"{type(value).__name__} {value:x}" if isinstance(value, int) else repr(value)
 
 
 class _Tensor:
@@ -186,7 +196,7 @@ def _within(value: object) -> Iterable[tuple[str, object]]:
         if len(value) <= LARGEST:
             yield from ((f"[{number}]", inner) for number, inner in enumerate(list(value)))
     elif isinstance(value, set | frozenset):
-        yield "", repr(sorted(map(repr, value))) if len(value) <= LARGEST else len(value)
+        yield "", repr(sorted(map(_text, value))) if len(value) <= LARGEST else len(value)
     else:
         yield from _attributes(value)
 
