@@ -178,7 +178,7 @@ class Session:
         self.batch = self._outer_of(loader)
 
     def _outer_of(self, loader: int) -> CurrentBatch | None:
-        """Return the batch of the loop that a loop has run in, as validation does, if that one goes on."""
+        """Return the batch of the loop that a loop has run in, as validation does, if that one is not over."""
         outer = self._outer.pop(loader, None)
         return outer if outer is not None and self.batches.get(outer.loader) is outer else None
 
