@@ -7,10 +7,12 @@ import os
 import subprocess
 import time
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from rankwise.comm.backends.engine import LOOK_SECONDS, Engine
+from rankwise.errors import RankwiseError
 from rankwise.health.collective_timeout import PeerEnded
 from rankwise.health.process_probe import Peers
 
@@ -67,6 +69,52 @@ def test_a_process_that_ended_without_a_last_message_is_given_up(peers: Peers) -
         engine._is_done(engine.start(_operation(last)), 100 * LOOK_SECONDS)
     assert last.num_sleeps == 1
     assert (caught.value.rank, caught.value.process) == (5, peers.process(1))
+
+
+def _failing(words: str) -> Generator[Any]:
+    yield Last(comes_in_sleep=0)
+    raise RuntimeError(words)
+
+
+def test_what_an_operation_fails_with_is_raised_by_its_wait(peers: Peers) -> None:
+    engine = _engine(peers)
+    failed = engine.start(_failing("gloo/transport"))  # as in a backward pass, which waits for nothing yet
+    assert failed.is_done
+    other = engine.start(_operation(Last(comes_in_sleep=0)))
+    assert engine._is_done(other, LOOK_SECONDS)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="gloo/transport"):
+            engine._is_done(failed, LOOK_SECONDS)
+
+
+def test_a_wait_ends_with_the_failure_of_another_operation_that_it_may_depend_on(peers: Peers) -> None:
+    engine, last = _engine(peers), Last(comes_in_sleep=1)
+    failed = engine.start(_failing("gloo/transport"))
+    pending = engine.start(_operation(last))
+    with pytest.raises(RuntimeError, match="gloo/transport"):
+        engine._is_done(pending, 100 * LOOK_SECONDS)
+    assert last.num_sleeps == 0
+    # It is over for the others once it has been raised, and never for its own wait.
+    assert engine._is_done(pending, 100 * LOOK_SECONDS)
+    with pytest.raises(RuntimeError, match="gloo/transport"):
+        engine._is_done(failed, LOOK_SECONDS)
+
+
+def test_an_interrupted_operation_gives_no_result_and_forbids_others(peers: Peers) -> None:
+    detector = Mock()  # only told here what a real one keeps
+    engine, started = Engine(detector, peers), Last(comes_in_sleep=1)
+
+    def steps() -> Generator[Any]:
+        yield started
+        raise KeyboardInterrupt
+
+    operation = engine.start(steps())
+    with pytest.raises(KeyboardInterrupt):
+        engine._is_done(operation, 100 * LOOK_SECONDS)
+    (refused,) = detector.refuse_all.call_args.args
+    with pytest.raises(RankwiseError, match="interrupted in the middle"):
+        engine._is_done(operation, LOOK_SECONDS)
+    assert refused is operation.error
 
 
 def test_a_barrier_that_is_reached_is_not_waited_for(peers: Peers) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
 from rankwise.errors import RankwiseError
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait, PeerEnded
+from rankwise.health.diagnosis import is_of_a_signal_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -160,12 +161,19 @@ class Until:
 class Operation:
     """A pending operation."""
 
-    __slots__ = ("awaited", "is_done", "steps")
+    __slots__ = ("awaited", "error", "is_done", "steps")
 
     def __init__(self, steps: Iterator[Awaited]) -> None:
         self.steps = steps
         self.awaited: Awaited | None = None
         self.is_done = False
+        self.error: Exception | None = None
+        """What it has failed with, for whoever waits for it."""
+
+    def fail(self, error: Exception) -> None:
+        """End without a result."""
+        self.is_done = True
+        self.error = error
 
     def advance(self) -> None:
         """Advance as far as possible without waiting."""
@@ -183,6 +191,8 @@ class Engine:
         self.peers = peers
         self.detector = detector
         self._active: list[Operation] = [] if moves_with is None else moves_with._active  # noqa: SLF001 - its own kind
+        self._failed: list[Operation] = [] if moves_with is None else moves_with._failed  # noqa: SLF001 - its own kind
+        """Those whose error has not been raised."""
         self._moving = threading.RLock() if moves_with is None else moves_with._moving  # noqa: SLF001 - its own kind
         # If there are more ranks than cores, a rank that spins takes the core of one that works.
         crowded = len(peers) > len(os.sched_getaffinity(0))
@@ -200,32 +210,36 @@ class Engine:
         return operation
 
     def advance(self) -> None:
-        """Advance every operation that can advance."""
+        """Advance every operation that can advance.
+
+        Where one fails, its wait raises the error: what is done meanwhile may be no part of a collective.
+        """
         with self._moving:
             for operation in tuple(self._active):
                 try:
                     operation.advance()
                 except BaseException as error:
-                    operation.is_done = True
-                    self._active.remove(operation)
-                    if not isinstance(error, Exception):
-                        self._forbid_more()
-                    raise
-                if operation.is_done:
-                    self._active.remove(operation)
+                    if not isinstance(error, Exception) or is_of_a_signal_handler(error):
+                        operation.fail(self._forbid_more())
+                        raise
+                    operation.fail(error)
+                    self._failed.append(operation)
+                finally:
+                    if operation.is_done:
+                        self._active.remove(operation)
 
-    def _forbid_more(self) -> None:
+    def _forbid_more(self) -> RankwiseError:
         # Half a step is done, but the others rely on all of it.
-        self.detector.refuse_all(
-            RankwiseError(
-                "This rank was interrupted in the middle of a collective and cannot join another.",
-                do="end the process; the other ranks are notified",
-            )
+        error = RankwiseError(
+            "This rank was interrupted in the middle of a collective and cannot join another.",
+            do="end the process; the other ranks are notified",
         )
+        self.detector.refuse_all(error)
+        return error
 
     def wait(self, operation: Operation, ticket: Ticket) -> None:
         """Return when ``operation`` is done. Raises as :class:`rankwise.health.collective_timeout.CollectiveWait`."""
-        if operation.is_done:
+        if operation.is_done and operation.error is None:
             if ticket.ended is None:
                 ticket.end()
             return
@@ -237,6 +251,7 @@ class Engine:
         start = time.monotonic()
         while True:
             self.advance()
+            self._raise_failure(operation)
             if operation.is_done:
                 return True
             spent = time.monotonic() - start
@@ -248,6 +263,14 @@ class Engine:
                 os.sched_yield()
                 continue
             self._sleep(operation, seconds - spent)
+
+    def _raise_failure(self, operation: Operation) -> None:
+        """Raise what ``operation`` failed with, or, while it is pending, another one: it may depend on that."""
+        failed = operation if operation.is_done else next(iter(self._failed), None)
+        if failed is not None and failed.error is not None:
+            if failed in self._failed:
+                self._failed.remove(failed)
+            raise failed.error
 
     def _sleep(self, operation: Operation, seconds: float) -> None:
         awaited = operation.awaited
