@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.tools.auto.side_effects import Effects, changed, python_state
+from rankwise.tools.auto.side_effects import MOST_FACTS, Effects, changed, python_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 COUNTS: Counter[str] = Counter()
 TORCHS = torch.Generator().manual_seed(0)
@@ -109,6 +110,21 @@ def test_output_and_hooks_are_noted() -> None:
             action()
         assert (effects.found or "").startswith(expected or "")
         assert (effects.found is None) == (expected is None)
+
+
+def test_no_more_of_a_data_set_is_looked_at_than_its_first_entries() -> None:
+    net = Net()
+    net.sizes = [[number] * 1000 for number in range(1000)]  # type: ignore[misc]
+    state = python_state(net)
+    of_sizes = [name for name in state if name.startswith(".sizes")]
+    assert MOST_FACTS / 2 < len(of_sizes) <= MOST_FACTS
+    assert {".meter.total", "the global TABLE"} <= state.keys(), "what comes after it is looked at"
+
+
+def test_a_large_file_that_is_mapped_is_not_read(tmp_path: Path) -> None:
+    net = Net()
+    net.table = np.memmap(tmp_path / "table", dtype=np.int8, mode="w+", shape=(2**20, 2**20))  # type: ignore[assignment]
+    assert python_state(net)[".table"] == (2**20, 2**20)
 
 
 def test_each_of_many_sets_is_looked_at() -> None:

@@ -44,7 +44,7 @@ from rankwise.tools.auto.proof import (
 )
 from rankwise.tools.auto.rows import Share, once, own_rows, whole_batch
 from rankwise.tools.auto.sharing import parameters_shared
-from rankwise.tools.auto.side_effects import Effects, changed, python_state
+from rankwise.tools.auto.side_effects import Effects, changed, python_state, text_of
 from rankwise.tools.auto.subclasses import as_output, is_alike, plain
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import own_parameters
@@ -396,7 +396,7 @@ def _setting(value: object) -> str:
     """Return what tells settings apart; of a float only the sign, since it may be another one in each call."""
     if isinstance(value, float):
         return f"sign {(value > 0) - (value < 0)}"
-    return f"{type(value).__name__} {value:x}" if isinstance(value, int) else repr(value)
+    return text_of(value)
 
 
 def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:

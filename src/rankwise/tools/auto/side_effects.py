@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 LARGEST = 1000
 """Entries of a container that are looked at; of a larger one only their number."""
 DEEPEST = 4
+MOST_FACTS = 10_000
+"""That are looked at of one attribute or global, such as a data set: it is done twice for each call that runs whole."""
+LARGE_BYTES = 2**26
+"""Of a larger array, which may be a file of any size, only the shape is looked at."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -100,16 +104,16 @@ def python_state(module: nn.Module) -> dict[str, object]:
     for name, part in parts:
         for key, value in vars(part).items():
             if key not in _OF_TORCH and not isinstance(value, torch.Tensor):
-                _add(f"{name}.{key}" if name else f".{key}", value, found, seen, DEEPEST)
+                _look(f"{name}.{key}" if name else f".{key}", value, found, seen)
     kinds = {kind for _, part in parts for kind in type(part).__mro__ if _is_of_user(kind)}
     for kind in kinds:
-        _add(kind.__name__, kind, found, seen, DEEPEST)
+        _look(kind.__name__, kind, found, seen)
     of_kinds = {"__main__", *(kind.__module__ for kind in kinds)}
     for name in sorted(name for name in list(sys.modules) if name != "__mp_main__" and is_of_script(name)):
         beside = "" if name in of_kinds else f" of {name}"
         for key, value in list(vars(sys.modules.get(name, sys)).items()):
             if not key.startswith("__"):
-                _add(f"the global {key}{beside}", value, found, seen, DEEPEST)
+                _look(f"the global {key}{beside}", value, found, seen)
     return found
 
 
@@ -119,6 +123,13 @@ def changed(before: Mapping[str, object], after: Mapping[str, object]) -> str | 
         if name not in before or name not in after or before[name] != after[name]:
             return name
     return None
+
+
+def _look(name: str, value: object, found: dict[str, object], seen: set[int]) -> None:
+    """Add the facts of a value to ``found``, by name."""
+    own: dict[str, object] = {}
+    _add(name, value, own, seen, DEEPEST)
+    found.update(own)
 
 
 def _add(name: str, value: object, found: dict[str, object], seen: set[int], depth: int) -> None:
@@ -134,17 +145,19 @@ def _add(name: str, value: object, found: dict[str, object], seen: set[int], dep
     except Exception:  # noqa: BLE001 - whatever an object of the script raises when it is looked at
         return
     for key, inner in parts:
+        if len(found) >= MOST_FACTS:
+            return
         _add(f"{name}{key}", inner, found, seen, depth - 1)
 
 
 def _fact_of(value: object) -> object:
     """Return what can be compared later, for a value without parts."""
     if isinstance(value, (*PLAIN, np.generic)):
-        return _text(value)
+        return text_of(value)
     if isinstance(value, torch.Tensor):
         return _Tensor(value)
     if isinstance(value, np.ndarray):
-        return value.shape, zlib.crc32(value.tobytes()) if value.dtype != object else repr(value)
+        return _fact_of_array(value)
     if isinstance(value, bytearray):
         return bytes(value)
     if isinstance(value, StringIO | BytesIO):
@@ -160,7 +173,14 @@ def _fact_of(value: object) -> object:
     return repr(value.getstate()) if isinstance(value, random.Random) else None
 
 
-def _text(value: object) -> str:
+def _fact_of_array(array: np.ndarray[Any, Any]) -> object:
+    if array.nbytes > LARGE_BYTES:
+        return array.shape
+    return array.shape, repr(array) if array.dtype == object else zlib.crc32(array.tobytes())
+
+
+def text_of(value: object) -> str:
+    """Return the text of a plain value, however large."""
     # Python writes no decimal number of more than 4,300 digits.
     return f"{type(value).__name__} {value:x}" if isinstance(value, int) else repr(value)
 
@@ -196,7 +216,7 @@ def _within(value: object) -> Iterable[tuple[str, object]]:
         if len(value) <= LARGEST:
             yield from ((f"[{number}]", inner) for number, inner in enumerate(list(value)))
     elif isinstance(value, set | frozenset):
-        yield "", repr(sorted(map(_text, value))) if len(value) <= LARGEST else len(value)
+        yield "", repr(sorted(map(text_of, value))) if len(value) <= LARGEST else len(value)
     else:
         yield from _attributes(value)
 
