@@ -8,6 +8,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from rankwise.cli.rank_table import table
 from rankwise.health.step_record import DATA, EXCHANGE, PARTS, LoggedValue, RecordFile, Step, row_of
 from rankwise.launch.inspect.steps import as_json, line_of, paces
@@ -110,8 +112,9 @@ def test_paces_are_read_from_records_and_are_json(tmp_path: Path) -> None:
     for rank in (0, 1):
         record = RecordFile(str(tmp_path / f"{rank}"), {"hostname": "gpu-1", "world_size": 2})
         parts = [0.0] * len(PARTS)
-        parts[DATA], parts[EXCHANGE] = 0.003, 0.001
-        for number in (1, 2):
+        parts[EXCHANGE] = 0.001
+        for number, data_seconds in ((1, 5.0), (2, 0.003)):
+            parts[DATA] = data_seconds
             record.add(row_of(Step(number, 10.0 + number, tuple(parts), 0.0, 0.0, 0.0, 0.0, 8, 0, 2**20, 0)))
         record.show_values({"loss": LoggedValue(math.nan if rank else 1.0, math.nan), "x": LoggedValue(None, 2.0)})
     found = paces({0: tmp_path / "0", 1: tmp_path / "1", 2: tmp_path / "missing"})
@@ -119,4 +122,5 @@ def test_paces_are_read_from_records_and_are_json(tmp_path: Path) -> None:
     assert answer["ranks"].keys() == {"0", "1"}
     assert [answer["ranks"][rank]["values"] for rank in ("0", "1")] == [{"loss": 1.0}, {"loss": "nan"}]
     assert answer["values"] == {"loss": "nan", "x": 2.0}
+    assert [answer["ranks"][rank]["step_seconds"] for rank in ("0", "1")] == pytest.approx([0.004] * 2), "not the first"
     assert (answer["ranks"]["1"]["host"], answer["ranks"]["1"]["steps"]) == ("gpu-1", 2)

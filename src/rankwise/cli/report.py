@@ -73,5 +73,5 @@ def execute(options: argparse.Namespace) -> int:
     write_page(page, written.html)
     if options.trace:
         write_page(Path(options.trace), timeline_of(run.ranks, [Path(name) for name in options.profiles]))
-    sys.stdout.write(f"{written.headline}\n{page}\n")
+    sys.stdout.write("".join(f"{line}\n" for line in (written.headline, page, options.trace) if line))
     return 0

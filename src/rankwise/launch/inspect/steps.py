@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rankwise.health.diagnosis import Answers
     from rankwise.health.step_record import Record
 
+NUM_STEPS = 32
+"""The pace is the mean of so many steps."""
+
 
 def paces(paths: Mapping[int, Path]) -> Answers:
     """Return what the last steps of each rank took, what it logged and does now; only of ranks with a record."""
@@ -50,7 +53,9 @@ def as_json(parts: Iterable[Answers], unanswered: Sequence[str]) -> dict[str, An
 
 
 def _pace(record: Record) -> dict[str, Any]:
-    steps, now = record.steps[-32:], record.now
+    now = record.now
+    # The first one includes the start of the script.
+    steps = [step for step in record.steps[-NUM_STEPS:] if step.number > 1] or record.steps
     seconds = fmean(step.seconds for step in steps) if steps else 0.0
     return {
         "steps": now.num_steps,
