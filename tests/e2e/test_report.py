@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -269,10 +270,41 @@ def test_what_a_killed_rank_has_done_is_reported_with_the_failure(command: Comma
     # recorded at intervals, so after the step that took longer.
     assert len(run.ranks[1].steps) == 69
     assert [event["rank"] for event in run.events if event["kind"] == "failure"] == [1]
-    reported(command)
+    assert re.match(r"2 ranks, \d+ steps of \S+ \S+, then rank 1 failed; ", reported(command))
     page = (command.folder / "records" / "report.html").read_text()
     assert "rank 1" in page[page.index('<section id="events">') :]
     assert "SIGKILL" in page
+
+
+def test_a_failure_under_another_launcher_is_reported_by_its_rank(command: Command) -> None:
+    body = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('of the script')")
+    script = command.write("train.py", body.replace("rw.join()", "rw.join(report='records')"))
+    ended = command.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    assert ended.returncode == 1, ended.stderr
+    assert ", then rank 1 failed; " in reported(command)
+    assert "然后 rank 1 失败" in reported(command, "--language", "zh")
+    events = _events_shown(command)
+    assert "rank 1: Traceback (most recent call last):" in events
+    assert "ValueError: of the script" in events
+
+
+def test_a_killed_rank_without_a_launcher_is_reported_by_the_others(command: Command) -> None:
+    joined = "rw.join(init_method='file://' + os.path.abspath('store'), rank=int(os.environ['OWN']), world_size=2, "
+    script = command.write("train.py", KILLED.replace("rw.join(", joined + "report='records'"))
+    with (
+        command.start_python(str(script), env={"OWN": "0"}) as first,
+        command.start_python(str(script), env={"OWN": "1"}) as killed,
+    ):
+        _, told = first.communicate(timeout=60)
+        killed.communicate(timeout=60)
+    assert (first.returncode, killed.returncode) == (1, -signal.SIGKILL), told
+    assert ", then rank 1 failed; " in reported(command)
+    assert "rank 0: PeerMissing: " in _events_shown(command)
+
+
+def _events_shown(command: Command) -> str:
+    page = unescape((command.folder / "records" / "report.html").read_text())
+    return page[page.index('<section id="events">') :]
 
 
 def test_a_report_has_no_events_of_other_jobs_in_its_folder(command: Command) -> None:

@@ -215,6 +215,7 @@ def fail(error: BaseException) -> RankwiseError | None:
             session.detector.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
     else:
         annotate(error)
+    step_measuring.note_failure(error, session.world.rank)
     _close(session, failed=True)
     return reason
 

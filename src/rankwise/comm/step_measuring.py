@@ -13,6 +13,7 @@ import resource
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankwise.comm.clock_offset import clock_ahead
 from rankwise.comm.slow_rank import SlowRank
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
 from rankwise.health import step_meter
 from rankwise.health.device_times import DeviceTimes
 from rankwise.health.step_meter import StepMeter
@@ -171,6 +172,20 @@ def start_unjoined() -> None:
     )
     start(world, None)
     atexit.register(stop)
+
+
+def note_failure(error: BaseException, rank: int) -> None:
+    """Record that ``rank``, this one, ends with ``error``, unless a launcher records what becomes of its ranks.
+
+    Called by: fail.
+    """
+    if launcher():
+        return
+    if isinstance(error, PeerFailed | PeerMissing):
+        ranks = [error.rank] if isinstance(error, PeerFailed) else error.ranks
+        step_meter.note_failure(f"{type(error).__name__}: {error}", ranks, is_of_another=True)
+    else:
+        step_meter.note_failure("".join(traceback.format_exception(error)), [rank], is_of_another=False)
 
 
 def stop() -> None:

@@ -18,11 +18,11 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from rankwise.health.segments import ARRIVED, READ_FOR_EVALUATION
-from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, FORWARD, SCRIPT
+from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, FAILURE, FORWARD, SCRIPT
 from rankwise.health.step_recorder import MOST_SLICES, EndedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from rankwise.health.step_record import RecordFile
     from rankwise.health.step_recorder import StepRecorder
@@ -264,6 +264,19 @@ def note_layout(what: str, **values: object) -> None:
     """Record how ranks or a model are laid out, for pictures of the run: JSON values, by name."""
     if _open:
         _open[0].record.note({"kind": "layout", "what": what, **values})
+
+
+def note_failure(text: str, ranks: Sequence[int], *, is_of_another: bool) -> None:
+    """Record why this rank ends.
+
+    Args:
+        text: the error, with its traceback if it is this rank's own.
+        ranks: whose failure it is, as far as known.
+        is_of_another: whether it is only the consequence of another rank's failure.
+    """
+    if _open:
+        whose = {"ranks": list(ranks), "is_of_another": is_of_another}
+        _open[0].record.note({"kind": FAILURE, "time": time.time(), "text": text, **whose})
 
 
 def note_event(text: str) -> None:

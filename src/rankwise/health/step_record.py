@@ -32,6 +32,8 @@ SCRIPT, DATA, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, CHECKPOINT, EVALUATION = r
 
 MAGIC = b"rankwise steps 2\n"
 SUFFIX = ".steps"
+FAILURE = "failure"
+"""The kind of what a rank, or its launcher, notes where it fails."""
 FACTS_BYTES = 4096
 """The size of the part that describes the rank, as JSON."""
 TAIL_RECORDS = 64

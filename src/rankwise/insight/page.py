@@ -15,6 +15,7 @@ from rankwise.charts.units import duration, memory, speed
 from rankwise.health.step_record import EXCHANGE
 from rankwise.insight import words
 from rankwise.insight.comparison import speeds_of, times_faster
+from rankwise.insight.events import events_of, failed_ranks
 from rankwise.insight.findings import findings_of
 from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, rendered
 from rankwise.insight.layouts import layout_sections
@@ -66,6 +67,7 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         findings[0] if findings else None,
         language,
         mean_parts=steady.mean_parts(),
+        failed=failed_ranks(run),
         times_one_rank=times[0] if table.num_ranks > 1 and any(speed.num_ranks == 1 for speed in speeds) else None,
     )
     html = rendered(
@@ -304,9 +306,7 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
 def _events(run: RunRecords, language: Language) -> Section:
     titles = TITLES[language]
     rows = tuple(
-        (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text)
-        for time, text in sorted([*((one["time"], one["text"].strip()) for one in run.events), *_events_of_ranks(run)])
-        if text
+        (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text) for time, text in events_of(run)
     )
     return Section(
         name="events",
@@ -316,17 +316,6 @@ def _events(run: RunRecords, language: Language) -> Section:
         if rows
         else (),
     )
-
-
-def _events_of_ranks(run: RunRecords) -> list[tuple[float, str]]:
-    """Return time and text of what ranks have recorded; what rank zero has recorded too, such as a save, once."""
-    first, *others = run.ranks
-    found = [(note["time"], note["text"].strip()) for note in first.notes if note["kind"] == "event"]
-    known = {text for _, text in found}
-    for record in others:
-        own = [note for note in record.notes if note["kind"] == "event" and note["text"].strip() not in known]
-        found += [(note["time"], f"rank {record.facts['rank']}: {note['text'].strip()}") for note in own]
-    return found
 
 
 def _environment(run: RunRecords, language: Language) -> Section:

@@ -140,6 +140,7 @@ def headline(
     *,
     mean_parts: Mapping[str, Floats],
     times_one_rank: float | None = None,
+    failed: Sequence[int] | None = None,
 ) -> str:
     """Return the sentence that the report begins with.
 
@@ -151,16 +152,21 @@ def headline(
         language: of the sentence.
         mean_parts: of a step, in seconds, by name: [rank].
         times_one_rank: how many times as fast the run is as one on one rank that it is compared with.
+        failed: the ranks whose failure ended the run, empty if unknown; ``None`` if it has not failed.
     """
     if language == "zh":
         start = f"{num_ranks} 个 rank，{num_steps:,} 步，每步 {duration(step_seconds)}"
         start += "" if times_one_rank is None else f"，是一个 rank 的 {times_one_rank:.1f} 倍快"
+        start += (
+            "" if failed is None else f"，然后 {ranks_in_words(failed, '', language) + ' ' if failed else '任务'}失败"
+        )
         nothing = f"没有明显的问题，{largest_in_words(mean_parts, language)}。"
         return f"{start}；{finding_in_words(first, language) if first else nothing}"
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
     start = f"{ranks}, {steps} of {duration(step_seconds)}"
     start += "" if times_one_rank is None else f", {times_one_rank:.1f} times as fast as one rank"
+    start += "" if failed is None else f", then {ranks_in_words(failed, '', language) if failed else 'it'} failed"
     if first is None:
         return f"{start}; nothing stands out, {largest_in_words(mean_parts, language)}."
     return f"{start}; {finding_in_words(first, language)}"

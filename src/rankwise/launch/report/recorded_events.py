@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.health.process_probe import start_time_of
+from rankwise.health.step_record import FAILURE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +54,7 @@ class RecordingReporter:
 
     def report(self, failed: FailedAttempt, text: str) -> None:
         """Show how an attempt failed."""
-        self._record({"kind": "failure", "rank": failed.first.rank, "text": text})
+        self._record({"kind": FAILURE, "rank": failed.first.rank, "text": text})
         self._inner.report(failed, text)
 
     def end(self, failures: Mapping[int, Failure]) -> None:
