@@ -18,6 +18,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.comm.backends import shared_channel
 from rankwise.comm.backends.shared_memory import SLOT_BYTES
+from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.testing import run_ranks as run_ranks_auto
 
@@ -55,6 +56,22 @@ def _of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 def _sizes(itemsize: int) -> list[int]:
     slot = SLOT_BYTES // itemsize
     return [0, 1, 7, 4099, slot - 1, slot, slot + 1, 2 * slot + 5]
+
+
+def _looks_at_a_waiting_rank(world: World) -> tuple[str, bool] | None:
+    detector = current().detector
+    assert detector is not None
+    rw.barrier()
+    rw.barrier()
+    answer: dict[str, Any] = {}
+    while world.rank == 0 and not answer.get("waiting"):
+        answer = detector.poll_status()[1]
+    rw.barrier()
+    return (answer["what"], answer["is_over"]) if answer else None
+
+
+def test_what_a_rank_waits_in_is_not_over(run_ranks: RunRanks) -> None:
+    assert run_ranks(_looks_at_a_waiting_rank, 2)[0].get() == ("barrier()", False)
 
 
 def _everything_travels(world: World) -> None:

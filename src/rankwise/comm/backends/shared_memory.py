@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.mapping import Mapping
     from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
     from rankwise.comm.backends.torch_group import TorchGroup
+    from rankwise.health.flight_recorder import Ticket
 
 SLOT_BYTES = 2**20
 DUP_SLOT_BYTES = 2**16
@@ -120,7 +121,7 @@ class SharedMemory:
         self._exchange_id = exchange_id
         self._agreed = ""
         self._results = ResultMemory()
-        self._latest: Operation | None = None
+        self._latest: tuple[Operation, Ticket] | None = None
 
     def agree(self, what: str) -> None:
         """Check the next collective against ``what``: on one host, when it reaches the others."""
@@ -284,12 +285,12 @@ class SharedMemory:
 
     def _run(self, steps: Generator[Awaited], words: str, tensor: torch.Tensor | None) -> None:
         ticket = self.detector.ticket(words, self._exchange_id, tensor)
-        if self._latest is not None:
-            # An interrupt may have left it pending. The slots are free when it is done.
-            self._engine.wait(self._latest, ticket)
+        if self._latest is not None and not self._latest[0].is_done:
+            # An interrupt has left it pending. The slots are free when it is done.
+            self._engine.wait(*self._latest)
         try:
-            self._latest = self._engine.start(steps)
-            self._engine.wait(self._latest, ticket)
+            self._latest = (self._engine.start(steps), ticket)
+            self._engine.wait(*self._latest)
         except CallsDiffer:
             self._latest = None
             ranks = [self._torch_group.world_ranks[rank] for rank in self._host_map.ranks]
