@@ -262,3 +262,37 @@ def test_one_world_after_another_finds_its_own_ranks(command: Command) -> None:
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["5"] * 2
+
+
+LEFT_OPEN = """
+import atexit, sys
+import torch
+import torch.distributed as dist
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = lambda: (print("destroyed"), destroy())
+dist.init_process_group("gloo")
+
+def last_words():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(total.item())
+
+atexit.register(last_words)
+if {fails}:
+    raise ValueError("of the script")
+"""
+
+
+def test_a_group_that_the_script_has_left_open_is_closed_after_its_own_exit_handlers(command: Command) -> None:
+    command.write("train.py", LEFT_OPEN.format(fails=False))
+    done = command.run("-n", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["2.0", "2.0", "destroyed", "destroyed"]
+
+
+def test_a_group_of_a_script_that_has_failed_is_left_open(command: Command) -> None:
+    command.write("train.py", LEFT_OPEN.replace("atexit.register(last_words)", "").format(fails=True))
+    done = command.run("-n", "2", "train.py")
+    assert done.returncode == 1
+    assert done.stdout == ""

@@ -15,7 +15,7 @@ import torch
 
 HERE = Path(__file__).parent
 FRAMEWORKS = ("accelerate", "ignite", "lightning", "monai", "tensorflow", "timm", "transformers")
-MOST_SECONDS = 50
+MOST_SECONDS = 80
 """A command may take, at most."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 RANKWISE = ("-m", "rankwise", "run", "--device", "cpu", "-n")

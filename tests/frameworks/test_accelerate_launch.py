@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LAUNCHED = str(HERE.parent / "e2e" / "launched.py")
 LAUNCH = ("-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
 TOLERANCE = 1e-10
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.mark.parametrize("source", ["torchrun", "openmpi"])

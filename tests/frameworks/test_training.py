@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from conftest import Launcher, Trained
 
 # One limit for two commands of at most 50 s each.
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(200)
 
 TAKES_DEVICES = ("lightning_trainer", "lightning_fabric")
 SCRIPTS = (

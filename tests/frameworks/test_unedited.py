@@ -14,7 +14,7 @@ from tests.same_result import Result, differences
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(200)
 
 
 # BERT's layers look whether a mask hides anything, and GPT-2's loss is computed inside the model.

@@ -15,7 +15,7 @@ from tests.same_result import Result, differences
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(200)
 
 
 def _files(folder: Path) -> dict[str, int]:

@@ -35,3 +35,5 @@ if fabric.is_global_zero:
         file.write("rank 0\n")
 facts = {"world_size": fabric.world_size, "variable": os.environ.get("WORLD_SIZE"), "metrics": metrics}
 torch.save({**facts, "state": model.state_dict()}, folder / f"rank{fabric.global_rank}.pt")
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # without it, Gloo aborts the interpreter now and then

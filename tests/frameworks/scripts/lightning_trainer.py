@@ -56,3 +56,5 @@ if __name__ == "__main__":
             file.write("rank 0\n")
     facts = {"world_size": trainer.world_size, "variable": os.environ.get("WORLD_SIZE"), "metrics": metrics}
     torch.save({**facts, "state": model.state_dict()}, folder / f"rank{trainer.global_rank}.pt")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # without it, Gloo aborts the interpreter now and then

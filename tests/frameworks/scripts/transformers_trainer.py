@@ -36,3 +36,5 @@ if trainer.is_world_process_zero():
         file.write("rank 0\n")
 facts = {"world_size": arguments.world_size, "variable": os.environ.get("WORLD_SIZE"), "metrics": metrics}
 torch.save({**facts, "state": model.state_dict()}, folder / f"rank{arguments.process_index}.pt")
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()  # without it, Gloo aborts the interpreter now and then

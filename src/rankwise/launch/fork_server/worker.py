@@ -7,9 +7,11 @@ start, before the fork server is forked.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwise.comm import session
@@ -49,12 +51,16 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
         from rankwise.comm import step_measuring  # noqa: PLC0415 - keeps the launcher's half of this module light
 
         step_measuring.start_unjoined()
+    close_groups = partial(_close_groups_left_open, own_pid)
+    atexit.register(close_groups)  # before the script's own, which are called first
     try:
         run_as_main(target)
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
         failure.trim(error)
         session.annotate(error)
         exit_code = _exit_code(error)
+        if exit_code != 0:
+            atexit.unregister(close_groups)  # It might wait for ranks that do not come.
         if os.getpid() != own_pid:
             # A process that the script forked and that returned from the script: not the rank.
             sys.__excepthook__(type(error), error, error.__traceback__)
@@ -69,6 +75,22 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     if os.getpid() == own_pid:
         note_script_end(start.variables["RANKWISE_ERROR_FILE"])
     return 0
+
+
+def _close_groups_left_open(own_pid: int) -> None:
+    """Close the process groups that the script has opened and not destroyed.
+
+    Otherwise threads of Gloo may still hold tensors when the interpreter ends, and abort the process.
+    """
+    if os.getpid() != own_pid or "torch.distributed" not in sys.modules:
+        return
+    # A script without torch does not pay for it.
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from rankwise.torch_private.groups import have_groups_leaked, open_groups  # noqa: PLC0415
+
+    if open_groups() and not have_groups_leaked():
+        dist.destroy_process_group()
 
 
 def _watch_for_mistakes(start: RankStart) -> None:
