@@ -168,7 +168,7 @@ class Operation:
         self.awaited: Awaited | None = None
         self.is_done = False
         self.error: Exception | None = None
-        """What it has failed with, for whoever waits for it."""
+        """Why it failed; raised by the wait for it."""
 
     def fail(self, error: Exception) -> None:
         """End without a result."""
@@ -265,7 +265,7 @@ class Engine:
             self._sleep(operation, seconds - spent)
 
     def _raise_failure(self, operation: Operation) -> None:
-        """Raise what ``operation`` failed with, or, while it is pending, another one: it may depend on that."""
+        """Raise the error of ``operation`` or, while it is pending, of another one that it may depend on."""
         failed = operation if operation.is_done else next(iter(self._failed), None)
         if failed is not None and failed.error is not None:
             if failed in self._failed:

@@ -109,9 +109,11 @@ def python_state(module: nn.Module) -> dict[str, object]:
     for kind in kinds:
         _look(kind.__name__, kind, found, seen)
     of_kinds = {"__main__", *(kind.__module__ for kind in kinds)}
-    for name in sorted(name for name in list(sys.modules) if name != "__mp_main__" and is_of_script(name)):
+    for name, loaded in sorted(sys.modules.copy().items()):
+        if name == "__mp_main__" or not is_of_script(name):
+            continue
         beside = "" if name in of_kinds else f" of {name}"
-        for key, value in list(vars(sys.modules.get(name, sys)).items()):
+        for key, value in list(vars(loaded).items()):
             if not key.startswith("__"):
                 _look(f"the global {key}{beside}", value, found, seen)
     return found
