@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
+from rankwise.comm.backends.torch_channel import TorchChannel
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
 from rankwise.tensors.as_bytes import bytes_of
@@ -37,7 +38,6 @@ REDUCE_OPS = {
 CPU_CHANNEL_BYTES = 8 * 2**20
 OTHER_CHANNEL_BYTES = 25 * 2**20
 DIGEST_BYTES = 8
-_WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
 def handle_of(work: dist.Work | None) -> dist.Work:
@@ -233,74 +233,3 @@ class TorchGroup:
 
     def close(self) -> None:
         """Do nothing: torch's groups are closed where they were opened, in ``join``."""
-
-
-class TorchChannel:
-    """A channel for one bucket through torch's group. See :class:`rankwise.comm.backends.protocol.BucketChannel`.
-
-    Flags and the weight follow the body; summed over ranks they show which flags are set, and divide the sum.
-    """
-
-    def __init__(self, group: TorchGroup, size: ChannelSize, what: str) -> None:
-        self._group = group
-        self._what = what
-        self._flat = torch.zeros(size.num_elements + size.num_flags + 1, dtype=size.dtype, device=size.device)
-        self.body = self.result = self._flat[: size.num_elements]
-        self._flags = self._flat[size.num_elements : -1]
-        # If the dtype cannot hold a sum of weights precisely enough, that is sent separately.
-        self._beside = None if size.dtype in _WEIGHT_DTYPES else self._flat.new_zeros(1, dtype=torch.float64)
-        self._weight = self._flat[-1:] if self._beside is None else self._beside
-        self._pending: list[PendingCollective] = []
-
-    def can_claim(self) -> bool:
-        """Return whether nothing is pending, and nothing must be compared first."""
-        return not self._pending and self._group.detector.check is None
-
-    def claim(self) -> None:
-        """Wait for a collective that an error interrupted."""
-        self._wait()
-
-    def factor(self, share: float) -> float:
-        """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
-        return share / self._group.world_size
-
-    @torch.no_grad()
-    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
-        """Start reducing."""
-        if share == 0.0:
-            self.body.zero_()
-        self._weight.fill_(weight)
-        self._flags.fill_(1.0)
-        for flag in absent:
-            self._flags[flag] = 0.0
-        self._pending = [
-            self._group.start_all_reduce(tensor, what=self._what)
-            for tensor in (self._flat, self._beside)
-            if tensor is not None
-        ]
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the sum, and divide it."""
-        self._wait()
-        if self.body.device.type == "cpu":
-            total = self.total()
-            scale = self._group.world_size / total if total > 0 else 0.0
-            if scale != 1.0:
-                self.body.mul_(scale)
-        else:
-            # Divided on the device: reading the weight would wait for the device, once per bucket.
-            self.body.mul_(torch.where(self._weight > 0, self._group.world_size / self._weight, 0.0)[0])
-
-    def total(self) -> float:
-        """Return the sum of the weights."""
-        return self._weight.item()
-
-    def is_flag_set(self, flag: int) -> bool:
-        """Return whether any rank has set a flag."""
-        return bool(self._flags[flag].item())
-
-    def _wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending.clear()
