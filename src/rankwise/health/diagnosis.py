@@ -235,7 +235,13 @@ def is_of_a_connection(error: BaseException) -> bool:
     words = str(error)
     return isinstance(error, RuntimeError) and any(
         sign in words
-        for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+        for sign in (
+            "gloo/transport",
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "NCCL error",
+            "was aborted",
+        )
     )
 
 
