@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -158,3 +159,21 @@ def test_an_error_of_another_thread_is_the_very_same() -> None:
     with pytest.raises(PeerMissing) as caught:
         raise_in_thread(threading.get_ident(), error)
     assert caught.value is error
+
+
+def test_an_error_that_another_thread_has_withdrawn_is_not_raised() -> None:
+    own = threading.get_ident()
+
+    def raise_and_withdraw() -> None:
+        raise_in_thread(own, PeerMissing("rank 1 exited", ranks=[1]))
+        raise_in_thread(own, None)
+
+    # The interpreter switches between threads where it raises such errors, so the other one is given all the time.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(LIMIT_SECONDS)
+    try:
+        thread = threading.Thread(target=raise_and_withdraw)
+        thread.start()
+        thread.join()
+    finally:
+        sys.setswitchinterval(before)

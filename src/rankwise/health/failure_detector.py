@@ -102,7 +102,8 @@ class FailureDetector:
             tensor: what this rank sends, for ranks to compare if ``what`` does not include its shape and dtype.
         """
         if self.error is not None:
-            self.note_raised()
+            # Hooks run in a thread of torch's on GPUs: backward() then raises it in the thread that trains.
+            self._leave_to_raise()
             raise self.error
         if self._awaited and exchange_id == 0:
             self._refuse_two_threads(what)
@@ -175,7 +176,11 @@ class FailureDetector:
     def note_raised(self) -> None:
         """Record that this thread raises an error of a collective, or that the world is being left."""
         if self.is_in_main_thread():
-            self._has_raised = True
+            self._leave_to_raise()
+
+    def _leave_to_raise(self) -> None:
+        self._has_raised = True
+        raise_in_thread(self._main_thread_id, None)
 
     def raise_in_main_thread(self) -> None:
         """Have the training thread raise the error as soon as it runs Python code, unless it has raised one."""
