@@ -191,7 +191,7 @@ def _take_part(
 
     # Only now: querying devices before the fork could leave the ranks unable to use them.
     kind = None if options.device == "cpu" else accelerator.found_kind()
-    instances = accelerator.mig_instances(device_mask(EXAMPLE.visible)) if kind else ()
+    instances = accelerator.mig_instances(device_mask(EXAMPLE.visible)) if kind is EXAMPLE else ()
     num_devices = len(instances) or (accelerator.count() if kind and not kind.is_shared else 0)
     num_ranks = num_ranks_here(options, num_devices, kind)
     job = find(options) if job_address is None else job_address

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from rankwise.world.device.kinds import EXAMPLE, KINDS, DeviceKind, is_accelerat
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+MIG_FILES = Path("/dev/nvidia-caps")
 _TOOLKITS = ("cuda", "hip", "xpu")
 
 
@@ -106,11 +106,11 @@ def mig_instances(mask: Sequence[str] | None) -> tuple[str, ...]:
     if mask is not None:
         return tuple(mask) if is_mig(mask) else ()
     # The first two files configure and monitor; each instance has further ones. Source: the user guide of MIG.
-    files = {path.name for path in Path("/dev/nvidia-caps").glob("nvidia-cap*")} - {"nvidia-cap1", "nvidia-cap2"}
-    if count_of(EXAMPLE.name) != 1 or not files or (listing := shutil.which("nvidia-smi")) is None:
+    files = {path.name for path in MIG_FILES.glob("nvidia-cap*")} - {"nvidia-cap1", "nvidia-cap2"}
+    if not files:
         return ()
     try:
-        listed = subprocess.run([listing, "-L"], capture_output=True, text=True, check=True, timeout=20).stdout  # noqa: S603
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=20).stdout  # noqa: S607 - as users call it
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(re.findall(r"UUID: (MIG-[^)\s]+)", listed))
@@ -118,7 +118,7 @@ def mig_instances(mask: Sequence[str] | None) -> tuple[str, ...]:
 
 def is_mig(mask: Sequence[str] | None) -> bool:
     """Return whether a mask names MIG instances of NVIDIA GPUs."""
-    return bool(mask) and all(entry.startswith("MIG-") for entry in mask)
+    return mask is not None and any(entry.startswith("MIG-") for entry in mask)
 
 
 def use(device: str) -> None:
