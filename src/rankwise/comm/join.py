@@ -107,7 +107,7 @@ def join(
     Args:
         backend: ``"nccl"``, ``"gloo"``, or another that torch knows; by default torch's own for the device: NCCL on
             GPUs of NVIDIA and AMD, Gloo on the CPU. ``docs/devices.md`` has the table.
-        device: the device of this rank; by default the accelerator of its local rank, else the CPU.
+        device: the device of this rank; by default an accelerator of its own, else the CPU.
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when no launcher set its
             variables. The first two need ``rank`` and ``world_size``.
         rank: number of this process, with ``init_method``.
