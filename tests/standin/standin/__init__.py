@@ -26,13 +26,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
+import functools
 import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,17 +59,21 @@ def built(part: str = "standin") -> Path:
         unfinished = library.with_suffix(f".{os.getpid()}")
         command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(source), "-o", str(unfinished)]
         command += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
+        command += [f"-I{sysconfig.get_path('include')}"]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root}/lib"]
-        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+        subprocess.run([*command, "-lc10", "-ltorch_cpu", "-ltorch_python"], check=True)
         unfinished.rename(library)
     return library
 
 
-def load() -> None:
-    """Give this process the devices. Calling it again does nothing."""
+def load(*, strict: bool = False) -> None:
+    """Give this process the devices, and the backend ``strict`` where it or the environment asks for it, once."""
     import torch
 
+    is_strict = strict or os.environ.get("STANDIN_BACKEND") == "strict"
     if "standin" in vars(torch):
+        if is_strict:
+            _register_strict()
         return
     library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
     library.standin_state_bytes.restype = ctypes.c_longlong
@@ -74,6 +81,27 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend("standin")
     torch._register_device_module("standin", _module(library))
     torch.utils.generate_methods_for_privateuse1_backend()
+    if is_strict:
+        _register_strict()
+
+
+@functools.cache
+def _register_strict() -> None:
+    """Register the backend, which torch then takes for the device: ``cpu:gloo,standin:strict``."""
+    import torch.distributed as dist
+
+    create = ctypes.PyDLL(str(built("strict")), mode=ctypes.RTLD_GLOBAL).standin_strict_backend
+    create.restype = ctypes.py_object
+    create.argtypes = [ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_double]
+
+    def new(options: Any, _: object) -> dist.Backend:
+        rank, size, timeout = options.group_rank, options.group_size, options.timeout
+        inner = dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
+        inner._set_default_timeout(datetime.timedelta(days=1))  # NCCL does not notice that a peer is gone.
+        ranks = [] if options.group_id == "0" else list(options.global_ranks_in_group)
+        return create(inner, options.group_id, ranks, timeout.total_seconds())
+
+    dist.Backend.register_backend("strict", new, extended_api=True, devices=["standin"])
 
 
 def _module(library: ctypes.CDLL) -> types.ModuleType:  # noqa: C901 - one short function for each of torch's
@@ -135,6 +163,7 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:  # noqa: C901 - one short
         get_device_name=lambda _=None: "stand-in on the CPU",
         synchronize=torch.accelerator.synchronize,
         current_stream=torch.accelerator.current_stream,
+        stream=lambda stream: contextlib.nullcontext() if stream is None else stream,
         Stream=torch.Stream,
         Event=torch.Event,
     )

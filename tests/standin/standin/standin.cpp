@@ -554,6 +554,7 @@ void order_after(c10::Stream stream, const PendingPtr& pending) {
   std::lock_guard<std::mutex> guard(orders_lock);
   has_orders = true;
   auto& all = orders[key_of(stream)];
+  std::erase_if(all, [](const auto& one) { return one->is_settled(); });
   if (std::find(all.begin(), all.end(), pending) == all.end()) all.push_back(pending);
 }
 
