@@ -74,9 +74,7 @@ FITTING = [way for way in WAYS if torch.Size(way[1].values()).numel() <= NUM_DEV
 
 
 @pytest.mark.parametrize(("strategy", "sizes"), FITTING, ids=[f"{way} {sizes}" for way, sizes in FITTING])
-def test_every_strategy_trains_as_one_cpu(
-    tmp_path: Path, one_cpu: Found, strategy: str, sizes: dict[str, int]
-) -> None:
+def test_every_strategy_trains_as_one_cpu(tmp_path: Path, one_cpu: Found, strategy: str, sizes: dict[str, int]) -> None:
     for found in _strict(train_spread, torch.Size(sizes.values()).numel(), strategy, sizes, str(tmp_path)):
         for kind, expected in enumerate(one_cpu):
             assert largest_difference(found[kind], {name: expected[name] for name in found[kind]}) < TOLERANCE
@@ -210,9 +208,7 @@ def _without_a_rank(world: World) -> None:
 
 
 def test_a_rank_that_never_arrives_is_named_at_the_timeout() -> None:
-    results = results_on_standin(
-        _without_a_rank, 2, backend="strict", join_timeout_seconds=3.0, timeout_seconds=20.0
-    )
+    results = results_on_standin(_without_a_rank, 2, backend="strict", join_timeout_seconds=3.0, timeout_seconds=20.0)
     assert isinstance(results[0].error, PeerMissing), _says(results[0].error)
     assert "rank 1" in str(results[0].error).lower()
 

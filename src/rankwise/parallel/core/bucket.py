@@ -12,13 +12,14 @@ import torch
 
 from rankwise.comm.backends.protocol import TakesOwnPart
 from rankwise.parallel.compress.error_feedback import HasErrorFeedback
+from rankwise.parallel.loss.amounts import is_zero
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import BucketChannel
+    from rankwise.comm.backends.protocol import Amount, BucketChannel
     from rankwise.parallel.core.gradient_weights import Weights
 
 COARSE_BYTES = 2**16
@@ -79,15 +80,22 @@ class Bucket:
         if self._is_split:
             gradients = [own_gradient(parameter) for parameter in self.parameters]
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
-        if weights.share != 0.0:
+        share, weight = cast("float", weights.share), cast("float", weights.weight)
+        if not is_zero(share):
             for index in absent:
                 self._pieces[index].zero_()
-            self._copy_in(gradients, self.channel.factor(weights.share))
-        self.channel.start(weights.share, weights.weight, absent)
+            self._copy_in(gradients, self.channel.factor(share))
+        self.channel.start(share, weight, absent)
         self._num_absent = len(absent)
 
-    def _copy_in(self, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        if self._is_coarse and isinstance(self.channel, TakesOwnPart) and not self._is_split and _is_wide(self._flat):
+    def _copy_in(self, gradients: Sequence[torch.Tensor | None], factor: Amount) -> None:
+        if (
+            not isinstance(factor, torch.Tensor)
+            and self._is_coarse
+            and isinstance(self.channel, TakesOwnPart)
+            and not self._is_split
+            and _is_wide(self._flat)
+        ):
             self.channel.contribute(self._copy_in_for_others(gradients, factor, self.channel.own))
             return
         if self._is_coarse:

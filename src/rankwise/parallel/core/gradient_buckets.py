@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from rankwise.comm.backends.protocol import BucketChannel, Exchange
+    from rankwise.comm.backends.protocol import Amount, BucketChannel, Exchange
     from rankwise.parallel.compress.methods import Method
     from rankwise.parallel.core.gradient_weights import Weights
 
@@ -182,7 +182,7 @@ class GradientBuckets:
         self._num_sent = 0
         self._is_first_step = False
 
-    def total(self) -> float:
+    def total(self) -> Amount:
         """Return the sum of all ranks' weights in the latest step, after :meth:`take_back`."""
         return self._buckets[0].channel.total()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.comm.backends.through_host import ThroughHost
 from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
 from rankwise.health.step_record import BACKWARD, EXCHANGE
@@ -23,6 +24,7 @@ from rankwise.parallel.core.gradient_weights import Weights, WeightUnit
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
+from rankwise.parallel.loss.amounts import multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.parallel.loss.terms import forward_call, mark_output
 from rankwise.torch_private import foreach
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.parallel.compress.methods import Method
+
+STEPS_OF_UNIT = 3
+"""How many of the first steps adjust the unit of weights that are on a device."""
 
 _round: list[GradientSync] = []
 """The syncs that take part in the backward under way: several where one loss crosses several models."""
@@ -69,7 +74,16 @@ class GradientSync:
         is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
         self._unit = WeightUnit(is_open=is_float16)
         self._accumulation = Accumulation(self.names, self.parameters)
-        self.loss = LossOnRanks(self.number, self.parameters, group, model_name, self._accumulation)
+        self.loss = LossOnRanks(
+            self.number,
+            self.parameters,
+            group,
+            model_name,
+            self._accumulation,
+            device=_device_of_weights(self.parameters, group, compress),
+        )
+        self._known_share: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The weight of a backward, on a device, and its share."""
         self._on_mean: Callable[[float], None] | None = None
         self._on_backward: Callable[[], None] | None = None
         self._in_backward = False
@@ -93,7 +107,7 @@ class GradientSync:
             self._accumulation.expect(sorted(self._hooked), self._share)
         return self._accumulation.set_continued(value)
 
-    def set_given_weight(self, amount: float | None) -> float | None:
+    def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Set the number that the loss is a mean over; return the value before."""
         return self.loss.set_given_weight(amount)
 
@@ -173,7 +187,7 @@ class GradientSync:
 
     # -- while backward runs -----------------------------------------------------------------------
 
-    def begin(self, weight: float | None) -> None:
+    def begin(self, weight: Amount | None) -> None:
         """Start a backward whose loss is a mean over ``weight`` samples. Repeated calls do nothing."""
         if self._in_backward:
             return
@@ -191,11 +205,16 @@ class GradientSync:
             run_after_backward(_finish_round)
         _round.append(self)
 
-    def _share(self) -> float:
+    def _share(self) -> Amount:
         """Return the weight of the backward under way, in units of the mean weight of a rank's step."""
         if not self._in_backward:
             self.begin(self.loss.forward_weight)
-        return 1.0 if self.loss.is_sum else self.loss.weight / self._unit.size
+        weight = self.loss.weight
+        if self.loss.is_sum or not isinstance(weight, torch.Tensor):
+            return 1.0 if self.loss.is_sum else weight / self._unit.size
+        if self._known_share is None or self._known_share[0] is not weight:
+            self._known_share = weight, weight / self._unit.size
+        return self._known_share[1]
 
     def _take_note(self, number: int) -> None:
         """Note that the gradient of a parameter is complete. Called once per parameter and step."""
@@ -259,21 +278,23 @@ class GradientSync:
         if self.loss.guard is not None:
             self.loss.guard.check()
         total = buckets.total() / self._unit.scale
-        if is_sum and total != 1.0:
+        if is_sum and (self.loss.is_empty_somewhere() if isinstance(total, torch.Tensor) else total != 1.0):
             # Ranks without samples sent weights as if the others' losses were no sums.
             self._multiply(total)
         if self._on_mean is not None:
-            self._on_mean(self.loss.counted(total * self._unit.size))
+            self._on_mean(self.loss.counted(float(total) * self._unit.size))
         if self.loss.is_empty and not is_sum and not self._accumulation.is_open:
             # The means of the others include their earlier gradients, which are the same.
             self._accumulation.close()
         elif self._accumulation.is_begun:
             self._accumulation.give_back_earlier()
-        if total > 0 and not is_sum:
-            self._unit.adjust(total / group.world_size)
+        if not is_sum and not (isinstance(total, torch.Tensor) and self._keeps_unit()):
+            mean = float(total) / group.world_size
+            if mean > 0:
+                self._unit.adjust(mean)
         if self._num_synced == 0:
             # A rank without samples was called with others' as a stand-in.
-            call = self._first_call if self.loss.weight > 0 else None
+            call = self._first_call if float(self.loss.weight) > 0 else None
             report_first_calls(call, group, self._model_name, is_sum=is_sum)
         self._num_synced += 1
         # Several models that are trained together count one step.
@@ -283,22 +304,37 @@ class GradientSync:
             self._rebuild_in_arrival_order(group, buckets.first_arrivals)
         self._is_order_known = True
 
+    def _keeps_unit(self) -> bool:
+        """Return whether the unit is known: the first steps read weights from the device, and a unit rounds nothing."""
+        return self._num_synced >= STEPS_OF_UNIT and self._unit.scale == 1.0
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [own for p in self.parameters if (own := own_gradient(p)) is not None]
+
     @torch.no_grad()
-    def _multiply(self, factor: float) -> None:
-        foreach.mul_([own for p in self.parameters if (own := own_gradient(p)) is not None], factor)
+    def _multiply(self, factor: Amount) -> None:
+        if not isinstance(factor, torch.Tensor):
+            foreach.mul_(self._gradients(), factor)
+            return
+        for gradient in self._gradients():
+            multiply_(gradient, factor)
 
     @torch.no_grad()
     def _divide_alone(self) -> None:
         total = self._accumulation.carried + self._share()
         if self._on_mean is not None:
-            self._on_mean(self.loss.counted(total))
-        if total > 0 and not self._accumulation.is_open:
+            self._on_mean(self.loss.counted(float(total)))
+        is_open = self._accumulation.is_open
+        if not isinstance(total, torch.Tensor) and total > 0 and not is_open:
             return
         if self.loss.is_sum:
             self._accumulation.give_back_earlier()
             return
-        gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
-        if total == 0:
+        gradients = self._gradients()
+        if isinstance(total, torch.Tensor):
+            for gradient in gradients:
+                multiply_(gradient, ratio(1.0, total) if is_open else (total > 0).to(total.dtype))
+        elif total == 0:
             # A mean over no samples is NaN; zeros are the result of several ranks too.
             foreach.zero_(gradients)
         else:
@@ -318,6 +354,15 @@ class GradientSync:
             _round.remove(self)
         self._accumulation.abandon()
         self._start_over()
+
+
+def _device_of_weights(
+    parameters: Sequence[nn.Parameter], group: Exchange | None, compress: Method | None
+) -> torch.device | None:
+    """Return the device of all parameters if gradients are reduced there by weights that the host need not know."""
+    devices = {parameter.device for parameter in parameters}
+    takes_tensors = not isinstance(group, ThroughHost) and (compress is None or isinstance(compress, Narrow))
+    return devices.pop() if takes_tensors and len(devices) == 1 and "cpu" not in {d.type for d in devices} else None
 
 
 def _finish_round() -> None:
