@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rankwise.health.failure_detector import FailureDetector
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+CPU_PIECE_ELEMENTS = 2**16
 
 
 class ExchangingGroup(Protocol):
@@ -80,7 +81,7 @@ class HalfChannel:
     @torch.no_grad()
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Send each rank its slice."""
-        if self.body.device.type != "cpu":
+        if self.body.device.type != "cpu" and self._group.detector.queue is not None:
             # Waiting orders the device's stream there, and does not stop this thread.
             self._sum_earlier()
         if share == 0.0:
@@ -122,11 +123,17 @@ class HalfChannel:
         self._wait()
         shares, weights = self._notes[:, :2].unbind(1)
         total = weights.sum()
-        mean = (self._received * shares.float()[:, None]).sum(0)
-        # Divided, not multiplied by a reciprocal, which would be rounded before.
-        mean.div_(torch.where(total > 0, total, torch.inf))
+        mean = torch.empty_like(self._rows[0])
+        # A core's cache holds a piece; a device computes all of it at once.
+        length = CPU_PIECE_ELEMENTS if mean.device.type == "cpu" else len(mean)
+        for out, *parts in zip(*(one.split(length) for one in (mean, *self._received)), strict=True):
+            wide = torch.zeros_like(out, dtype=torch.float32)
+            for part, share in zip(parts, shares.float(), strict=True):
+                wide.addcmul_(part.float(), share)
+            # Divided, not multiplied by a reciprocal, which would be rounded before.
+            out.copy_(wide.div_(torch.where(total > 0, total, torch.inf)))
         self._received = self._rows[:0]
-        self._pending = [self._group.start_all_gather(self._rows, mean.to(self._rows.dtype), what=self._what)]
+        self._pending = [self._group.start_all_gather(self._rows, mean, what=self._what)]
 
     def _wait(self) -> None:
         for pending in self._pending:

@@ -40,6 +40,8 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Renamed in torch 2.13."""
 CPU_CHANNEL_BYTES = 8 * 2**20
 OTHER_CHANNEL_BYTES = 25 * 2**20
 DIGEST_BYTES = 8
@@ -268,17 +270,18 @@ class TorchGroup:
         reduce = partial(dist.all_reduce, tensor, REDUCE_OPS[op], group=self._group, async_op=True)
         return follow(self.detector, ticket, tensor, reduce)
 
-    def start_all_gather(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> PendingCollective:
+    def start_all_gather(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> Pending:
         """Start gathering the ``tensor`` of every rank into a row of ``out``; both contiguous."""
-        ticket = self.detector.ticket(what, self.exchange_id, tensor)
-        work = dist.all_gather_into_tensor(bytes_of(out), bytes_of(tensor), group=self._group, async_op=True)
-        return PendingCollective(self.detector, ticket, work)
+        return self._start_bytes(ALL_GATHER, out, tensor, what)
 
-    def start_all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> PendingCollective:
+    def start_all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> Pending:
         """Start sending row r of ``tensor`` to rank r, which receives it in ``out``; both contiguous."""
+        return self._start_bytes(dist.all_to_all_single, out, tensor, what)
+
+    def _start_bytes(self, collective: Any, out: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:  # noqa: ANN401 - one of torch's
         ticket = self.detector.ticket(what, self.exchange_id, tensor)
-        work = dist.all_to_all_single(bytes_of(out), bytes_of(tensor), group=self._group, async_op=True)
-        return PendingCollective(self.detector, ticket, work)
+        send = partial(collective, bytes_of(out), bytes_of(tensor), group=self._group, async_op=True)
+        return follow(self.detector, ticket, tensor, send)
 
     def channel_bytes(self, device: torch.device) -> int:
         """Return a size of which Gloo moves several at once, and NCCL one after the other."""
