@@ -69,8 +69,8 @@ struct Quiet {
 using standin::PendingPtr;
 using Stream = std::pair<c10::DeviceIndex, c10::StreamId>;
 
-std::mutex orders_lock;
-std::map<Stream, std::vector<PendingPtr>> orders;
+std::mutex& orders_lock = *new std::mutex;
+std::map<Stream, std::vector<PendingPtr>>& orders = *new std::map<Stream, std::vector<PendingPtr>>;
 std::atomic<bool> has_orders{false};
 
 void settle_all(const std::vector<PendingPtr>& all) {

@@ -39,8 +39,8 @@ constexpr int kCollectives = -1;  // The number of a communicator's own lane; ot
 
 // -- one order --------------------------------------------------------------------------------------------
 
-std::mutex counts_lock;
-std::map<int64_t, int64_t> counts_with;  // Collectives issued so far on communicators that have this rank of the world.
+std::mutex& counts_lock = *new std::mutex;
+std::map<int64_t, int64_t>& counts_with = *new std::map<int64_t, int64_t>;  // Collectives issued so far on communicators that have this rank of the world.
 
 [[noreturn]] void end_process(const std::string& why) {
   std::fprintf(stderr, "strict stand-in: %s\n", why.c_str());
@@ -212,15 +212,16 @@ struct Communicator : std::enable_shared_from_this<Communicator> {
   }
 };
 
-std::mutex communicators_lock;
-std::vector<std::weak_ptr<Communicator>> communicators;
+// Threads outlive the end of main: what they use is never destroyed.
+std::mutex& communicators_lock = *new std::mutex;
+std::vector<std::weak_ptr<Communicator>>& communicators = *new std::vector<std::weak_ptr<Communicator>>;
 
 void watch_over(const std::shared_ptr<Communicator>& communicator) {
   std::lock_guard<std::mutex> guard(communicators_lock);
   std::erase_if(communicators, [](const auto& one) { return one.expired(); });
   communicators.push_back(communicator);
-  static std::once_flag once;
-  std::call_once(once, [] {
+  static bool is_watching = false;
+  if (!std::exchange(is_watching, true)) {
     std::thread([] {
       while (true) {
         std::this_thread::sleep_for(kWatchdogPeriod);
@@ -233,7 +234,7 @@ void watch_over(const std::shared_ptr<Communicator>& communicator) {
         for (const auto& one : all) one->look_for_overdue();
       }
     }).detach();
-  });
+  }
 }
 
 // -- works ------------------------------------------------------------------------------------------------
