@@ -143,6 +143,7 @@ class _RanksOfModel:
         self.sync.begin(self.sync.loss.forward_weight)
         amount = self.sync.loss.weight
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
+        self.sync.before_collective()
         total = self.exchange.all_reduce(total, what="BatchNorm gradients")
         if amount == 0 and x.numel() and is_needed and bool(total.any()):
             _warn_of_lacking_gradients(self.sync)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of several communicators on a device that needs one order of them, as NCCL does, on every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from on_standin import build_standin, on_standin
+from test_promise import TOLERANCE, Parameters, largest_difference
+from torch import nn
+
+import rankwise as rw
+from rankwise.comm.backends import torch_group
+from rankwise.comm.session import current
+from rankwise.parallel.core import gradient_buckets
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from rankwise.world.facts import World
+
+pytestmark = pytest.mark.timeout(180)  # the first of these tests may have to compile the device
+NUM_STEPS = 4
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the ranks the backend that ends a process where orders differ."""
+    build_standin()
+    monkeypatch.setenv("STANDIN_BACKEND", "strict")
+
+
+class Net(nn.Module):
+    """Layers before, between and after BatchNorm; one that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.other_norm = nn.BatchNorm1d(WIDTH)
+        self.odd = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, *, uses_odd: bool) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        x = torch.tanh(self.other_norm(self.middle(x)))
+        return self.last(self.odd(x) if uses_odd else x)
+
+
+def _train(world: World, user: int, compress: str | None, num_models: int) -> tuple[Parameters, list[str]]:
+    """Train on each rank's own samples, with every layer in a bucket of its own.
+
+    Returns:
+        The parameters, and what the last step issued in backward, in order.
+    """
+    gradient_buckets.FIRST_BUCKET_BYTES = torch_group.OTHER_CHANNEL_BYTES = torch_group.CPU_CHANNEL_BYTES = 64
+    torch.manual_seed(0)
+    models = [
+        rw.replicate(Net().double().to(world.device), sync_batchnorm=True, compress=compress)
+        for _ in range(num_models)
+    ]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    generator = torch.Generator().manual_seed(world.rank)
+    issued: list[str] = []
+    ticket = current().detector.ticket
+
+    def noting(what: str, *args: Any) -> Any:
+        issued.append(what)
+        return ticket(what, *args)
+
+    for _ in range(NUM_STEPS):
+        x = torch.randn(5, WIDTH, generator=generator, dtype=torch.float64).to(world.device)
+        # Backward goes through what was computed last first: another order on every rank.
+        order = models if world.rank % 2 else models[::-1]
+        outputs = [model(x, uses_odd=world.rank == user) for model in models]
+        losses = [outputs[models.index(model)].square().mean() for model in order]
+        issued.clear()
+        current().detector.ticket = noting  # type: ignore[method-assign]
+        sum(losses[1:], losses[0]).backward()
+        current().detector.ticket = ticket  # type: ignore[method-assign]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"{n} {key}": value.cpu() for n, model in enumerate(models) for key, value in model.state_dict().items()}, issued
+
+
+@pytest.mark.parametrize("compress", [None, "powersgd"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("user", [0, 1])
+def test_batchnorm_and_a_layer_that_one_rank_uses(world_size: int, user: int, compress: str | None) -> None:
+    expected, _ = run_ranks(_train, world_size, user, compress, 1, exchange="gloo")[0].get()
+    for parameters, _ in on_standin(_train, world_size, user, compress, 1):
+        assert largest_difference(parameters, expected) < TOLERANCE
+
+
+def test_buckets_are_sent_while_backward_runs() -> None:
+    for _, issued in on_standin(_train, 2, 0, None, 1):
+        names = [what for what in issued if "BatchNorm gradients" in what or "bucket" in what]
+        last = max(position for position, what in enumerate(names) if "BatchNorm" in what)
+        assert any("bucket" in what for what in names[:last]), names
