@@ -2,7 +2,7 @@
 """A device for tests: ``standin:0`` to ``standin:3``, in the CPU's memory, computing on the CPU.
 
 torch takes it for an accelerator (its PrivateUse1 mechanism), so rankwise's code for accelerators runs without one. No
-backend of torch carries its tensors. A process has it after :func:`load`, or after ``import torch`` where the folder
+backend of torch carries its tensors, unless ``load(strict=True)`` or ``STANDIN_BACKEND=strict`` asks for the one below. A process has it after :func:`load`, or after ``import torch`` where the folder
 above is on ``PYTHONPATH``: torch loads it by the entry point ``torch.backends``, as it loads torch_npu.
 
 Emulated in ``standin.cpp``, on the device's own memory:
@@ -20,6 +20,24 @@ Emulated in ``standin.cpp``, on the device's own memory:
   shows where, as that of ``torch.cuda`` does.
 
 Every other operator is copied to the CPU, computed there, and copied back.
+
+The backend ``strict`` (``strict.cpp``) is torch's choice for the device where it is loaded. Gloo moves the bytes in threads
+of each communicator; what the caller sees is what NCCL's callers see, where that hurts:
+
+- outputs are NaN (integers: the lowest number) until the current stream was ordered after the collective by ``wait()``, by
+  its future, or by an event. This returns at once; the next operator on that stream blocks until the result is there.
+- ``wait(timeout)`` blocks the CPU, counts from when the collective was queued, and is terminal: the communicator is
+  aborted. A collective that is not complete at the group's own timeout ends the process.
+- a dead peer, or one that calls something else, is not noticed: the collective stays pending.
+- ``abort()`` fails what is pending, lets blocked streams go on (results remain NaN), and makes later collectives raise.
+- tensors of the CPU or of another device than the communicator's first, and non-contiguous ones, are refused.
+- sends and receives block one another per pair of ranks unless batched; tags are ignored.
+- the process ends, with a line on stderr, where two ranks issue collectives in different orders, over all communicators that
+  have both ranks.
+
+Not emulated: reading an input before the collective has read it (inputs are copied when it is issued), memory that is reused
+while a stream needs it (``record_stream``), CUDA graphs. Stricter than NCCL: each result needs a ``wait()`` of its own, and
+``is_completed()`` orders nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
 """
 
 from __future__ import annotations
