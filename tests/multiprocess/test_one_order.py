@@ -25,11 +25,9 @@ NUM_STEPS = 4
 WIDTH = 32
 
 
-@pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the ranks the backend that ends a process where orders differ."""
-    build_standin()
-    monkeypatch.setenv("STANDIN_BACKEND", "strict")
+@pytest.fixture(scope="module", autouse=True)
+def _standin_is_built() -> None:
+    build_standin(strict=True)
 
 
 class Net(nn.Module):
@@ -50,53 +48,73 @@ class Net(nn.Module):
         return self.last(self.odd(x) if uses_odd else x)
 
 
-def _train(world: World, user: int, compress: str | None, num_models: int) -> tuple[Parameters, list[str]]:
-    """Train on each rank's own samples, with every layer in a bucket of its own.
+def _one_bucket_per_layer() -> None:
+    gradient_buckets.FIRST_BUCKET_BYTES = torch_group.OTHER_CHANNEL_BYTES = torch_group.CPU_CHANNEL_BYTES = 64
+
+
+def _train(world: World, user: int, compress: str | None) -> tuple[Parameters, list[str]]:
+    """Train on each rank's own samples.
 
     Returns:
         The parameters, and what the last step issued in backward, in order.
     """
-    gradient_buckets.FIRST_BUCKET_BYTES = torch_group.OTHER_CHANNEL_BYTES = torch_group.CPU_CHANNEL_BYTES = 64
+    _one_bucket_per_layer()
     torch.manual_seed(0)
-    models = [
-        rw.replicate(Net().double().to(world.device), sync_batchnorm=True, compress=compress)
-        for _ in range(num_models)
-    ]
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    model = rw.replicate(Net().double().to(world.device), sync_batchnorm=True, compress=compress)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(world.rank)
+    detector = current().detector
+    assert detector is not None
     issued: list[str] = []
-    ticket = current().detector.ticket
+    ticket = detector.ticket
 
     def noting(what: str, *args: Any) -> Any:
         issued.append(what)
         return ticket(what, *args)
 
+    detector.ticket = noting  # type: ignore[method-assign]
     for _ in range(NUM_STEPS):
         x = torch.randn(5, WIDTH, generator=generator, dtype=torch.float64).to(world.device)
-        # Backward goes through what was computed last first: another order on every rank.
-        order = models if world.rank % 2 else models[::-1]
-        outputs = [model(x, uses_odd=world.rank == user) for model in models]
-        losses = [outputs[models.index(model)].square().mean() for model in order]
+        loss = model(x, uses_odd=world.rank == user).square().mean()
         issued.clear()
-        current().detector.ticket = noting  # type: ignore[method-assign]
-        sum(losses[1:], losses[0]).backward()
-        current().detector.ticket = ticket  # type: ignore[method-assign]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {f"{n} {key}": value.cpu() for n, model in enumerate(models) for key, value in model.state_dict().items()}, issued
+    return {key: value.cpu() for key, value in model.state_dict().items()}, issued
 
 
-@pytest.mark.parametrize("compress", [None, "powersgd"])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("user", [0, 1])
+@pytest.mark.parametrize(("world_size", "user", "compress"), [(2, 0, None), (3, 1, None), (2, 0, "powersgd")])
 def test_batchnorm_and_a_layer_that_one_rank_uses(world_size: int, user: int, compress: str | None) -> None:
-    expected, _ = run_ranks(_train, world_size, user, compress, 1, exchange="gloo")[0].get()
-    for parameters, _ in on_standin(_train, world_size, user, compress, 1):
+    expected, _ = run_ranks(_train, world_size, user, compress, exchange="gloo")[0].get()
+    for parameters, _ in on_standin(_train, world_size, user, compress, backend="strict"):
         assert largest_difference(parameters, expected) < TOLERANCE
 
 
 def test_buckets_are_sent_while_backward_runs() -> None:
-    for _, issued in on_standin(_train, 2, 0, None, 1):
+    for _, issued in on_standin(_train, 2, 0, None, backend="strict"):
         names = [what for what in issued if "BatchNorm gradients" in what or "bucket" in what]
         last = max(position for position, what in enumerate(names) if "BatchNorm" in what)
         assert any("bucket" in what for what in names[:last]), names
+
+
+def _two_models(world: World) -> Parameters:
+    """Go through two models in one backward, in another order on every rank."""
+    _one_bucket_per_layer()
+    torch.manual_seed(0)
+    models = [rw.replicate(nn.Linear(WIDTH, WIDTH).double().to(world.device)) for _ in range(2)]
+    x = torch.full((2, WIDTH), world.rank + 1.0, dtype=torch.float64).to(world.device)
+    for _ in range(3):
+        order = models if world.rank else models[::-1]
+        first, second = (model(x).square().mean() for model in order)
+        (first + second).backward()
+        with torch.no_grad():
+            for parameter in (p for model in models for p in model.parameters()):
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+    return {f"{n} {key}": value.cpu() for n, model in enumerate(models) for key, value in model.state_dict().items()}
+
+
+def test_two_models_in_one_backward() -> None:
+    expected = run_ranks(_two_models, 2, exchange="gloo")[0].get()
+    for parameters in on_standin(_two_models, 2, backend="strict"):
+        assert largest_difference(parameters, expected) < TOLERANCE
