@@ -14,6 +14,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.comm.backends import torch_group
 from rankwise.comm.session import current
+from rankwise.errors import ConfigurationError
 from rankwise.parallel.core import gradient_buckets
 from rankwise.testing import run_ranks
 
@@ -102,15 +103,14 @@ def _two_models(world: World) -> Parameters:
     _one_bucket_per_layer()
     torch.manual_seed(0)
     models = [rw.replicate(nn.Linear(WIDTH, WIDTH).double().to(world.device)) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
     x = torch.full((2, WIDTH), world.rank + 1.0, dtype=torch.float64).to(world.device)
     for _ in range(3):
         order = models if world.rank else models[::-1]
         first, second = (model(x).square().mean() for model in order)
         (first + second).backward()
-        with torch.no_grad():
-            for parameter in (p for model in models for p in model.parameters()):
-                parameter -= 0.01 * parameter.grad
-                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
     return {f"{n} {key}": value.cpu() for n, model in enumerate(models) for key, value in model.state_dict().items()}
 
 
@@ -118,3 +118,31 @@ def test_two_models_in_one_backward() -> None:
     expected = run_ranks(_two_models, 2, exchange="gloo")[0].get()
     for parameters in on_standin(_two_models, 2, backend="strict"):
         assert largest_difference(parameters, expected) < TOLERANCE
+
+
+class Moved(nn.Module):
+    """A layer that is called behind BatchNorm in the first step, and before it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor, *, is_first: bool) -> torch.Tensor:
+        return self.layer(self.norm(x)) if is_first else self.norm(self.layer(x))
+
+
+def _late(world: World) -> str:
+    _one_bucket_per_layer()
+    model = rw.replicate(Moved().to(world.device), sync_batchnorm=True)
+    x = (torch.arange(4.0 * WIDTH).view(4, WIDTH).sin() + world.rank).to(world.device).requires_grad_()
+    model(x, is_first=True).square().mean().backward()
+    with pytest.raises(ConfigurationError) as caught:
+        model(x, is_first=False).square().mean().backward()
+    return str(caught.value)
+
+
+def test_a_gradient_that_arrives_after_its_turn_is_an_error() -> None:
+    for text in on_standin(_late, 2, backend="strict"):
+        assert "layer.weight received another gradient" in text or "layer.bias received another gradient" in text
+        assert "later than in the first step" in text

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from on_standin import build_standin, on_standin
 
 import rankwise as rw
 from rankwise.comm.backends.protocol import ChannelSize
@@ -90,20 +91,26 @@ def test_the_mean_over_no_samples_is_zero() -> None:
 
 def _trained(world: World) -> None:
     torch.manual_seed(0)
-    model = rw.replicate(torch.nn.Linear(37, 11).bfloat16())
+    model = rw.replicate(torch.nn.Linear(37, 11).bfloat16().to(world.device))
     for num_samples in (world.rank + 1, world.world_size - world.rank, 2):
         model.zero_grad()
-        x = torch.randint(-3, 4, (num_samples, 37)).bfloat16() + world.rank
+        x = (torch.randint(-3, 4, (num_samples, 37)).bfloat16() + world.rank).to(world.device)
         with rw.weight(model, num_samples):
             (model(x).sum() / num_samples).backward()
         (own,) = torch.autograd.grad(model(x).sum() / num_samples, model.weight)
         counts = rw.all_gather(float(num_samples))
-        terms = [count * other.double() for count, other in zip(counts, rw.all_gather(own), strict=True)]
+        terms = [count * other.cpu().double() for count, other in zip(counts, rw.all_gather(own), strict=True)]
         expected = torch.stack(terms).sum(0) / sum(counts)
         assert model.weight.grad is not None
-        assert torch.equal(model.weight.grad, expected.bfloat16())
+        assert torch.equal(model.weight.grad.cpu(), expected.bfloat16())
 
 
 def test_a_model_in_bfloat16_receives_such_means() -> None:
     for result in run_ranks(_trained, 3, exchange="gloo"):
         result.get()
+
+
+@pytest.mark.timeout(240)  # the device and its backend may have to be compiled
+def test_a_model_in_bfloat16_on_a_device_receives_such_means() -> None:
+    build_standin(strict=True)
+    on_standin(_trained, 3, backend="strict")

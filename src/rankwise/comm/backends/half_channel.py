@@ -50,9 +50,7 @@ class HalfChannel:
         unsummed: the channels of the group whose slices have been sent and not yet summed, in order.
     """
 
-    def __init__(
-        self, group: ExchangingGroup, size: ChannelSize, what: str, unsummed: list[HalfChannel]
-    ) -> None:
+    def __init__(self, group: ExchangingGroup, size: ChannelSize, what: str, unsummed: list[HalfChannel]) -> None:
         self._group = group
         self._what = what
         slice_elements = max(-(-size.num_elements // group.world_size), 1)
