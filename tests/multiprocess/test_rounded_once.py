@@ -46,8 +46,9 @@ def _send(channel: BucketChannel, gradient: torch.Tensor, share: float, weight: 
 
 
 def _means(world: World) -> None:
-    assert current().exchange is not None
-    exchange = current().exchange.dup()
+    group = current().exchange
+    assert group is not None
+    exchange = group.dup()
     cases = [(size, dtype) for dtype in DTYPES for size in SIZES]
     channels = exchange.channels([ChannelSize(size, 2, dtype, CPU) for size, dtype in cases])
     ranks = range(world.world_size)
@@ -77,8 +78,9 @@ def test_a_mean_is_rounded_once(world_size: int) -> None:
 
 
 def _no_samples(_: World) -> None:
-    assert current().exchange is not None
-    (channel,) = current().exchange.channels([ChannelSize(5, 0, torch.bfloat16, CPU)])
+    exchange = current().exchange
+    assert exchange is not None
+    (channel,) = exchange.channels([ChannelSize(5, 0, torch.bfloat16, CPU)])
     _send(channel, torch.ones(5, dtype=torch.bfloat16), 0.0, 0.0, [])
     channel.finish()
     assert torch.equal(channel.result, torch.zeros(5, dtype=torch.bfloat16))
