@@ -134,7 +134,7 @@ def _overdue(world: World, folder: str) -> None:
 
 
 def test_the_watchdog_ends_the_process(tmp_path: Path) -> None:
-    first = results_on_standin(_overdue, 2, str(tmp_path), backend="strict", timeout_seconds=30.0)[0]
+    first = results_on_standin(_overdue, 2, str(tmp_path), backend="strict", timeout_seconds=10.0)[0]
     assert isinstance(first.error, RankDied)
     assert "is not complete 1000 ms after it was queued" in (tmp_path / "0").read_text()
 
@@ -144,13 +144,14 @@ def _in_another_order(world: World, folder: str) -> None:
     groups = [dist.new_group(), dist.new_group()]
     if world.rank == 1:
         groups.reverse()
-    for group in groups:
-        dist.all_reduce(_ones(world, 1), group=group)
+    tensors = [_ones(world, 1), _ones(world, 1)]  # Made first, and not waited for: the device would block.
+    for tensor, group in zip(tensors, groups, strict=True):
+        dist.all_reduce(tensor, group=group, async_op=True)
     torch.accelerator.synchronize()
 
 
 def test_another_order_of_communicators_ends_the_process(tmp_path: Path) -> None:
-    results_on_standin(_in_another_order, 2, str(tmp_path), backend="strict", timeout_seconds=30.0)
+    results_on_standin(_in_another_order, 2, str(tmp_path), backend="strict", timeout_seconds=10.0)
     assert "in different orders" in "".join(path.read_text() for path in tmp_path.iterdir())
 
 

@@ -389,6 +389,30 @@ def check_names_of_groups() -> None:
         assert dist.distributed_c10d._world.group_count == counted
 
 
+def test_a_group_of_some_ranks_is_not_split_from_a_world_that_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch splits a group only while the world's group is bound; the new group is bound by itself."""
+    opened: list[tuple[object, object]] = []
+    device = torch.device("cuda", 1)
+
+    def new_group(_: list[int], *, use_local_synchronization: bool, device_id: object = None) -> None:
+        assert use_local_synchronization
+        assert dist.group.WORLD is not None
+        opened.append((dist.group.WORLD.bound_device_id, device_id))
+
+    with alone():
+        monkeypatch.setattr(dist, "new_group", new_group)
+        groups.open_among([0], 0, 0)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = device
+        groups.open_among([0], 0, 0)
+        assert dist.group.WORLD.bound_device_id == device
+        with groups.mesh_groups():
+            assert dist.group.WORLD.bound_device_id == (device if groups._COUNTS_CALLS else None)
+        assert dist.group.WORLD.bound_device_id == device
+        dist.group.WORLD.bound_device_id = None
+    assert opened == [(None, None), (None, device)]
+
+
 @canary("torch.distributed.rendezvous._rendezvous_handlers")
 def check_rendezvous() -> None:
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers

@@ -41,14 +41,24 @@ from rankwise.store import bootstrap, opening
 from rankwise.store.published import connect_published, forget_published, serve_published
 from rankwise.torch_private.groups import abort_groups, have_groups_leaked, leak_groups
 from rankwise.world.device import accelerator
-from rankwise.world.device.choice import choose_backend, choose_device, torch_backends, waits_on_device
+from rankwise.world.device.assignment import index_of, refuse_unequipped
+from rankwise.world.device.choice import (
+    bound_device,
+    choose_backend,
+    choose_device,
+    look_at_devices,
+    torch_backends,
+    waits_on_device,
+)
 from rankwise.world.device.streams import is_capturing
 from rankwise.world.environments.process import (
     asked_device,
     checks_collectives,
+    device_mask,
     explicit,
     in_kubernetes,
     keep_nccl_from_exiting,
+    may_share_gpus,
     note_echo,
     read_process,
     stack_file,
@@ -60,6 +70,7 @@ if TYPE_CHECKING:
 
     from rankwise.store.bootstrap import RankAddress
     from rankwise.store.values import Store
+    from rankwise.world.device.assignment import Sight
     from rankwise.world.environments.reading import Reading
 
 _NOT_FAILED = {None, 0, STOPPED_EXIT_CODE}
@@ -102,7 +113,7 @@ def join(
     Args:
         backend: ``"nccl"``, ``"gloo"``, or another that torch knows; by default torch's own for the device: NCCL on
             GPUs of NVIDIA and AMD, Gloo on the CPU. ``docs/devices.md`` has the table.
-        device: the device of this rank; by default the accelerator of its local rank, else the CPU.
+        device: the device of this rank; by default an accelerator of its own, else the CPU.
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when no launcher set its
             variables. The first two need ``rank`` and ``world_size``.
         rank: number of this process, with ``init_method``.
@@ -139,17 +150,21 @@ def join(
     check_exchange(exchange)
     reading = _read(init_method, rank, world_size)
     number = next(_join_numbers)
-    hostnames = [socket.gethostname()]
+    device = device or asked_device()
     if reading.world_size == 1:
-        world = _world(reading, device, backend, hostnames)
+        addresses = [bootstrap.RankAddress(hostname=socket.gethostname(), address=None)]
+        world = _world(reading, device, backend, addresses)
+        accelerator.use(world.device)
         session = Session(world=world, open_group=partial(_open_group_of_one, world))
     else:
-        job_store, serves, addresses = _join_store(reading, timeout_seconds, number)
-        hostnames = [place.hostname for place in addresses]
-        world = _world(reading, device, backend, hostnames)
+        mask = device_mask(accelerator.shown_kind().visible)
+        sight = look_at_devices(device, backend, reading.local_rank, mask)
+        job_store, serves, addresses = _join_store(reading, timeout_seconds, number, sight)
+        world = _world(reading, device, backend, addresses)
+        # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
+        accelerator.use(world.device)
         transport_interface.choose(reading, addresses)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
-    accelerator.use(world.device)
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session.store, world)
@@ -170,7 +185,7 @@ def join(
             raise
         if words:
             log(f"exchange: {words}")
-    step_measuring.follow(session, hostnames)
+    step_measuring.follow(session, [place.hostname for place in addresses])
     return world
 
 
@@ -276,7 +291,9 @@ def _read(init_method: str | None, rank: int | None, world_size: int | None) -> 
     return read_process()
 
 
-def _join_store(reading: Reading, timeout_seconds: float, number: int) -> tuple[Store, bool, list[RankAddress]]:
+def _join_store(
+    reading: Reading, timeout_seconds: float, number: int, sight: Sight
+) -> tuple[Store, bool, list[RankAddress]]:
     """Return the job's store, whether this process serves it, and where every rank is."""
     job_store, serves = _open_store(reading, timeout_seconds)
     job_store.expect_answers_within(timeout_seconds)
@@ -284,7 +301,7 @@ def _join_store(reading: Reading, timeout_seconds: float, number: int) -> tuple[
         job_store.set(WORLDS_KEY, str(number))
         job_store = job_store.prefixed(world_prefix(number))
     try:
-        return job_store, serves, bootstrap.exchange_rank_addresses(job_store, reading, timeout_seconds)
+        return job_store, serves, bootstrap.exchange_rank_addresses(job_store, reading, timeout_seconds, sight)
     finally:
         if serves and reading.address is None:
             forget_published(_published_path(reading))
@@ -326,14 +343,16 @@ def _secret(reading: Reading) -> bytes | None:
 
 
 def _world(
-    reading: Reading, device: str | torch.device | None, backend: str | None, hostnames: list[str]
+    reading: Reading, device: str | torch.device | None, backend: str | None, addresses: list[RankAddress]
 ) -> JoinedWorld:
+    hostnames = [place.hostname for place in addresses]
     own = hostnames[reading.rank]
     machines = list(dict.fromkeys(hostnames))
     local_rank = reading.local_rank
     if local_rank is None:
         local_rank = hostnames[: reading.rank].count(own)
-    chosen = choose_device(device or asked_device(), backend, local_rank)
+    index = local_rank if reading.world_size == 1 else _own_index(reading.rank, backend, addresses)
+    chosen = choose_device(device, backend, index)
     return JoinedWorld(
         rank=reading.rank,
         world_size=reading.world_size,
@@ -348,14 +367,29 @@ def _world(
     )
 
 
+def _own_index(rank: int, backend: str | None, addresses: list[RankAddress]) -> int:
+    """Return which of the devices that a rank sees is its own; raise on every rank if one of them has none."""
+    own = addresses[rank]
+    device = f"{own.sight.kind}:0"
+    needs_own = bool(own.sight.kind) and bound_device(device, choose_backend(backend, device)) is not None
+    hosts: dict[str, dict[int, Sight]] = {}
+    for number, place in enumerate(addresses):
+        hosts.setdefault(place.hostname, {})[number] = place.sight
+    for hostname, on_host in hosts.items():
+        refuse_unequipped(hostname, on_host, may_share=not needs_own or may_share_gpus())
+    return index_of(rank, hosts[own.hostname])
+
+
 def _open_group_of_one(world: World) -> None:
     """Open torch's group in a world of one, for torch's own parallel strategies."""
     if not dist.is_initialized():
+        backend = choose_backend(None, world.device)
         dist.init_process_group(
-            torch_backends(world.device, choose_backend(None, world.device)),
+            torch_backends(world.device, backend),
             store=dist.HashStore(),
             rank=0,
             world_size=1,
+            device_id=bound_device(world.device, backend),
         )
 
 
@@ -368,6 +402,7 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         world_size=world.world_size,
         # The failure detector reports first; torch's own timeout ends only what the failure detector could not.
         timeout=timedelta(seconds=timeout_seconds + 10),
+        device_id=bound_device(world.device, world.backend),
     )
     detector = FailureDetector(job_store, world, timeout_seconds, stack_file())
     exchange = TorchGroup(detector, world.rank, world.world_size)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
+from rankwise.world.device.kinds import SHARES_GPUS
 from rankwise.world.environments import arguments, env, explanation, other_launchers, rankwise, slurm, table, torchrun
 from rankwise.world.environments.reading import Missing, ProcessContext, told
 from rankwise.world.processes import stat_of
@@ -213,6 +214,17 @@ def checks_collectives() -> bool:
 def asked_device() -> str | None:
     """Return the device that ranks use unless their script names one: ``RANKWISE_DEVICE=cpu``."""
     return os.environ.get("RANKWISE_DEVICE") or None
+
+
+def device_mask(variable: str) -> list[str] | None:
+    """Return the entries of a variable that limits which devices this process sees; ``None`` if it is not set."""
+    text = os.environ.get(variable) if variable else None
+    return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def may_share_gpus() -> bool:
+    """Return whether NCCL was told to accept several ranks per GPU."""
+    return os.environ.get(SHARES_GPUS, "0").strip() not in {"", "0"}
 
 
 def asked_torch_store() -> Literal["auto", "on", "off"]:
