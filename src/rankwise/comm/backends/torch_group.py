@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
+from rankwise.comm.backends.half_channel import HALF_PRECISION, HalfChannel
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.torch_channel import TorchChannel
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
@@ -39,6 +40,8 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+ALL_GATHER: Any = vars(dist).get("all_gather_single") or vars(dist)["all_gather_into_tensor"]
+"""Renamed in torch 2.13."""
 CPU_CHANNEL_BYTES = 8 * 2**20
 OTHER_CHANNEL_BYTES = 25 * 2**20
 DIGEST_BYTES = 8
@@ -267,6 +270,19 @@ class TorchGroup:
         reduce = partial(dist.all_reduce, tensor, REDUCE_OPS[op], group=self._group, async_op=True)
         return follow(self.detector, ticket, tensor, reduce)
 
+    def start_all_gather(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> Pending:
+        """Start gathering the ``tensor`` of every rank into a row of ``out``; both contiguous."""
+        return self._start_bytes(ALL_GATHER, out, tensor, what)
+
+    def start_all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> Pending:
+        """Start sending row r of ``tensor`` to rank r, which receives it in ``out``; both contiguous."""
+        return self._start_bytes(dist.all_to_all_single, out, tensor, what)
+
+    def _start_bytes(self, collective: Any, out: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:  # noqa: ANN401 - one of torch's
+        ticket = self.detector.ticket(what, self.exchange_id, tensor)
+        send = partial(collective, bytes_of(out), bytes_of(tensor), group=self._group, async_op=True)
+        return follow(self.detector, ticket, tensor, send)
+
     def channel_bytes(self, device: torch.device) -> int:
         """Return a size of which Gloo moves several at once, and NCCL one after the other."""
         return CPU_CHANNEL_BYTES if device.type == "cpu" else OTHER_CHANNEL_BYTES
@@ -275,7 +291,11 @@ class TorchGroup:
         """Return a channel for each size."""
         names = describe_channels(sizes, what)
         self.agree("; ".join(names))
-        return [TorchChannel(self, size, name) for size, name in zip(sizes, names, strict=True)]
+        unsummed: list[HalfChannel] = []
+        return [
+            HalfChannel(self, size, name, unsummed) if size.dtype in HALF_PRECISION else TorchChannel(self, size, name)
+            for size, name in zip(sizes, names, strict=True)
+        ]
 
     def close(self) -> None:
         """Do nothing: torch's groups are closed where they were opened, in ``join``."""

@@ -150,6 +150,7 @@ class _RanksOfModel:
         if isinstance(amount, torch.Tensor):
             return self._mean_sums_on_device(own, amount, count, is_checked=bool(x.numel()) and is_needed)
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
+        self.sync.before_collective()
         total = self.exchange.all_reduce(total, what="BatchNorm gradients")
         if amount == 0 and x.numel() and is_needed and bool(total.any()):
             _warn_of_lacking_gradients(self.sync)

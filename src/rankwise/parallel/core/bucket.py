@@ -15,6 +15,7 @@ from rankwise.parallel.compress.error_feedback import HasErrorFeedback
 from rankwise.parallel.loss.amounts import is_zero
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
+from rankwise.world.device.streams import stream_of_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,14 +63,20 @@ class Bucket:
         self.num_missing = len(self.parameters)
         """Gradients that are not complete yet; less than 0 if one was completed twice."""
         self._num_absent = 0
+        self._has_streams = stream_of_thread(channel.body.device) is not None
+        self._streams: set[torch.Stream] = set()
+        """The streams that this step's gradients were computed on."""
 
     def start_over(self) -> None:
         """Begin a step: no gradient has arrived."""
         self.num_missing = len(self.parameters)
+        self._streams.clear()
 
     def note_arrival(self) -> int:
         """Note that a gradient is complete, and return how many are not; less than 0 if one was completed twice."""
         self.num_missing = missing = self.num_missing - 1
+        if self._has_streams and (stream := stream_of_thread(self.channel.body.device)) is not None:
+            self._streams.add(stream)
         return missing
 
     @torch.no_grad()
@@ -79,6 +86,8 @@ class Bucket:
         gradients = [parameter.grad for parameter in self.parameters]
         if self._is_split:
             gradients = [own_gradient(parameter) for parameter in self.parameters]
+        if self._streams:
+            self._follow_streams(gradients)
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         share, weight = cast("float", weights.share), cast("float", weights.weight)
         if not is_zero(share):
@@ -87,6 +96,19 @@ class Bucket:
             self._copy_in(gradients, self.channel.factor(share))
         self.channel.start(share, weight, absent)
         self._num_absent = len(absent)
+
+    def _follow_streams(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have the current stream wait for the other ones that gradients were computed on."""
+        own = stream_of_thread(self.channel.body.device)
+        others = {stream for stream in self._streams if stream != own}
+        if own is None or not others:
+            return
+        for stream in others:
+            own.wait_stream(stream)
+        for gradient in gradients:
+            if gradient is not None:
+                # Its memory belongs to the stream it was computed on, which could use it again too early.
+                gradient.record_stream(own)
 
     def _copy_in(self, gradients: Sequence[torch.Tensor | None], factor: Amount) -> None:
         if (

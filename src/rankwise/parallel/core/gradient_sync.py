@@ -94,6 +94,15 @@ class GradientSync:
         self._buckets: GradientBuckets | None = None
         self._is_order_known = False
         """Whether the buckets are laid out in the order in which gradients arrive."""
+        is_queued = group is not None and group.detector.queue is not None and self._kind[1].type != "cpu"
+        self._needs_one_order = is_queued
+        """Whether all ranks must issue the collectives of several exchanges in one order, as on NCCL."""
+        self._is_alone = True
+        """Whether each backward so far was of no other model."""
+        self._num_others = 0
+        """How many collectives of other exchanges this backward has issued."""
+        self._turns: dict[int, int] = {}
+        """How many they were when each gradient arrived in the first step."""
         self.hook_new_parameters()
 
     @property
@@ -141,6 +150,7 @@ class GradientSync:
         self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
         if self._group is not None:
             self._build(self._group, sorted(self._hooked, reverse=True))
+            self._turns.clear()
             self._is_order_known = False
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
@@ -216,6 +226,15 @@ class GradientSync:
             self._known_share = weight, weight / self._unit.size
         return self._known_share[1]
 
+    def before_collective(self) -> None:
+        """Send the buckets that all ranks send before the collective of another exchange that follows.
+
+        Called by: every rank, before each collective in backward that is not this class's own.
+        """
+        if self._buckets is not None and self._is_order_known and not (self.is_accumulating or self._unit.is_open):
+            self._buckets.send_before(self._num_others, self._report_weights)
+        self._num_others += 1
+
     def _take_note(self, number: int) -> None:
         """Note that the gradient of a parameter is complete. Called once per parameter and step."""
         if not self._in_backward:
@@ -223,7 +242,10 @@ class GradientSync:
         self._has_gradients = True
         if self._buckets is None or self.is_accumulating:
             return
-        if self._buckets.note_arrival(number) and not self._unit.is_open:
+        is_held = self._unit.is_open or (self._needs_one_order and not (self._is_order_known and self._is_alone))
+        if not self._is_order_known:
+            self._turns[number] = self._num_others
+        if self._buckets.note_arrival(number) and not is_held:
             self._buckets.send_full(self._report_weights())
 
     def _report_weights(self) -> Weights:
@@ -237,6 +259,10 @@ class GradientSync:
         return Weights(scale * own, scale * (self._accumulation.carried + share))
 
     # -- when backward has run ---------------------------------------------------------------------
+
+    def note_others(self, num_models: int) -> None:
+        """Note how many other models this backward was of: ranks reach several in different orders."""
+        self._is_alone = self._is_alone and num_models == 0
 
     def send_rest(self) -> None:
         """Send the buckets that are not full: this rank did not use all of their parameters."""
@@ -268,6 +294,7 @@ class GradientSync:
     def _start_over(self) -> None:
         self._in_backward = False
         self._has_gradients = False
+        self._num_others = 0
         if self._buckets is not None:
             self._buckets.start_over()
         self.loss.end()
@@ -302,6 +329,8 @@ class GradientSync:
         # Channels with error feedback are kept.
         if not self._is_order_known and (self._compress is None or isinstance(self._compress, Narrow)):
             self._rebuild_in_arrival_order(group, buckets.first_arrivals)
+        elif not self._is_order_known and self._needs_one_order and self._num_others:
+            buckets.send_by_turns({})
         self._is_order_known = True
 
     def _keeps_unit(self) -> bool:
@@ -345,8 +374,11 @@ class GradientSync:
         """Lay the buckets out again, in the order in which rank zero's gradients arrived."""
         seen = dict.fromkeys(arrived)
         order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
-        of_rank_zero = group.broadcast(torch.tensor(order), 0, what="order of gradients")
-        self._build(group, of_rank_zero.tolist())
+        rows = torch.tensor([order, [self._turns.get(i, -1) for i in order]])
+        of_rank_zero, turns = group.broadcast(rows, 0, what="order of gradients").tolist()
+        self._build(group, of_rank_zero)
+        if self._buckets is not None and self._needs_one_order and self._num_others:
+            self._buckets.send_by_turns({i: t for i, t in zip(of_rank_zero, turns, strict=True) if t >= 0})
 
     def abandon(self) -> None:
         """Forget a backward that did not finish."""
@@ -369,6 +401,8 @@ def _finish_round() -> None:
     """Finish every model of this backward, in one order on all ranks: send all before waiting for any."""
     syncs = sorted(_round, key=lambda sync: sync.number)
     _round.clear()
+    for sync in syncs:
+        sync.note_others(len(syncs) - 1)
     step_meter.note_arrival()
     part = step_meter.enter(EXCHANGE) if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD
     try:
