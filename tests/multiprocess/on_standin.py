@@ -55,7 +55,12 @@ def build_standin(*, strict: bool = False) -> None:
 
 
 def results_on_standin(
-    fn: Callable[..., Any], world_size: int, *args: object, exchange: str = "auto", backend: str = "gloo", **limits: float
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    exchange: str = "auto",
+    backend: str = "gloo",
+    **limits: float,
 ) -> list[RankResult]:
     """Return the outcome of ``fn(world, *args)`` on each rank, with a device of its own.
 

@@ -32,19 +32,20 @@ of each communicator; what the caller sees is what NCCL's callers see, where tha
 - ``abort()`` fails what is pending, lets blocked streams go on (results remain NaN), and makes later collectives raise.
 - tensors of the CPU or of another device than the communicator's first, and non-contiguous ones, are refused.
 - sends and receives block one another per pair of ranks unless batched; tags are ignored.
-- the process ends, with a line on stderr, where two ranks issue collectives in different orders, over all communicators that
-  have both ranks.
+- the process ends, with a line on stderr, where two ranks issue collectives in different orders, over all communicators
+  that have both ranks.
 
-Not emulated: reading an input before the collective has read it (inputs are copied when it is issued), memory that is reused
-while a stream needs it (``record_stream``), CUDA graphs. Stricter than NCCL: each result needs a ``wait()`` of its own, and
-``is_completed()`` orders nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
+Not emulated: reading an input before the collective has read it (inputs are copied when it is issued), memory that is
+reused while a stream needs it (``record_stream``), CUDA graphs. An operator on a blocked stream blocks the CPU, as does
+issuing a collective there. Stricter than NCCL: each result needs a ``wait()`` of its own, and ``is_completed()`` orders
+nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
+import datetime as dt
 import functools
 import hashlib
 import os
@@ -115,7 +116,7 @@ def _register_strict() -> None:
     def new(options: Any, _: object) -> dist.Backend:
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
         inner = dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
-        inner._set_default_timeout(datetime.timedelta(days=1))  # NCCL does not notice that a peer is gone.
+        inner._set_default_timeout(dt.timedelta(days=1))  # NCCL does not notice that a peer is gone.
         ranks = [] if options.group_id == "0" else list(options.global_ranks_in_group)
         return create(inner, options.group_id, ranks, timeout.total_seconds())
 
