@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rankwise on a backend as asynchronous and as unforgiving as NCCL: the promise, every strategy, and what goes wrong."""
+"""rankwise on a backend that is asynchronous and unforgiving as NCCL is: the promise, every strategy, failures."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
-
     from spread_training import Found
 
     from rankwise.world.facts import World
@@ -150,11 +149,9 @@ def test_training_continues_when_a_rank_is_late() -> None:
 
 def _until_a_rank_dies(world: World, folder: str, reads: str, way: str = "replicate") -> None:
     model, optimizer, x = _small(world, way)
-    moment = f"{folder}/killed"
     for step in range(100):
         if step == 3 and world.rank == world.world_size - 1:
-            with open(moment, "w") as file:
-                file.write(str(time.monotonic()))
+            Path(folder, "killed").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         loss = model(x).square().mean()
         loss.backward()
@@ -202,8 +199,7 @@ def _timed_survivor(world: World, folder: str) -> float:
     try:
         _until_a_rank_dies(world, folder, "loss")
     except (PeerFailed, PeerMissing):
-        with open(f"{folder}/killed") as file:
-            return time.monotonic() - float(file.read())
+        return time.monotonic() - float(Path(folder, "killed").read_text())
     raise AssertionError
 
 
@@ -271,7 +267,9 @@ def test_models_whose_backward_has_another_order_on_another_rank_are_named() -> 
 # -- no host synchronization in a step --------------------------------------------------------------------
 
 
-def _syncs_per_step(world: World, way: str, sizes: dict[str, int], clips: bool, micro: int) -> list[int]:
+def _syncs_per_step(  # noqa: C901 - one training, in each way
+    world: World, way: str, sizes: dict[str, int], clips: bool, micro: int
+) -> list[int]:
     """Return how often the CPU waits for the device in each of the steps after the first ones."""
     if sizes:
         rw.mesh(**sizes)

@@ -2,8 +2,9 @@
 """A device for tests: ``standin:0`` to ``standin:3``, in the CPU's memory, computing on the CPU.
 
 torch takes it for an accelerator (its PrivateUse1 mechanism), so rankwise's code for accelerators runs without one. No
-backend of torch carries its tensors, unless ``load(strict=True)`` or ``STANDIN_BACKEND=strict`` asks for the one below. A process has it after :func:`load`, or after ``import torch`` where the folder
-above is on ``PYTHONPATH``: torch loads it by the entry point ``torch.backends``, as it loads torch_npu.
+backend of torch carries its tensors, unless ``load(strict=True)`` or ``STANDIN_BACKEND=strict`` asks for the one below.
+A process has it after :func:`load`, or after ``import torch`` where the folder above is on ``PYTHONPATH``: torch loads
+it by the entry point ``torch.backends``, as it loads torch_npu.
 
 Emulated in ``standin.cpp``, on the device's own memory:
 
@@ -15,14 +16,14 @@ Emulated in ``standin.cpp``, on the device's own memory:
 - autocast: ``linear``, ``matmul``, ``mm``, ``addmm`` in the lower precision, ``mse_loss`` in float32;
 - streams and events (numbers; times; each call is finished when it returns), a generator of random numbers per device;
 - ``torch.standin.host_syncs()``: how often the CPU has waited for a device, where it would have to on CUDA: values read
-  (``item``), copies between CPU and device unless they are ``non_blocking`` and pinned, ``synchronize``, operators whose
-  result's size depends on values (``nonzero``, ``unique``, masks as indices). ``set_sync_debug_mode("warn" | "error")``
-  shows where, as that of ``torch.cuda`` does.
+  (``item``), copies between CPU and device unless they are ``non_blocking`` and pinned, ``synchronize``, operators
+  whose result's size depends on values (``nonzero``, ``unique``, masks as indices).
+  ``set_sync_debug_mode("warn" | "error")`` shows where, as that of ``torch.cuda`` does.
 
 Every other operator is copied to the CPU, computed there, and copied back.
 
-The backend ``strict`` (``strict.cpp``) is torch's choice for the device where it is loaded. Gloo moves the bytes in threads
-of each communicator; what the caller sees is what NCCL's callers see, where that hurts:
+The backend ``strict`` (``strict.cpp``) is torch's choice for the device where it is loaded. Gloo moves the bytes in
+threads of each communicator; what the caller sees is what NCCL's callers see, where that hurts:
 
 - outputs are NaN (integers: the lowest number) until the current stream was ordered after the collective by ``wait()``, by
   its future, or by an event. This returns at once; the next operator on that stream blocks until the result is there.
