@@ -27,6 +27,7 @@ from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from spread_training import Found
 
     from rankwise.world.facts import World
@@ -220,7 +221,7 @@ def _without_a_rank(world: World) -> None:
 
 
 def test_a_rank_that_never_arrives_is_named_at_the_timeout() -> None:
-    results = results_on_standin(_without_a_rank, 2, backend="strict", join_timeout_seconds=3.0, timeout_seconds=20.0)
+    results = results_on_standin(_without_a_rank, 2, backend="strict", join_timeout_seconds=3.0, timeout_seconds=12.0)
     assert isinstance(results[0].error, PeerMissing), _says(results[0].error)
     assert "rank 1" in str(results[0].error).lower()
 

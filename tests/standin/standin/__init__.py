@@ -25,7 +25,8 @@ Every other operator is copied to the CPU, computed there, and copied back.
 The backend ``strict`` (``strict.cpp``) is torch's choice for the device where it is loaded. Gloo moves the bytes in
 threads of each communicator; what the caller sees is what NCCL's callers see, where that hurts:
 
-- outputs are NaN (integers: the lowest number) until the current stream was ordered after the collective by ``wait()``, by
+- outputs are NaN (integers: the lowest number) until the current stream was ordered after the collective by
+  ``wait()``, by
   its future, or by an event. This returns at once; the next operator on that stream blocks until the result is there.
 - ``wait(timeout)`` blocks the CPU, counts from when the collective was queued, and is terminal: the communicator is
   aborted. A collective that is not complete at the group's own timeout ends the process.
