@@ -186,8 +186,8 @@ def _host_syncs(world: World) -> list[int]:
         lambda: host.pin_memory().to(tensor.device, non_blocking=True),
         lambda: tensor.sum().item(),
         lambda: host.to(tensor.device),
-        lambda: tensor.cpu(),
-        lambda: tensor.nonzero(),
+        tensor.cpu,
+        tensor.nonzero,
         torch.accelerator.synchronize,
         lambda: dist.all_reduce(tensor, async_op=True).wait(timedelta(seconds=10)),
     ]

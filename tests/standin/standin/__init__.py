@@ -2,8 +2,9 @@
 """A device for tests: ``standin:0`` to ``standin:3``, in the CPU's memory, computing on the CPU.
 
 torch takes it for an accelerator (its PrivateUse1 mechanism), so rankwise's code for accelerators runs without one. No
-backend of torch carries its tensors, unless ``load(strict=True)`` or ``STANDIN_BACKEND=strict`` asks for the one below. A process has it after :func:`load`, or after ``import torch`` where the folder
-above is on ``PYTHONPATH``: torch loads it by the entry point ``torch.backends``, as it loads torch_npu.
+backend of torch carries its tensors, unless ``load(strict=True)`` or ``STANDIN_BACKEND=strict`` asks for the one below.
+A process has it after :func:`load`, or after ``import torch`` where the folder above is on ``PYTHONPATH``: torch loads
+it by the entry point ``torch.backends``, as it loads torch_npu.
 
 Emulated in ``standin.cpp``, on the device's own memory:
 
@@ -15,16 +16,17 @@ Emulated in ``standin.cpp``, on the device's own memory:
 - autocast: ``linear``, ``matmul``, ``mm``, ``addmm`` in the lower precision, ``mse_loss`` in float32;
 - streams and events (numbers; times; each call is finished when it returns), a generator of random numbers per device;
 - ``torch.standin.host_syncs()``: how often the CPU has waited for a device, where it would have to on CUDA: values read
-  (``item``), copies between CPU and device unless they are ``non_blocking`` and pinned, ``synchronize``, operators whose
-  result's size depends on values (``nonzero``, ``unique``, masks as indices). ``set_sync_debug_mode("warn" | "error")``
-  shows where, as that of ``torch.cuda`` does.
+  (``item``), copies between CPU and device unless they are ``non_blocking`` and pinned, ``synchronize``, operators
+  whose result's size depends on values (``nonzero``, ``unique``, masks as indices).
+  ``set_sync_debug_mode("warn" | "error")`` shows where, as that of ``torch.cuda`` does.
 
 Every other operator is copied to the CPU, computed there, and copied back.
 
-The backend ``strict`` (``strict.cpp``) is torch's choice for the device where it is loaded. Gloo moves the bytes in threads
-of each communicator; what the caller sees is what NCCL's callers see, where that hurts:
+The backend ``strict`` (``strict.cpp``) is torch's choice for the device where it is loaded. Gloo moves the bytes in
+threads of each communicator; what the caller sees is what NCCL's callers see, where that hurts:
 
-- outputs are NaN (integers: the lowest number) until the current stream was ordered after the collective by ``wait()``, by
+- outputs are NaN (integers: the lowest number) until the current stream was ordered after the collective by
+  ``wait()``, by
   its future, or by an event. This returns at once; the next operator on that stream blocks until the result is there.
 - ``wait(timeout)`` blocks the CPU, counts from when the collective was queued, and is terminal: the communicator is
   aborted. A collective that is not complete at the group's own timeout ends the process.
@@ -32,19 +34,20 @@ of each communicator; what the caller sees is what NCCL's callers see, where tha
 - ``abort()`` fails what is pending, lets blocked streams go on (results remain NaN), and makes later collectives raise.
 - tensors of the CPU or of another device than the communicator's first, and non-contiguous ones, are refused.
 - sends and receives block one another per pair of ranks unless batched; tags are ignored.
-- the process ends, with a line on stderr, where two ranks issue collectives in different orders, over all communicators that
-  have both ranks.
+- the process ends, with a line on stderr, where two ranks issue collectives in different orders, over all communicators
+  that have both ranks.
 
-Not emulated: reading an input before the collective has read it (inputs are copied when it is issued), memory that is reused
-while a stream needs it (``record_stream``), CUDA graphs. Stricter than NCCL: each result needs a ``wait()`` of its own, and
-``is_completed()`` orders nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
+Not emulated: reading an input before the collective has read it (inputs are copied when it is issued), memory that is
+reused while a stream needs it (``record_stream``), CUDA graphs. An operator on a blocked stream blocks the CPU, as does
+issuing a collective there. Stricter than NCCL: each result needs a ``wait()`` of its own, and ``is_completed()`` orders
+nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
+import datetime as dt
 import functools
 import hashlib
 import os
@@ -115,7 +118,7 @@ def _register_strict() -> None:
     def new(options: Any, _: object) -> dist.Backend:
         rank, size, timeout = options.group_rank, options.group_size, options.timeout
         inner = dist.ProcessGroupGloo(options.store, rank, size, timeout=timeout)
-        inner._set_default_timeout(datetime.timedelta(days=1))  # NCCL does not notice that a peer is gone.
+        inner._set_default_timeout(dt.timedelta(days=1))  # NCCL does not notice that a peer is gone.
         ranks = [] if options.group_id == "0" else list(options.global_ranks_in_group)
         return create(inner, options.group_id, ranks, timeout.total_seconds())
 
