@@ -351,6 +351,24 @@ def check_open_groups() -> None:
 
 
 @canary(
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroupNCCL._group_start",
+    "torch.distributed.ProcessGroupNCCL._group_end",
+)
+def check_abort() -> None:
+    with alone():
+        own = dist.new_group([0])
+        assert isinstance(own, dist.ProcessGroup)
+        assert torch.device("cpu") in own._device_types
+        assert callable(own._get_backend(torch.device("cpu")).abort)
+        groups.abort_groups()  # None is on a device.
+        dist.barrier()
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    assert nccl is None or (callable(nccl._group_start) and callable(nccl._group_end))
+
+
+@canary(
     "torch.distributed.distributed_c10d._world.pg_names",
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.distributed.distributed_c10d._hash_ranks_to_str",

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from rankwise.comm import optimizer_steps, step_measuring, transport_interface
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
+from rankwise.comm.point_to_point.endpoint import current_endpoint
+from rankwise.comm.point_to_point.ring import watch_ring
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
@@ -33,17 +35,20 @@ from rankwise.health.diagnosis import forked_from, world_left
 from rankwise.health.event_log import WORLDS_KEY, world_prefix
 from rankwise.health.failure_detector import FailureDetector
 from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
+from rankwise.health.queued_collectives import QueuedCollectives
 from rankwise.log import log, speak_as
 from rankwise.store import bootstrap, opening
 from rankwise.store.published import connect_published, forget_published, serve_published
-from rankwise.torch_private.groups import have_groups_leaked, leak_groups
+from rankwise.torch_private.groups import abort_groups, have_groups_leaked, leak_groups
 from rankwise.world.device import accelerator
-from rankwise.world.device.choice import choose_backend, choose_device, torch_backends
+from rankwise.world.device.choice import choose_backend, choose_device, torch_backends, waits_on_device
+from rankwise.world.device.streams import is_capturing
 from rankwise.world.environments.process import (
     asked_device,
     checks_collectives,
     explicit,
     in_kubernetes,
+    keep_nccl_from_exiting,
     note_echo,
     read_process,
     stack_file,
@@ -151,6 +156,8 @@ def join(
     speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
     step_measuring.start(world, report)
     _hook_exit()
+    if session.detector is not None and waits_on_device(world.device, world.backend):
+        _follow_device(session, session.detector)
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
     if isinstance(session.exchange, TorchGroup):
@@ -204,6 +211,7 @@ def fail(error: BaseException) -> RankwiseError | None:
         return None
     reason = None
     if session.detector is not None:
+        session.detector.note_raised()
         reason = session.detector.reason_of(error)
         error = reason or error
         if error is session.detector.error:
@@ -250,6 +258,8 @@ def _close_groups(session: Session, *, failed: bool) -> None:
     if failed or (
         session.detector is not None and (session.detector.error is not None or session.detector.has_lost_ranks)
     ):
+        if session.detector is not None and session.detector.queue is not None:
+            abort_groups()  # The process could not exit while its device waits.
         leak_groups()
     else:
         dist.destroy_process_group()
@@ -350,6 +360,7 @@ def _open_group_of_one(world: World) -> None:
 
 
 def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
+    keep_nccl_from_exiting()
     dist.init_process_group(
         backend=torch_backends(world.device, world.backend),
         store=job_store.prefixed("group").torch_store,
@@ -368,6 +379,21 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         serves_store=serves_store,
         preemption=detector.preemption,
     )
+
+
+def _follow_device(session: Session, detector: FailureDetector) -> None:
+    """Have collectives on the device followed: the CPU does not wait for them. Called by: every rank."""
+    device = session.world.device
+    queue = QueuedCollectives(
+        detector,
+        prepare=partial(accelerator.use, device),
+        abort=abort_groups,
+        is_capturing=partial(is_capturing, torch.device(device)),
+    )
+    detector.follow_device_by(queue)
+    queue.watch_peer(watch_ring(current_endpoint("join")))
+    session.on_leave(partial(queue.drain, partial(accelerator.synchronize, device)))
+    session.at_end(queue.close)
 
 
 _join_numbers = itertools.count()

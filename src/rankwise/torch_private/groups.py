@@ -8,7 +8,7 @@ never end.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -75,6 +75,32 @@ def leak_groups() -> None:
     for group in open_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _process.have_leaked = True
+
+
+def abort_groups() -> None:
+    """Abort the communicators of every group on a device: what waits for them there ends, without a result.
+
+    Source: torch.distributed.distributed_c10d._abort_process_group, which also forgets the groups.
+    """
+    world = dist.distributed_c10d._world  # noqa: SLF001
+    # Newest first, and NCCL's all at once: aborting one of them could otherwise wait for another.
+    groups = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
+    backends = [backend for group in groups for backend in _device_backends(group)]
+    grouped = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if grouped is not None:
+        grouped._group_start()  # noqa: SLF001
+    for backend in backends:
+        backend.abort()
+    if grouped is not None:
+        grouped._group_end()  # noqa: SLF001
+
+
+def _device_backends(group: dist.ProcessGroup) -> list[Any]:
+    return [
+        group._get_backend(device)  # noqa: SLF001
+        for device in group._device_types  # noqa: SLF001
+        if device.type != "cpu"
+    ]
 
 
 def have_groups_leaked() -> bool:

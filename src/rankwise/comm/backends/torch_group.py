@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send tensors through torch's process group (Gloo on CPU, NCCL on GPUs).
 
-Every wait goes through the failure detector, so that it ends with the rank's name when a peer fails or does not
-arrive. Takes and returns plain contiguous tensors; ``collectives`` handles types and trees.
+Every collective is followed, by the thread that waits for it or by one that follows the device, so that it ends with
+the rank's name when a peer fails or does not arrive. Takes and returns plain contiguous tensors; ``collectives``
+handles types and trees.
 """
 
 from __future__ import annotations
 
 import zlib
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,15 @@ from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.torch_channel import TorchChannel
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
+from rankwise.health.queued_collectives import order_stream
 from rankwise.tensors.as_bytes import bytes_of
 from rankwise.torch_private.groups import next_number, open_among
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.comm.backends.protocol import BucketChannel, ChannelSize
+    from rankwise.comm.backends.torch_channel import Pending
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.health.flight_recorder import Ticket
 
@@ -49,7 +53,7 @@ def handle_of(work: dist.Work | None) -> dist.Work:
 
 
 class PendingCollective:
-    """A pending collective."""
+    """A pending collective of CPU tensors."""
 
     __slots__ = ("_detector", "_ticket", "_work")
 
@@ -76,6 +80,49 @@ class PendingCollective:
             # It failed, or has completed since the time was up: this tells which, without waiting.
             self._work.wait()
         return True
+
+
+class QueuedCollective:
+    """A collective that has been queued on the device."""
+
+    __slots__ = ("_detector", "_ticket", "_work")
+
+    def __init__(self, detector: FailureDetector, ticket: Ticket, work: dist.Work) -> None:
+        self._detector = detector
+        self._ticket = ticket
+        self._work = work
+
+    def wait(self) -> None:
+        """Have what this thread queues next on the device wait for the result. The CPU does not wait."""
+        if self._detector.error is not None:
+            raise self._detector.error
+        order_stream(self._detector, self._ticket, self._work)
+
+
+def follow(
+    detector: FailureDetector, ticket: Ticket, tensor: torch.Tensor, start: Callable[[], dist.Work | None]
+) -> Pending:
+    """Start a collective of ``tensor``, and return it, to be waited for.
+
+    Args:
+        detector: of this rank.
+        ticket: of the collective.
+        tensor: what this rank sends.
+        start: starts it, and returns torch's handle.
+
+    Raises:
+        PeerFailed, PeerMissing: the communicator was aborted.
+    """
+    if detector.queue is None or tensor.device.type == "cpu":
+        return PendingCollective(detector, ticket, start())
+    try:
+        work = handle_of(start())
+    except RuntimeError:
+        if detector.error is None:
+            raise
+        raise detector.error from None
+    detector.queue.add(ticket, work)
+    return QueuedCollective(detector, ticket, work)
 
 
 class TorchGroup:
@@ -192,16 +239,16 @@ class TorchGroup:
         out = tensor.new_empty((self.world_size, *tensor.shape))
         if tensor.numel():
             parts = list(bytes_of(out).view(self.world_size, -1).unbind(0))
-            work = dist.all_gather(parts, bytes_of(tensor), group=self._group, async_op=True)
-            PendingCollective(self.detector, ticket, work).wait()
+            gather: Any = partial(dist.all_gather, parts, bytes_of(tensor), group=self._group, async_op=True)
+            follow(self.detector, ticket, tensor, gather).wait()
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """Return the tensor of rank ``source``."""
         ticket = self.detector.ticket(what, self.exchange_id, tensor)
         result = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.broadcast(bytes_of(result), group=self._group, group_src=source, async_op=True)
-        PendingCollective(self.detector, ticket, work).wait()
+        send = partial(dist.broadcast, bytes_of(result), group=self._group, group_src=source, async_op=True)
+        follow(self.detector, ticket, tensor, send).wait()
         return result
 
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
@@ -210,16 +257,15 @@ class TorchGroup:
         given, taken = list(sizes[self.rank]), [row[self.rank] for row in sizes]
         out = tensor.new_empty(sum(taken))
         if any(map(sum, sizes)):
-            work = dist.all_to_all_single(out, tensor, taken, given, group=self._group, async_op=True)
-            PendingCollective(self.detector, ticket, work).wait()
+            swap = partial(dist.all_to_all_single, out, tensor, taken, given, group=self._group, async_op=True)
+            follow(self.detector, ticket, tensor, swap).wait()
         return out
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> PendingCollective:
+    def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
         """Start reducing ``tensor`` in place."""
         ticket = self.detector.ticket(what, self.exchange_id, tensor)
-        return PendingCollective(
-            self.detector, ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True)
-        )
+        reduce = partial(dist.all_reduce, tensor, REDUCE_OPS[op], group=self._group, async_op=True)
+        return follow(self.detector, ticket, tensor, reduce)
 
     def channel_bytes(self, device: torch.device) -> int:
         """Return a size of which Gloo moves several at once, and NCCL one after the other."""

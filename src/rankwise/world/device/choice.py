@@ -80,6 +80,11 @@ def goes_through_host(device: str, backend: str) -> bool:
     return is_accelerator(device) and not _carries(backend, type_of(device))
 
 
+def waits_on_device(device: str, backend: str) -> bool:
+    """Return whether collectives of a device's tensors order a stream instead of having the CPU wait."""
+    return backend not in {HOST, "none"} and is_accelerator(device)
+
+
 def torch_backends(device: str, backend: str) -> str:
     """Return the backend argument for torch's process group, for ranks on this kind of device."""
     kind = type_of(device)

@@ -281,3 +281,11 @@ def _ancestor(name: str) -> str | None:
 def given_horovod_variables() -> dict[str, str]:
     """Return Horovod's variables, which may be set for scripts written for it."""
     return {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+
+
+def keep_nccl_from_exiting() -> None:
+    """Have torch not end the process when a collective on a GPU fails, unless the user wants it: rankwise raises.
+
+    Source: the note on torch.distributed.distributed_c10d._abort_process_group.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
