@@ -13,7 +13,11 @@ Emulated in ``standin.cpp``, on the device's own memory:
 - views: ``as_strided``, ``view``, ``_reshape_alias``, ``view_as_real``, ``view_as_complex``, ``unfold``;
 - ``mse_loss``, ``native_batch_norm``;
 - autocast: ``linear``, ``matmul``, ``mm``, ``addmm`` in the lower precision, ``mse_loss`` in float32;
-- streams and events (numbers; times; each call is finished when it returns), a generator of random numbers per device.
+- streams and events (numbers; times; each call is finished when it returns), a generator of random numbers per device;
+- ``torch.standin.host_syncs()``: how often the CPU has waited for a device, where it would have to on CUDA: values read
+  (``item``), copies between CPU and device unless they are ``non_blocking`` and pinned, ``synchronize``, operators whose
+  result's size depends on values (``nonzero``, ``unique``, masks as indices). ``set_sync_debug_mode("warn" | "error")``
+  shows where, as that of ``torch.cuda`` does.
 
 Every other operator is copied to the CPU, computed there, and copied back.
 """
@@ -34,21 +38,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_DEVICES = 4
-SOURCE = Path(__file__).with_name("standin.cpp")
-BUILD = Path(__file__).with_name("build")
+FOLDER = Path(__file__).parent
+BUILD = FOLDER / "build"
+SYNC_DEBUG_MODES = ("default", "warn", "error")
 
 
-def built() -> Path:
-    """Return the library for this torch, compiled where it is not there yet (about half a minute)."""
+def built(part: str = "standin") -> Path:
+    """Return a library for this torch, compiled where it is not there yet (about half a minute)."""
     import torch
 
-    found = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = BUILD / f"standin-{torch.__version__}-{found}.so"
+    source = FOLDER / f"{part}.cpp"
+    parts = [source.read_bytes(), FOLDER.joinpath("standin.h").read_bytes(), torch.__version__.encode()]
+    library = BUILD / f"{part}-{torch.__version__}-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
     if not library.exists():
         BUILD.mkdir(exist_ok=True)
         root = Path(torch.__file__).parent
         unfinished = library.with_suffix(f".{os.getpid()}")
-        command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(SOURCE), "-o", str(unfinished)]
+        command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(source), "-o", str(unfinished)]
         command += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root}/lib"]
         subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
@@ -64,6 +70,7 @@ def load() -> None:
         return
     library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
     library.standin_state_bytes.restype = ctypes.c_longlong
+    library.standin_host_syncs.restype = ctypes.c_longlong
     torch.utils.rename_privateuse1_backend("standin")
     torch._register_device_module("standin", _module(library))
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -122,6 +129,8 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:  # noqa: C901 - one short
         manual_seed_all=manual_seed_all,
         get_rng_state=get_rng_state,
         set_rng_state=set_rng_state,
+        host_syncs=lambda: int(library.standin_host_syncs()),
+        set_sync_debug_mode=lambda mode: library.standin_set_sync_debug_mode(SYNC_DEBUG_MODES.index(mode)),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         get_device_name=lambda _=None: "stand-in on the CPU",
         synchronize=torch.accelerator.synchronize,
