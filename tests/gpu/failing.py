@@ -63,7 +63,7 @@ def _killed(setting: Setting) -> str:
     seconds = survivor.seconds - killed.seconds
     error = survivor.error
     assert isinstance(error, PeerFailed | PeerMissing), repr(error)
-    assert ([error.rank] if isinstance(error, PeerFailed) else error.ranks) == [1], str(error)
+    assert ([error.rank] if isinstance(error, PeerFailed) else list(error.ranks)) == [1], str(error)
     assert seconds < NAMED_SECONDS, f"rank 1 is named after {seconds:.1f} s"
     return f"named after {seconds:.1f} s, {_words(options)}"
 

@@ -40,26 +40,13 @@ def parameters_of(model: nn.Module) -> Parameters:
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
-class ConvNet(nn.Module):
-    """A convolution, BatchNorm if wanted, and dropout if wanted."""
-
-    def __init__(self, *, batchnorm: bool = False, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(2, 5, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm1d(5) if batchnorm else nn.Identity()
-        self.drop = nn.Dropout(dropout)
-        self.last = nn.Linear(15, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.norm(self.conv(x.unflatten(1, (2, 3)))))
-        return self.last(self.drop(x.flatten(1)))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": Net,
-    "convolution": ConvNet,
-    "BatchNorm": partial(ConvNet, batchnorm=True),
-    "dropout": partial(ConvNet, dropout=0.4),
+    "BatchNorm": partial(Net, batchnorm=True),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 5, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(15, 3)
+    ),
+    "dropout": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.4), nn.Linear(16, 3)),
 }
 
 

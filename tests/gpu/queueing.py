@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
+from rankwise.world.device.choice import goes_through_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 WARM_UP, COUNTED = 4, 5
+WAITS = re.compile("synchronizing CUDA operation|CPU waits for the stand-in")
 LOSS_TOLERANCE = 1e-12
 
 
@@ -54,30 +57,25 @@ def _step(device: str, way: str) -> Callable[[], None]:
 
 def _count(world: World, way: str) -> tuple[int, str]:
     """Return how often the host waited for the device in some steady steps, and where."""
+    if goes_through_host(world.device, world.backend):
+        raise NotPossible("tensors go through host memory")
     step = _step(world.device, way)
     for _ in range(WARM_UP):
         step()
-    torch.accelerator.synchronize()
-    counter = None if torch.cuda.is_available() else torch.get_device_module(world.device).host_syncs
-    before = 0 if counter is None else counter()
+    module = torch.get_device_module(world.device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if counter is None:
-            torch.cuda.set_sync_debug_mode("warn")
+        module.set_sync_debug_mode("warn")
         for _ in range(COUNTED):
             step()
-        if counter is None:
-            torch.cuda.set_sync_debug_mode("default")
-    places = Counter(
-        f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)
-    )
-    number = places.total() if counter is None else counter() - before
-    return number, ", ".join(f"{count}x {place}" for place, count in places.most_common(5))
+        module.set_sync_debug_mode("default")
+    places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in caught if WAITS.search(str(one.message)))
+    return places.total(), ", ".join(f"{count}x {place}" for place, count in places.most_common(5))
 
 
 def _syncs(way: str, setting: Setting) -> str:
-    if not setting.is_cuda and (setting.kind == "cpu" or not hasattr(torch.get_device_module(), "host_syncs")):
-        raise NotPossible("needs CUDA")
+    if setting.kind == "cpu":
+        setting.needs_cuda()
     number, places = setting.alone(_count, way)
     assert not number or way == "DDP", f"{number / COUNTED:g} per step: {places}"
     return f"{number / COUNTED:g} per step"

@@ -13,6 +13,7 @@ failed, 2 if there is no such device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import json
@@ -32,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TOTAL_SECONDS = 480.0
 FACTS = "facts"
+FACTS_SECONDS = 60.0
 ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER: processes whose parent has exited become children of this one."""
 
@@ -61,12 +63,12 @@ PARTS = [
 ]
 
 
-def check_all(part: Part, kind: str, records: Path, only: list[str]) -> None:
+def check_all(module: str, checks: str, kind: str, records: Path, only: list[str]) -> None:
     """Run the checks of a part in this process, and append what each found to ``records``."""
     from setting import NotPossible, Setting
 
     setting = Setting(kind)
-    for check in getattr(importlib.import_module(part.module), part.checks):
+    for check in getattr(importlib.import_module(module), checks):
         if only and not any(word in check.name for word in only):
             continue
         began = time.monotonic()
@@ -79,6 +81,8 @@ def check_all(part: Part, kind: str, records: Path, only: list[str]) -> None:
             first = next(iter(str(error).strip().splitlines()), "")
             found |= {"result": "failed", "figures": f"{type(error).__name__}: {first}"[:300]}
             found["traceback"] = traceback.format_exc()
+            if isinstance(error, NotImplementedError) and not setting.is_cuda:
+                found["result"] = "not run"
         found["seconds"] = round(time.monotonic() - began, 1)
         with records.open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
@@ -131,7 +135,7 @@ class Run:
 
     def read_facts(self) -> bool:
         """Print what this machine is; return whether it has the device."""
-        found, how, _ = self._start(FACTS, 90)
+        found, how, _ = self._start(FACTS, FACTS, FACTS_SECONDS * self._factor)
         if not found:
             print(f"no {self.kind} device here ({how}); its output: {self._out / FACTS}.log", flush=True)
             return False
@@ -145,7 +149,7 @@ class Run:
         if limit <= 0:
             checks, how, seconds = [], "not run: the time is up", 0.0
         else:
-            checks, how, seconds = self._start(part.name, limit)
+            checks, how, seconds = self._start(part.name, f"{part.module}:{part.checks}", limit)
         self._parts.append(
             {"part": part.name, "what": part.what, "how": how, "seconds": round(seconds, 1), "checks": checks}
         )
@@ -164,17 +168,17 @@ class Run:
         """Whether a part has failed."""
         return any(part["result"] == "failed" for part in self._parts)
 
-    def _start(self, name: str, limit_seconds: float) -> tuple[list[dict[str, Any]], str, float]:
+    def _start(self, name: str, part: str, limit_seconds: float) -> tuple[list[dict[str, Any]], str, float]:
         """Run this file for one part; return its records, how it ended, and after how many seconds."""
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="rankwise-gpu-", ignore_cleanup_errors=True) as folder:
             records = Path(folder, "records")
             command = [sys.executable, str(HERE / "run.py"), "--device", self.kind]
-            command += ["--part", name, "--records", str(records), "--only", *self._only]
+            command += ["--part", part, "--records", str(records), "--only", *self._only]
             paths = [ROOT / "src", ROOT / "tests" / "multiprocess", HERE]
             paths += [ROOT / "tests" / "standin"] if self.kind == "standin" else []
             env = os.environ | {
-                "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
                 "TMPDIR": folder,
                 "NCCL_MULTI_RANK_GPU_ENABLE": "1",
                 "HF_HUB_OFFLINE": "1",
@@ -189,6 +193,9 @@ class Run:
                 except subprocess.TimeoutExpired:
                     how = f"stopped after {limit_seconds:.0f} s"
                 finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
                     _kill_children()
             lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
         return [json.loads(line) for line in lines], how, time.monotonic() - began
@@ -236,7 +243,7 @@ def _num_ok(checks: list[dict[str, Any]]) -> int:
 
 
 def _kill_children() -> None:
-    """Kill everything below this process, and those whose parents have exited."""
+    """Kill what has left the part's process group: processes below this one, also those whose parents have exited."""
     while children := [
         int(word)
         for path in Path(f"/proc/{os.getpid()}/task").glob("*/children")
@@ -253,16 +260,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(names)}")
     parser.add_argument("--device", default="cuda", choices=["cuda", "standin", "cpu"])
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="limit of all parts together; more for each, too")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_SECONDS, help="limit of all parts together; more for each, too"
+    )
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="checks whose name contains a word")
-    parser.add_argument("--part", choices=[*names, FACTS], help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--records", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part == FACTS:
         write_facts(given.device, given.records)
         return 0
     if given.part:
-        check_all(next(part for part in PARTS if part.name == given.part), given.device, given.records, given.only)
+        check_all(*given.part.split(":"), given.device, given.records, given.only)
         return 0
     if unknown := set(given.parts) - set(names):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(names)}")
