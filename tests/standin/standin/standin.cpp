@@ -69,8 +69,8 @@ struct Quiet {
 using standin::PendingPtr;
 using Stream = std::pair<c10::DeviceIndex, c10::StreamId>;
 
-std::mutex orders_lock;
-std::map<Stream, std::vector<PendingPtr>> orders;
+std::mutex& orders_lock = *new std::mutex;
+std::map<Stream, std::vector<PendingPtr>>& orders = *new std::map<Stream, std::vector<PendingPtr>>;
 std::atomic<bool> has_orders{false};
 
 void settle_all(const std::vector<PendingPtr>& all) {
@@ -554,6 +554,7 @@ void order_after(c10::Stream stream, const PendingPtr& pending) {
   std::lock_guard<std::mutex> guard(orders_lock);
   has_orders = true;
   auto& all = orders[key_of(stream)];
+  std::erase_if(all, [](const auto& one) { return one->is_settled(); });
   if (std::find(all.begin(), all.end(), pending) == all.end()) all.push_back(pending);
 }
 

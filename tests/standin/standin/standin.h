@@ -32,6 +32,10 @@ struct Pending {
     std::lock_guard<std::mutex> guard(lock);
     return finished;
   }
+  bool is_settled() {
+    std::unique_lock<std::mutex> guard(lock, std::try_to_lock);
+    return guard && finished && !deliver;
+  }
   void settle() {
     std::unique_lock<std::mutex> guard(lock);
     changed.wait(guard, [this] { return finished; });
