@@ -17,5 +17,5 @@ def raise_in_thread(thread_id: int, error: BaseException | None) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), None)
         return
     kind = type(error)
-    stand_in = type(kind.__name__, (kind,), {"__new__": lambda _: error, "__module__": kind.__module__})
+    stand_in = type(kind.__name__, (kind,), {"__new__": lambda *_: error, "__module__": kind.__module__})
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(stand_in))
