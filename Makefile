@@ -78,7 +78,7 @@ versions: $(VERSIONS:%=version-%)  ## what depends most on Python and torch, on 
 version-%:
 	@.ci/version $(subst -, ,$*)
 
-gpu:  ## at most eight minutes on a GPU, from this checkout; needs no network. Without a GPU: tests/gpu/run.py --device standin
+gpu:  ## at most eight minutes on a GPU, from this checkout; needs no network; to try it without one: tests/gpu/run.py --device strict
 	$(PYTHON) tests/gpu/run.py
 
 mutants: setup  ## put small mistakes into a copy of the code, one at a time, and count those that tests notice

@@ -7,7 +7,9 @@ important parts first. Writes ``devices.md`` (a table for ``docs/devices.md``), 
 and the output of each part into ``$OUT``, by default ``build/gpu``, again after each part. Exit status: 1 if a check
 failed, 2 if there is no such device.
 
-``--device standin`` or ``cpu`` tries the script without a GPU: with small models, without measuring.
+``--device strict``, ``standin`` or ``cpu`` tries the script without a GPU, with small models, without measuring: on the
+stand-in device of ``tests/standin`` with its backend that is as strict as NCCL, on that device without a backend, or on
+the CPU.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ class Run:
     """One run of the script: its folder, its limit, and what its parts have found."""
 
     def __init__(self, kind: str, limit_seconds: float, only: list[str]) -> None:
-        self.kind = kind
+        self.kind = "standin" if kind == "strict" else kind
+        self._name = kind
         self._only = only
         self._ends = time.monotonic() + limit_seconds
         self._factor = max(1.0, limit_seconds / TOTAL_SECONDS)
@@ -183,6 +186,7 @@ class Run:
                 "NCCL_MULTI_RANK_GPU_ENABLE": "1",
                 "HF_HUB_OFFLINE": "1",
             }
+            env |= {"STANDIN_BACKEND": "strict"} if self._name == "strict" else {}
             with (self._out / f"{name}.log").open("w", encoding="utf-8") as log:
                 process = subprocess.Popen(
                     command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
@@ -212,7 +216,7 @@ class Run:
             for name, title in [("driver", "driver"), ("cuda", "CUDA"), ("nccl", "NCCL"), ("torch", "torch")]
             if facts.get(name)
         )
-        command = "make gpu" if self.kind == "cuda" else f"tests/gpu/run.py --device {self.kind}"
+        command = "make gpu" if self.kind == "cuda" else f"tests/gpu/run.py --device {self._name}"
         totals = [one["result"] for part in self._parts for one in part["checks"]]
         what = ", ".join(f"{totals.count(result)} checks {result}" for result in dict.fromkeys(totals))
         lines = [
@@ -259,7 +263,7 @@ def main() -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(names)}")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "standin", "cpu"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "strict", "standin", "cpu"])
     parser.add_argument(
         "--seconds", type=float, default=TOTAL_SECONDS, help="limit of all parts together; more for each, too"
     )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rankwise as rw
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, TorchTooOld
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ NUM_SAMPLES = 37
 EPOCHS, SAVES_AFTER = 2, 4
 
 
-def _is_missing_backend(error: BaseException) -> bool:
-    return isinstance(error, ConfigurationError) and "needs a torch backend that supports" in str(error)
+def _is_refusal(error: BaseException | None) -> bool:
+    no_backend = isinstance(error, ConfigurationError) and "needs a torch backend that supports" in str(error)
+    return no_backend or isinstance(error, TorchTooOld)
 
 
 def _spread(strategy: str, sizes: dict[str, int], setting: Setting) -> str:
@@ -52,7 +53,7 @@ def _spread(strategy: str, sizes: dict[str, int], setting: Setting) -> str:
     expected = setting.on_cpu(train, "replicate", {}, folder)
     differences: list[float] = []
     for result in run_ranks(train, num_ranks, strategy, sizes, folder, **options):
-        if result.error is not None and _is_missing_backend(result.error):
+        if _is_refusal(result.error):
             raise NotPossible(f"refused: {str(result.error).splitlines()[0]}")
         for found, whole in zip(result.get(), expected, strict=True):
             differences.append(largest_difference(found, {name: whole[name] for name in found}))
