@@ -3,18 +3,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING
 
 from setting import Check, NotPossible
 
 if TYPE_CHECKING:
     from setting import Setting
-
-
-def _hang(setting: Setting) -> str:
-    subprocess.run(["sleep", "600"], start_new_session=True, check=True)
-    return ""
 
 
 def _fail(setting: Setting) -> str:
@@ -25,5 +19,4 @@ def _refuse(setting: Setting) -> str:
     raise NotPossible("needs CUDA")
 
 
-HANGS = [Check("hangs", _hang)]
 FAILS = [Check("fails", _fail), Check("is not possible", _refuse), Check("passes", lambda setting: setting.device)]

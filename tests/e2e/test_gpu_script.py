@@ -21,7 +21,7 @@ import sys
 sys.path.insert(0, {str(FOLDER)!r})
 import run
 run.PARTS[:] = [
-    run.Part("hangs", "gpu_script_parts", "HANGS", 8, "a process that does not end"),
+    run.Part("hangs", "gpu_script_hang", "HANGS", 8, "a process that does not end"),
     run.Part("fails", "gpu_script_parts", "FAILS", 100, "three checks"),
 ]
 sys.exit(run.main())

@@ -67,10 +67,11 @@ PARTS = [
 
 def check_all(module: str, checks: str, kind: str, records: Path, only: list[str]) -> None:
     """Run the checks of a part in this process, and append what each found to ``records``."""
+    found_checks = getattr(importlib.import_module(module), checks)
     from setting import NotPossible, Setting
 
     setting = Setting(kind)
-    for check in getattr(importlib.import_module(module), checks):
+    for check in found_checks:
         if only and not any(word in check.name for word in only):
             continue
         began = time.monotonic()
