@@ -182,9 +182,16 @@ class FailureDetector:
         self._has_raised = True
         raise_in_thread(self._main_thread_id, None)
 
-    def raise_in_main_thread(self) -> None:
-        """Have the training thread raise the error as soon as it runs Python code, unless it has raised one."""
-        if self.error is not None and not self._has_raised:
+    def fail_queued(self, error: RankwiseError, *, are_pending: bool) -> None:
+        """Have every collective raise ``error``, unless there is another reason already.
+
+        With ``are_pending``, results will never arrive: the training thread raises it as soon as it runs Python code,
+        unless it has raised one.
+        """
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+        if are_pending and not self._has_raised:
             raise_in_thread(self._main_thread_id, self.error)
 
     def is_in_main_thread(self) -> bool:

@@ -162,10 +162,5 @@ class QueuedCollectives:
         if not isinstance(error, RankwiseError):
             warn(f"collectives on the device are no longer followed: {type(error).__name__}: {error}", all_ranks=True)
             return
-        detector = self._detector
-        with detector.changed:
-            detector.error = detector.error or error
-            detector.changed.notify_all()
-        if self._queue and not self._closed.is_set():
-            detector.raise_in_main_thread()
+        self._detector.fail_queued(error, are_pending=bool(self._queue) and not self._closed.is_set())
         self._abort()

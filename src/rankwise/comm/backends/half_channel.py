@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import ChannelSize
+    from rankwise.comm.backends.protocol import Amount, ChannelSize
     from rankwise.comm.backends.torch_channel import Pending
     from rankwise.health.failure_detector import FailureDetector
 
@@ -62,6 +62,7 @@ class HalfChannel:
         self._received = self._rows[:0]
         self._unsummed = unsummed
         self._pending: list[Pending] = []
+        self._set_flags: list[bool] | None = None
 
     def can_claim(self) -> bool:
         """Return whether nothing is pending, and nothing must be compared first."""
@@ -71,23 +72,27 @@ class HalfChannel:
         """Wait for a collective that an error interrupted."""
         self.finish()
 
-    def factor(self, share: float) -> float:
+    def factor(self, share: Amount) -> Amount:
         """Return 1: a product in half precision would be rounded."""
         del share
         return 1.0
 
     @torch.no_grad()
-    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+    def start(self, share: Amount, weight: Amount, absent: Sequence[int]) -> None:
         """Send each rank its slice."""
         if self.body.device.type != "cpu" and self._group.detector.queue is not None:
             # Waiting orders the device's stream there, and does not stop this thread.
             self._sum_earlier()
-        if share == 0.0:
+        if isinstance(share, torch.Tensor):
+            self.body.masked_fill_(share == 0, 0.0)
+        elif share == 0.0:
             self.body.zero_()
         self._note.fill_(1.0)
-        self._note[0], self._note[1] = share, weight
+        self._note[0].fill_(share)
+        self._note[1].fill_(weight)
+        self._set_flags = None
         for flag in absent:
-            self._note[2 + flag] = 0.0
+            self._note[2 + flag].zero_()
         self._received = torch.empty_like(self._rows)
         self._unsummed.append(self)
         self._pending = [
@@ -102,13 +107,17 @@ class HalfChannel:
             self._sum_earlier()
         self._wait()
 
-    def total(self) -> float:
+    def total(self) -> Amount:
         """Return the sum of the weights."""
-        return self._notes[:, 1].sum().item()
+        total = self._notes[:, 1].sum()
+        return total.item() if total.device.type == "cpu" else total
 
     def is_flag_set(self, flag: int) -> bool:
         """Return whether any rank has set a flag."""
-        return bool(self._notes[:, 2 + flag].any().item())
+        if self._set_flags is None:
+            # On a device the host waits, so it reads all of them at once.
+            self._set_flags = self._notes[:, 2:].any(0).tolist()
+        return self._set_flags[flag]
 
     def _sum_earlier(self) -> None:
         """Sum the slices of all channels that have sent theirs: in one order on every rank."""

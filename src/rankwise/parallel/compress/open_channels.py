@@ -20,7 +20,7 @@ from rankwise.parallel.compress.methods import Narrow, PowerSGD, TopK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
+    from rankwise.comm.backends.protocol import Amount, BucketChannel, ChannelSize, Exchange
     from rankwise.parallel.compress.methods import Method
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,11 +86,11 @@ class NarrowChannel(MirrorChannel):
         self._num_ranks = num_ranks
         self.factor = self._factor
 
-    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+    def start(self, share: Amount, weight: Amount, absent: Sequence[int]) -> None:
         """Copy the body, of which the factor is part already, and send it."""
-        super().start(self._num_ranks if share else 0.0, weight, absent)
+        super().start((share != 0) * self._num_ranks, weight, absent)
 
-    def _factor(self, share: float) -> float:
+    def _factor(self, share: Amount) -> Amount:
         return share / self._num_ranks
 
 

@@ -8,6 +8,7 @@ units that all ranks share. Used by replicate, local_sgd and the parameter serve
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 STEPS_OF_UNIT = 3
 """How many of the first steps adjust the unit of weights that are on a device."""
 
+_in_turn = threading.Lock()
 _round: list[GradientSync] = []
 """The syncs that take part in the backward under way: several where one loss crosses several models."""
 
@@ -144,8 +146,11 @@ class GradientSync:
         new = [number for number, parameter in self._unhooked if parameter.requires_grad]
         if not new:
             return
+        # torch runs the hooks of each device in a thread of its own.
+        is_alone = len({parameter.device for parameter in self.parameters}) == 1
+        arrived = GradientSync._take_note if is_alone else GradientSync._take_note_in_turn
         for number in new:
-            call_when_accumulated(self.parameters[number], self, GradientSync._take_note, number)
+            call_when_accumulated(self.parameters[number], self, arrived, number)
         self._hooked.update(new)
         self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
         if self._group is not None:
@@ -248,6 +253,11 @@ class GradientSync:
         if self._buckets.note_arrival(number) and not is_held:
             self._buckets.send_full(self._report_weights())
 
+    def _take_note_in_turn(self, number: int) -> None:
+        """The same for hooks that may run in several threads at once."""
+        with _in_turn:
+            self._take_note(number)
+
     def _report_weights(self) -> Weights:
         """Report this rank's loss to the other ranks, and return the weights of its gradients."""
         self.loss.report()
@@ -315,10 +325,8 @@ class GradientSync:
             self._accumulation.close()
         elif self._accumulation.is_begun:
             self._accumulation.give_back_earlier()
-        if not is_sum and not (isinstance(total, torch.Tensor) and self._keeps_unit()):
-            mean = float(total) / group.world_size
-            if mean > 0:
-                self._unit.adjust(mean)
+        if not is_sum:
+            self._adjust_unit(total, group.world_size)
         if self._num_synced == 0:
             # A rank without samples was called with others' as a stand-in.
             call = self._first_call if float(self.loss.weight) > 0 else None
@@ -333,9 +341,13 @@ class GradientSync:
             buckets.send_by_turns({})
         self._is_order_known = True
 
-    def _keeps_unit(self) -> bool:
-        """Return whether the unit is known: the first steps read weights from the device, and a unit rounds nothing."""
-        return self._num_synced >= STEPS_OF_UNIT and self._unit.scale == 1.0
+    def _adjust_unit(self, total: Amount, num_ranks: int) -> None:
+        is_on_device = isinstance(total, torch.Tensor)
+        if is_on_device and self._num_synced >= STEPS_OF_UNIT and self._unit.scale == 1.0:
+            return  # Only the first steps read weights from the device: a unit rounds nothing.
+        mean = float(total) / num_ranks
+        if mean > 0:
+            self._unit.adjust(mean)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [own for p in self.parameters if (own := own_gradient(p)) is not None]
