@@ -182,6 +182,11 @@ class FailureDetector:
         self._has_raised = True
         raise_in_thread(self._main_thread_id, None)
 
+    def raise_unraised(self) -> None:
+        """Raise the reason why ranks cannot continue, unless the training thread has raised it before."""
+        if self.error is not None and not self._has_raised:
+            raise self.error
+
     def fail_queued(self, error: RankwiseError, *, are_pending: bool) -> None:
         """Have every collective raise ``error``, unless there is another reason already.
 
@@ -193,6 +198,7 @@ class FailureDetector:
             self.changed.notify_all()
         if are_pending and not self._has_raised:
             raise_in_thread(self._main_thread_id, self.error)
+            self._has_raised = True
 
     def is_in_main_thread(self) -> bool:
         """Return whether this is the thread that joined, which trains."""

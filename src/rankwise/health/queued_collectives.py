@@ -109,8 +109,8 @@ class QueuedCollectives:
         if self._queue:
             synchronize()
             self._retire()
-        if self._queue and self._detector.error is not None:
-            raise self._detector.error
+        if self._queue:
+            self._detector.raise_unraised()
 
     def close(self) -> None:
         """Stop the thread. Called on leaving the world, with or without an error."""

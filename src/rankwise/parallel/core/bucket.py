@@ -79,6 +79,10 @@ class Bucket:
             self._streams.add(stream)
         return missing
 
+    def refuse_late(self) -> None:
+        """Count a gradient that arrives from now on in this step as one too many."""
+        self.num_missing = 0
+
     @torch.no_grad()
     def send(self, weights: Weights) -> None:
         """Copy the gradients into the channel and start it. A parameter without a gradient counts as zero."""

@@ -159,8 +159,7 @@ class GradientBuckets:
                 return
             bucket = self._buckets[self._num_sent]
             self._send_next(weights())
-            # What has not arrived is not sent in this step.
-            bucket.num_missing = 0
+            bucket.refuse_late()
 
     def _note_first_arrival(self, number: int) -> None:
         bucket = self._bucket_of[number]
