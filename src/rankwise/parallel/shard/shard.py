@@ -40,6 +40,7 @@ from rankwise.parallel.loss.hooks import check_weight_function, subscribe
 from rankwise.parallel.loss.terms import forward_call
 from rankwise.parallel.no_sync_and_weight import no_sync
 from rankwise.parallel.randomness.kernels import install
+from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.shard.activation_checkpointing import recompute_block
 from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
 from rankwise.parallel.shard.sharded_gradients import ShardSync
@@ -196,6 +197,8 @@ def shard(
     # Before torch's own, which gathers the parameters: an interrupted backward is cleared away first.
     model.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(hooks.after)
+    copies = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
+    draw_as_one_rank(model, session, copies, "counter")
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
