@@ -187,18 +187,17 @@ def shard(
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     along = exchange_along("dp_shard")
     buffers = None
+    within_group = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
     if session.exchange is not None:
         if norms := unsynchronised_batchnorms(model):
             warn(f"{take_their(norms)} statistics per rank, so that the result depends on the number of ranks")
-        within_group = exchange_along(*_WITHIN_GROUP)
         if within_group is not None:
             buffers = BufferSync(model, within_group, DivergedBuffers(model, within_group, name))
     hooks = _ForwardHooks(sync, SameForward(along, f"sharded {name}"), weight, buffers, before, was_meta)
     # Before torch's own, which gathers the parameters: an interrupted backward is cleared away first.
     model.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(hooks.after)
-    copies = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
-    draw_as_one_rank(model, session, copies, "counter")
+    draw_as_one_rank(model, session, within_group, "counter")
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
