@@ -197,7 +197,7 @@ def shard(
     # Before torch's own, which gathers the parameters: an interrupted backward is cleared away first.
     model.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(hooks.after)
-    draw_as_one_rank(model, session, within_group, "counter")
+    draw_as_one_rank(model, session, within_group, "counter", needs_loader=True)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
