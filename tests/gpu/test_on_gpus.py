@@ -14,6 +14,8 @@ from trained_otherwise import train_in_words, train_seldom
 import rankwise as rw
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
+from rankwise.parallel.randomness import philox
+from rankwise.parallel.randomness.counter import SAMPLERS, kept
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -125,3 +127,36 @@ def test_steps_take_what_they_take_on_the_gpu_and_not_what_queueing_takes(tmp_pa
     # Backward computes twice as much as forward. The host, which only queues it, would see something else.
     assert (means["backward"] > 1.2 * means["forward"]).all()
     assert (means["forward"] + means["backward"] > means["script"]).all()
+
+
+@pytest.mark.parametrize("operation", ["bernoulli_.float", "uniform_", "random_.from"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_gpu_draws_the_bits_of_a_cpu(operation: str, dtype: torch.dtype) -> None:
+    args = {"bernoulli_.float": (0.9,), "uniform_": (-1.0, 3.0), "random_.from": (-5, 12)}[operation]
+    for at in (range(1), range(7, 50_000), range(2**34 + 3, 2**34 + 3_000_003)):
+        drawn, expected = (
+            SAMPLERS[operation]((2**63 + 5, 3), at, dtype, args, torch.device(kind)) for kind in (KIND, "cpu")
+        )
+        assert torch.equal(drawn.cpu(), expected)
+
+
+@pytest.mark.parametrize("probability", [1e-6, 0.1, 0.5, 1 / 3, 1 - 1e-6])
+def test_a_gpu_draws_masks_without_waiting_for_it(probability: float) -> None:
+    at = range(3, 3_000_003)
+    device = torch.device(KIND, 0)
+    SAMPLERS["bernoulli_.float"]((9, 9), at, torch.float32, (probability,), device)  # compiles
+    if KIND == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = SAMPLERS["bernoulli_.float"]((1, 2), at, torch.float32, (probability,), device)
+        SAMPLERS["normal_"]((1, 2), at, torch.float32, (), device)
+    finally:
+        if KIND == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(drawn.cpu(), torch.from_numpy(kept((1, 2), 3, len(at), probability)))
+
+
+def test_a_gpu_runs_the_triton_kernels() -> None:
+    pytest.importorskip("triton")
+    SAMPLERS["uniform_"]((0, 0), range(1), torch.float32, (), torch.device(KIND, 0))
+    assert philox._Triton.kernels is not None

@@ -85,7 +85,7 @@ def _noisy_weights(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _noise_of_the_share_s_size(m: Any, x: torch.Tensor) -> torch.Tensor:
     # As many rows as a layer has, and as the ranks' samples in some batches.
-    scale = torch.randn(WIDTH, WIDTH, dtype=x.dtype)
+    scale = torch.randn(WIDTH, WIDTH, dtype=x.dtype, device=x.device)
     return m.b(torch.tanh(functional.linear(x, m.a.weight * scale)))
 
 
@@ -95,7 +95,7 @@ def _vae(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _sized_noise(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.b(m.a(x) + 0.1 * torch.randn(x.size(0), x.size(1), WIDTH, dtype=x.dtype))
+    return m.b(m.a(x) + 0.1 * torch.randn(x.size(0), x.size(1), WIDTH, dtype=x.dtype, device=x.device))
 
 
 def _rsample(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import signal
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -446,24 +445,27 @@ def test_a_forward_pass_that_is_broken_off_leaves_nothing_behind() -> None:
     assert all(one.get() for one in testing.run_ranks(_interrupted, 2))
 
 
-def _sharded(_: World, is_block: bool) -> tuple[list[str], list[torch.Tensor]]:
-    torch.manual_seed(0)
-    model = rw.shard(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+def _sharded(_: World) -> tuple[dict[str, Parameters], list[str]]:
+    trained = {}
     with listening() as said:
-        for x in rw.DataLoader(torch.ones(16, 8), global_batch_size=8):
-            with rw.as_one_rank() if is_block else nullcontext():
-                output = model(x)
-            output.mean().backward()
-    return [text for text in said if "rows" in text], [output.detach() == 0]
+        for name in DRAWING:
+            model = rw.shard(_model(name), blocks="1GiB" if name.startswith("noise") else None)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            for x in rw.DataLoader(_samples(23), global_batch_size=12):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            trained[name] = {key: one.full_tensor().detach() for key, one in model.named_parameters()}
+    return trained, [text for text in said if "rows" in text or "draws" in text]
 
 
-def test_a_sharded_model_draws_as_one_rank_in_a_block_and_is_named_outside() -> None:
-    (first, _), (other, _) = (one.get() for one in testing.run_ranks(_sharded, 2, False))
-    check_said(first, ["bernoulli at test_random_numbers.py"])
-    assert other == []
-    (whole,) = (one.get()[1] for one in testing.run_ranks(_sharded, 1, True))
-    parts = [one.get()[1] for one in testing.run_ranks(_sharded, 2, True)]
-    assert torch.equal(torch.cat([one for (one,) in parts]), whole[0])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sharded_models_draw_as_on_one_rank(world_size: int) -> None:
+    expected, _ = one_rank(_sharded)
+    for result in testing.run_ranks(_sharded, world_size):
+        trained, said = result.get()
+        assert _apart(trained, expected) == {}
+        assert said == []
 
 
 class _ElsewhereDropout(nn.Dropout):

@@ -9,6 +9,7 @@ import torch
 from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
 from rankwise.parallel.randomness.sample_layout import SampleLayout, layout_of, viewed
 
+CPU = torch.device("cpu")
 FLOATING = {
     "bernoulli_.float": (0.3,),
     "uniform_": (-1.0, 3.0),
@@ -31,11 +32,11 @@ MOMENTS = {
 @pytest.mark.parametrize("operation", FLOATING)
 def test_numbers_depend_on_their_position_alone(operation: str, dtype: torch.dtype) -> None:
     draw = SAMPLERS[operation]
-    whole = draw((77, 1), 0, 41, dtype, FLOATING[operation])
+    whole = draw((77, 1), range(41), dtype, FLOATING[operation], CPU)
     for cut in range(42):
         parts = [
-            draw((77, 1), 0, cut, dtype, FLOATING[operation]),
-            draw((77, 1), cut, 41 - cut, dtype, FLOATING[operation]),
+            draw((77, 1), range(cut), dtype, FLOATING[operation], CPU),
+            draw((77, 1), range(cut, 41), dtype, FLOATING[operation], CPU),
         ]
         assert torch.equal(torch.cat(parts), whole)
 
@@ -43,7 +44,7 @@ def test_numbers_depend_on_their_position_alone(operation: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("operation", FLOATING)
 def test_numbers_have_the_moments_of_their_distribution(operation: str, dtype: torch.dtype) -> None:
-    drawn = SAMPLERS[operation]((5, 0), 3, 200_001, dtype, FLOATING[operation]).double()
+    drawn = SAMPLERS[operation]((5, 0), range(3, 200_004), dtype, FLOATING[operation], CPU).double()
     mean, variance = MOMENTS[operation]
     # Of a fixed key: five standard errors, and a hundredth.
     assert abs(drawn.mean() - mean) < 5 * (variance / len(drawn)) ** 0.5
@@ -54,7 +55,7 @@ def test_numbers_have_the_moments_of_their_distribution(operation: str, dtype: t
 
 def test_keys_that_follow_each_other_give_unlike_numbers() -> None:
     rows = torch.stack(
-        [SAMPLERS["normal_"]((key, 0), 0, 1000, torch.float64, ()) for key in (0, 1, 2, mixed(0), 2**63)]
+        [SAMPLERS["normal_"]((key, 0), range(1000), torch.float64, (), CPU) for key in (0, 1, 2, mixed(0), 2**63)]
     )
     apart = torch.corrcoef(rows) - torch.eye(5, dtype=torch.float64)
     assert apart.abs().max() < 5 / 1000**0.5
@@ -77,13 +78,13 @@ def test_keys_are_mixed_as_splitmix64_does() -> None:
 )
 def test_arguments_are_checked_as_torch_checks_them(operation: str, args: tuple[float, ...]) -> None:
     with pytest.raises(RuntimeError, match="expects"):
-        SAMPLERS[operation]((0, 0), 0, 1, torch.float32, args)
+        SAMPLERS[operation]((0, 0), range(1), torch.float32, args, CPU)
 
 
 def test_whole_ranges_of_integers() -> None:
-    assert SAMPLERS["random_"]((0, 0), 0, 1000, torch.uint8, ()).max() == 255
-    assert SAMPLERS["random_"]((0, 0), 0, 1000, torch.bool, ()).max() == 1
-    assert SAMPLERS["random_"]((0, 0), 0, 1000, torch.int64, ()).min() >= 0
+    assert SAMPLERS["random_"]((0, 0), range(1000), torch.uint8, (), CPU).max() == 255
+    assert SAMPLERS["random_"]((0, 0), range(1000), torch.bool, (), CPU).max() == 1
+    assert SAMPLERS["random_"]((0, 0), range(1000), torch.int64, (), CPU).min() >= 0
 
 
 @pytest.mark.parametrize(

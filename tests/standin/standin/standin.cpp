@@ -515,6 +515,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("mse_loss", mse_loss);
   m.impl("native_batch_norm", batch_norm);
   m.impl("record_stream", record_stream);
+  // Kernels of its own, which can be replaced: the fallback computes an operation's parts on the CPU.
+  for (auto name : {"bernoulli_.float", "exponential_", "native_dropout", "normal_", "random_", "random_.from",
+                    "random_.to", "randperm.generator_out", "uniform_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&elsewhere>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&elsewhere>()); }

@@ -58,21 +58,21 @@ def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: 
 
 def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
     """Fill a tensor with random numbers of ``source``: by position if that is possible, else with torch's kernel."""
-    sampler = SAMPLERS.get(operation)
-    if source.key is None or sampler is None or out.device.type != "cpu" or out.is_complex():
+    if source.key is None or operation not in SAMPLERS or out.is_complex():
         with drawing():
             _fill_whole(kernel, out, args, source)
-        return
-    count = out.numel()
-    if not count:
-        return
-    layout, rows = source.layout, source.rows
+    elif out.numel():
+        out.copy_(_by_position(operation, out, args, source))
+
+
+def _by_position(operation: str, like: torch.Tensor, args: Sequence[Any], source: NumberSource) -> torch.Tensor:
+    """Return numbers of the shape of ``like``, which has elements."""
+    layout, rows, count = source.layout, source.rows, like.numel()
     first = 0 if rows is None else rows.start * (count // rows.num)
-    numbers = sampler(source.full_key, first, count, out.dtype, args)
+    numbers = SAMPLERS[operation](source.full_key, range(first, first + count), like.dtype, args, like.device)
     if layout is None or rows is None or (layout.dim == 0 and layout.outer == 1):
-        out.copy_(numbers.view(out.shape))
-    else:
-        out.copy_(layout.from_samples(numbers.view(layout.by_sample(out.shape, rows.num))))
+        return numbers.view(like.shape)
+    return layout.from_samples(numbers.view(layout.by_sample(like.shape, rows.num)))
 
 
 def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
@@ -138,11 +138,14 @@ def draw_dropout(
             alone: tuple[torch.Tensor, torch.Tensor] = kernel(inputs, probability, True)
             return alone
         both = kernel(_widened(inputs, inputs.shape, source), probability, True)
-        dropped, kept = (layout.part(one, rows.num_global, rows.start, rows.num).clone() for one in both)
-        return dropped, kept
-    noise = torch.empty_like(inputs)
-    fill("bernoulli_.float", torch.Tensor.bernoulli_, noise, (1 - probability,), source)
-    return inputs * noise * (0.0 if probability == 1 else 1 / (1 - probability)), noise.to(torch.bool)
+        dropped, keeps = (layout.part(one, rows.num_global, rows.start, rows.num).clone() for one in both)
+        return dropped, keeps
+    keeps = torch.empty_like(inputs, dtype=torch.bool)
+    if keeps.numel():
+        keeps = _by_position("bernoulli_.float", keeps, (1 - probability,), source)
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)
+    # The same product as in backward: of three factors, in one kernel.
+    return torch.ops.aten.native_dropout_backward(inputs, keeps, scale), keeps
 
 
 def _widened(value: Any, shape: Sequence[int], source: NumberSource) -> Any:  # noqa: ANN401 - any argument

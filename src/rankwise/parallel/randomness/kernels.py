@@ -22,6 +22,7 @@ from rankwise.parallel.randomness.drawing import (
     fill,
     main_of,
 )
+from rankwise.parallel.randomness.philox import bits
 from rankwise.parallel.randomness.scope import current_scope, drawing, is_drawing
 from rankwise.parallel.randomness.source import (
     forget,
@@ -224,6 +225,9 @@ def _permutation(name: str, kernel: Kernel) -> Kernel:
             source = source_in(scope, name, out, generator)
         finally:
             scope.traced_layouts.pop()
+        if source.key is not None and out.device.type != "cpu":
+            order = bits(source.full_key, range(length), torch.int64, out.device).argsort()
+            return out.resize_(length).copy_(order)
         with drawing():
             kernel(length, generator=source.own_generator(out.device), out=out)
         return out

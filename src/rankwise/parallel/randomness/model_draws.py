@@ -46,10 +46,24 @@ LARGEST_SEED = 2**32
 """Seeds that users choose are smaller; those that torch takes from the system are larger, but for one in 4e9."""
 
 
-def draw_as_one_rank(model: nn.Module, session: Session, exchange: Exchange | None, randomness: Randomness) -> None:
-    """Have each forward pass of a replicated model draw its random numbers as one rank would draw them.
+def draw_as_one_rank(
+    model: nn.Module,
+    session: Session,
+    exchange: Exchange | None,
+    randomness: Randomness,
+    *,
+    needs_loader: bool = False,
+) -> None:
+    """Have each forward pass of a model draw its random numbers as one rank would draw them.
 
-    Called by: every rank of ``exchange``, the ranks that hold copies; ``None`` for a single rank.
+    Called by: every rank of ``exchange``, the ranks that hold copies or shards; ``None`` for a single rank.
+
+    Args:
+        model: that draws.
+        session: of this rank.
+        exchange: between the ranks.
+        randomness: the way to draw.
+        needs_loader: whether samples that come from no loader leave torch to draw by itself.
     """
     if exchange is None and randomness == "torch":
         return  # torch's own numbers
@@ -58,7 +72,7 @@ def draw_as_one_rank(model: nn.Module, session: Session, exchange: Exchange | No
     if exchange is not None and randomness != "per_rank":
         agree_on_generators(exchange, torch.device(session.world.device))
         compare_generators(exchange, torch.device(session.world.device))
-    draws = DrawsOfModel(session, randomness, type(model).__name__)
+    draws = DrawsOfModel(session, randomness, type(model).__name__, needs_loader=needs_loader)
     session.at_end(forget_draws)
     # Next to forward: draws of other hooks are not the model's.
     model.register_forward_pre_hook(OwnHook(draws.before), with_kwargs=True)
@@ -66,13 +80,14 @@ def draw_as_one_rank(model: nn.Module, session: Session, exchange: Exchange | No
 
 
 class DrawsOfModel:
-    """How the forward passes of one replicated model draw random numbers."""
+    """How the forward passes of one model draw random numbers."""
 
-    def __init__(self, session: Session, randomness: Randomness, name: str) -> None:
+    def __init__(self, session: Session, randomness: Randomness, name: str, *, needs_loader: bool = False) -> None:
         """Replace torch's random operations."""
         self._session = session
         self._randomness: Randomness = randomness
         self._name = name
+        self._needs_loader = needs_loader
         self._plans: dict[PassKind, tuple[PlannedDraw, ...]] = {}
         self._masks: dict[PassKind, Sequence[DropoutMask]] = {}
         self._num_followed = 0
@@ -102,7 +117,7 @@ class DrawsOfModel:
             self._num_followed += 1
             follower = BatchTracer(scope, rows.num, [(one, input_layouts(one, rows)) for one in leaves])
         self._open.append((kind, scope, follower))
-        enter(scope)
+        enter(None if self._needs_loader and rows is None else scope)
         if follower is not None:
             follower.__enter__()
 

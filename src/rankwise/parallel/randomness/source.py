@@ -9,6 +9,7 @@ for the whole batch.
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from rankwise.comm.session import CurrentBatch
-    from rankwise.parallel.randomness.counter import Key
+    from rankwise.parallel.randomness.philox import Key
     from rankwise.parallel.randomness.sample_layout import SampleLayout
     from rankwise.parallel.randomness.scope import DrawScope
     from rankwise.torch_private.kernels import Kernel
@@ -207,9 +208,15 @@ def redrawing(
 
 
 def _take_key(generator: torch.Generator | None) -> int:
-    # From the CPU's generator unless another is given: reading a number from a device would wait for the device.
+    # From the CPU's generator unless another is given.
     device = torch.device("cpu") if generator is None else generator.device
-    return int(_random[device.type](torch.empty(1, dtype=torch.int64, device=device), generator=generator))
+    number = torch.empty(1, dtype=torch.int64, device=device)
+    if generator is None or device.type == "cpu":
+        return int(_random[device.type](number, generator=generator))
+    # Reading a number from a device would wait for the device; the state is on the CPU.
+    state = generator.get_state().numpy().tobytes()
+    _random[device.type](number, generator=generator)
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest()) >> 1
 
 
 def _state_of(generator: torch.Generator | None, device: torch.device) -> int:

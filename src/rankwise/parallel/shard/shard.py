@@ -40,6 +40,7 @@ from rankwise.parallel.loss.hooks import check_weight_function, subscribe
 from rankwise.parallel.loss.terms import forward_call
 from rankwise.parallel.no_sync_and_weight import no_sync
 from rankwise.parallel.randomness.kernels import install
+from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.shard.activation_checkpointing import recompute_block
 from rankwise.parallel.shard.blocks import Blocks, block_names, grouped
 from rankwise.parallel.shard.sharded_gradients import ShardSync
@@ -186,16 +187,17 @@ def shard(
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     along = exchange_along("dp_shard")
     buffers = None
+    within_group = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
     if session.exchange is not None:
         if norms := unsynchronised_batchnorms(model):
             warn(f"{take_their(norms)} statistics per rank, so that the result depends on the number of ranks")
-        within_group = exchange_along(*_WITHIN_GROUP)
         if within_group is not None:
             buffers = BufferSync(model, within_group, DivergedBuffers(model, within_group, name))
     hooks = _ForwardHooks(sync, SameForward(along, f"sharded {name}"), weight, buffers, before, was_meta)
     # Before torch's own, which gathers the parameters: an interrupted backward is cleared away first.
     model.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(hooks.after)
+    draw_as_one_rank(model, session, within_group, "counter", needs_loader=True)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 

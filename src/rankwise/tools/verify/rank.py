@@ -6,7 +6,6 @@ Imported by ``runs``, which forks that process.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import traceback
@@ -24,7 +23,7 @@ from rankwise.launch.start import launch
 from rankwise.tools.auto.script import AutoScript
 from rankwise.tools.batched_backward import one_by_one
 from rankwise.tools.verify.recorder import Plan, Recorder, StepsTaken
-from rankwise.world.environments.process import read_process
+from rankwise.world.environments.process import make_cublas_deterministic, read_process
 
 if TYPE_CHECKING:
     from rankwise.launch.fork_server.entrypoint import Module, Script
@@ -84,7 +83,7 @@ def launch_ranks(order: RunOrder) -> NoReturn:
     torch.default_generator.seed()
     random.seed()
     # Read by cuBLAS when a rank first uses it; without it, equal products may differ in their last bits.
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    make_cublas_deterministic()
     target = find_target(order.target, order.arguments, is_module=order.is_module)
     options = LaunchOptions(num_ranks=order.num_ranks, device=order.device)
     is_auto = order.auto and order.num_ranks > 1

@@ -301,3 +301,11 @@ def keep_nccl_from_exiting() -> None:
     Source: the note on torch.distributed.distributed_c10d._abort_process_group.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def make_cublas_deterministic() -> None:
+    """Have cuBLAS compute the same bits in every run. Takes effect if this process has not used a GPU yet.
+
+    Source: torch.use_deterministic_algorithms.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
