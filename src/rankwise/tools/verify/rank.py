@@ -6,6 +6,7 @@ Imported by ``runs``, which forks that process.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import traceback
