@@ -78,8 +78,8 @@ versions: $(VERSIONS:%=version-%)  ## what depends most on Python and torch, on 
 version-%:
 	@.ci/version $(subst -, ,$*)
 
-gpu: setup  ## the same on GPUs; needs at least one, and is not part of test
-	$(BIN)/python -m pytest tests/gpu
+gpu:  ## at most eight minutes on a GPU, from this checkout; needs no network; to try it without one: tests/gpu/run.py --device strict
+	$(PYTHON) tests/gpu/run.py
 
 mutants: setup  ## put small mistakes into a copy of the code, one at a time, and count those that tests notice
 	$(BIN)/python tests/mutants/run.py $(ONLY)

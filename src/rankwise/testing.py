@@ -55,6 +55,7 @@ def run_ranks(
     *args: object,
     exchange: str = "auto",
     device: str | None = "cpu",
+    backend: str | None = None,
     timeout_seconds: float = 60.0,
     join_timeout_seconds: float = 30.0,
 ) -> list[RankResult]:
@@ -68,6 +69,7 @@ def run_ranks(
         args: picklable; passed on.
         exchange: how tensors travel, as for :func:`rankwise.join`.
         device: of every rank, as for :func:`rankwise.join`; ``None`` gives each a GPU of its own where there are GPUs.
+        backend: as for :func:`rankwise.join`; ``"gloo"`` lets several ranks share one GPU.
         timeout_seconds: after which every rank is killed; its result is then a :class:`RankDied` that says where it
             was.
         join_timeout_seconds: the limit of each collective, as for :func:`rankwise.join`.
@@ -77,7 +79,7 @@ def run_ranks(
     """
     if world_size < 1:
         raise ConfigurationError(f"world_size must be >= 1, got {world_size}.", do="pass world_size >= 1")
-    options = {"device": device, "exchange": exchange, "timeout_seconds": join_timeout_seconds}
+    options = {"backend": backend, "device": device, "exchange": exchange, "timeout_seconds": join_timeout_seconds}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rankwise.testing", "numpy"])
     with tempfile.TemporaryDirectory(prefix="rankwise-ranks-") as folder:

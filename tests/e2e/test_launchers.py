@@ -64,8 +64,10 @@ def test_mpirun(tmp_path: Path, reference: Parameters) -> None:
     check(tmp_path, 3, "openmpi", reference)
 
 
-def test_torchrun(command: Command, tmp_path: Path, reference: Parameters) -> None:
-    run_python(command, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", LAUNCHED)
+# With the second, LOCAL_RANK is 0 on every rank, and each sees one GPU.
+@pytest.mark.parametrize("options", [[], ["--virtual-local-rank"]], ids=["torchrun", "virtual local rank"])
+def test_torchrun(command: Command, tmp_path: Path, reference: Parameters, options: list[str]) -> None:
+    run_python(command, "-m", "torch.distributed.run", "--standalone", *options, "--nproc-per-node=2", LAUNCHED)
     check(tmp_path, 2, "torchrun", reference)
 
 

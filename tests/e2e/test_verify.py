@@ -79,6 +79,33 @@ def test_gradients_computed_at_once_are_recorded(command: Command) -> None:
     assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 3), verdict
 
 
+# Fails on the ranks that may compute the same product in two ways.
+DETERMINISTIC = """
+import os
+import torch
+torch.backends.cudnn.benchmark = True
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        found = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), torch.are_deterministic_algorithms_enabled()
+        assert found == (":4096:8", True), found
+        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        return super().forward(x)
+torch.manual_seed(0)
+model = Net(3, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.randn(6, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_every_run_is_deterministic_whatever_the_script_sets(command: Command) -> None:
+    command.write("train.py", DETERMINISTIC)
+    exit_code, verdict = verdict_of(command, "--auto")
+    assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 2), verdict
+
+
 @pytest.mark.parametrize("case", MISTAKES, ids=" ".join)
 def test_a_mistake_is_found_with_its_cause(command: Command, case: tuple[str, str]) -> None:
     command.write("train.py", CASES[case].text)

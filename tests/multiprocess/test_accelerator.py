@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import one_rank
 from on_standin import NUM_DEVICES, build_standin, on_standin, python_with_standin
 from replicas import TOLERANCE, Net, Parameters, batches, built, largest_difference, part
@@ -60,6 +61,31 @@ def test_each_rank_has_a_device_of_its_own(exchange: str, inner: str) -> None:
     found = on_standin(_place, 3, exchange=exchange)
     assert found == [(f"standin:{rank}", "gloo", rank, inner) for rank in range(3)]
     assert on_standin(_place, 1)[0][:3] == ("standin:0", "none", 0)
+
+
+class _NotesTheDevice:
+    """A function whose rank notes which device is the current one when torch's group opens."""
+
+    def __init__(self) -> None:
+        self.current, self.bound = -1, ""
+
+    def __setstate__(self, _: dict[str, Any]) -> None:
+        opens = dist.init_process_group
+
+        def noting(*args: Any, **options: Any) -> None:
+            self.current = torch.accelerator.current_device_index()
+            self.bound = options["device_id"]
+            opens(*args, **options)
+
+        dist.init_process_group = noting
+
+    def __call__(self, world: World) -> tuple[int, int, object]:
+        return world.rank, self.current, self.bound
+
+
+def test_the_device_is_set_before_torchs_group_opens() -> None:
+    # Not bound: its tensors travel through host memory.
+    assert on_standin(_NotesTheDevice(), 3) == [(rank, rank, None) for rank in range(3)]
 
 
 def _choices(_: World) -> dict[str, str]:

@@ -39,6 +39,7 @@ from rankwise.store.wire import (
     receive_frame,
     send_frame,
 )
+from rankwise.world.device.assignment import Sight
 from rankwise.world.environments.reading import Reading
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_a_rank_that_comes_after_the_others_have_said_so_is_waited_for(monkeypat
 
         monkeypatch.setattr(bootstrap, "NOTICE_SECONDS", 0.05)
         monkeypatch.setattr(bootstrap, "warn", say)
-        found = exchange_rank_addresses(store, Reading(rank=0, world_size=2, source="env"), 20)
+        found = exchange_rank_addresses(store, Reading(rank=0, world_size=2, source="env"), 20, Sight())
     assert found[1] == late
     assert len(said) == 1
     assert "for rank 1:" in said[0]

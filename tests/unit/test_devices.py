@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.start import num_ranks_here
 from rankwise.world.device import accelerator, choice, kinds, streams
+from rankwise.world.device.assignment import Sight, index_of, refuse_unequipped
 
 SOURCE = Path(__file__).parents[2] / "src" / "rankwise"
 EXCEPTIONS = {
@@ -120,6 +123,164 @@ def test_a_rank_without_a_device_gets_an_error_with_the_numbers(
     Here(monkeypatch, name, 2)
     with pytest.raises(ConfigurationError, match=words):
         choice.choose_device(None, None, 2)
+
+
+LAYOUTS = {
+    # What each rank of a host with GPUs a to d sees, by (rank, local rank); and the GPU that is to be its own.
+    "srun --gpu-bind=none, block": ({(0, 0): "abcd", (1, 1): "abcd", (2, 2): "abcd", (3, 3): "abcd"}, "abcd"),
+    "srun -m cyclic, the second of two hosts": (
+        {(1, 0): "abcd", (3, 1): "abcd", (5, 2): "abcd", (7, 3): "abcd"},
+        "abcd",
+    ),
+    "srun -m cyclic, three tasks": ({(1, 0): "abcd", (3, 1): "abcd", (5, 2): "abcd"}, "abc"),
+    "srun --gpus-per-task=1": ({(0, 0): "a", (1, 1): "b", (2, 2): "c", (3, 3): "d"}, "abcd"),
+    "srun --gpus-per-task=1, the second host": ({(4, 0): "a", (5, 1): "b", (6, 2): "c", (7, 3): "d"}, "abcd"),
+    "srun --gpus-per-task=2": ({(0, 0): "ab", (1, 1): "cd"}, "ac"),
+    "srun --gpu-bind=single:1": ({(0, 0): "a", (1, 1): "b", (2, 2): "c", (3, 3): "d"}, "abcd"),
+    "srun --gpu-bind=single:2, two GPUs per pair": ({(0, 0): "ab", (1, 1): "ab", (2, 2): "cd", (3, 3): "cd"}, "abcd"),
+    "srun --gpu-bind=map_gpu:3,2,1,0": ({(0, 0): "d", (1, 1): "c", (2, 2): "b", (3, 3): "a"}, "dcba"),
+    "jsrun -g1, no local rank": ({(0, None): "c", (1, None): "a"}, "ca"),
+    "torchrun": ({(0, 0): "abcd", (1, 1): "abcd"}, "ab"),
+    "torchrun --virtual-local-rank": ({(0, 0): "a", (1, 1): "b"}, "ab"),
+    "ranks numbered against the local ranks": ({(0, 1): "ab", (1, 0): "ab"}, "ba"),
+    "init_method, no local ranks": ({(0, None): "ab", (1, None): "ab"}, "ab"),
+}
+
+
+@pytest.mark.parametrize(("seen", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_each_rank_gets_a_device_of_its_own_in_every_layout(
+    seen: dict[tuple[int, int | None], str], expected: str
+) -> None:
+    on_host = {rank: Sight(kind="cuda", devices=list(gpus), local_rank=local) for (rank, local), gpus in seen.items()}
+    assert [sight.devices[index_of(rank, on_host)] for rank, sight in on_host.items()] == list(expected)
+    refuse_unequipped("gpu-00", on_host, may_share=False)
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (["a", "a"], r"Rank 1 has no GPU: 2 ranks on gpu-00 share 1 GPU\.\n.*at most one rank per GPU"),
+        (["ab", "ab", "ab"], r"Rank 2 has no GPU: 3 ranks on gpu-00 share 2 GPUs\."),
+        (
+            ["ab", "a"],
+            r"Ranks 0-1 on gpu-00 would use the same GPU: a\.\n.*rank 0: sees a, b\n.*rank 1: sees a\n.*srun",
+        ),
+    ],
+)
+def test_two_ranks_on_one_device_are_an_error_that_names_them(seen: list[str], words: str) -> None:
+    on_host = {rank: Sight(kind="cuda", devices=list(gpus), local_rank=rank) for rank, gpus in enumerate(seen)}
+    with pytest.raises(ConfigurationError, match=words):
+        refuse_unequipped("gpu-00", on_host, may_share=False)
+
+
+def test_a_requested_device_is_kept_and_shared_only_where_that_works() -> None:
+    on_host = {rank: Sight(kind="cuda", devices=["a", "b"], local_rank=rank, requested=1) for rank in range(2)}
+    assert [index_of(rank, on_host) for rank in on_host] == [1, 1]
+    refuse_unequipped("gpu-00", on_host, may_share=True)
+    with pytest.raises(ConfigurationError, match="Ranks 0-1 on gpu-00 would use the same GPU: b"):
+        refuse_unequipped("gpu-00", on_host, may_share=False)
+    refuse_unequipped("gpu-00", {0: Sight(local_rank=0), 1: Sight(local_rank=1)}, may_share=False)
+
+
+def _with_uuids(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    def properties(index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=uuids[index])
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_properties=properties))
+
+
+@pytest.mark.parametrize(
+    ("uuids", "mask", "expected"),
+    [
+        (("8a", "9b"), None, ("8a", "9b")),
+        (("8a", "9b"), ["3", "2"], ("8a", "9b")),
+        (("0-0", "0-0"), ["3", "2"], ("3", "2")),
+        (("0-0", "0-0"), None, ("0", "1")),
+        ((), ["3", "2", "1"], ("3", "2")),
+        ((), None, ("0", "1")),
+    ],
+)
+def test_devices_have_names_that_hold_for_the_machine(
+    monkeypatch: pytest.MonkeyPatch, uuids: tuple[str, ...], mask: list[str] | None, expected: tuple[str, ...]
+) -> None:
+    Here(monkeypatch, "cuda", 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
+    if uuids:
+        _with_uuids(monkeypatch, *uuids)
+    assert accelerator.machine_names(mask) == expected
+
+
+def test_an_instance_of_a_gpu_has_the_name_that_its_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    Here(monkeypatch, "cuda", 1)
+    _with_uuids(monkeypatch, "8a")
+    assert accelerator.machine_names(["MIG-1", "MIG-2"]) == ("MIG-1",)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "expected"),
+    [
+        (None, None, Sight(kind="cuda", devices=("8a", "9b"), local_rank=3)),
+        ("cuda:1", None, Sight(kind="cuda", devices=("8a", "9b"), local_rank=3, requested=1)),
+        ("cuda:1", "gloo", Sight(kind="cuda", devices=("8a", "9b"), local_rank=3, requested=1)),
+        (None, "gloo", Sight(local_rank=3)),
+        ("cpu", None, Sight(local_rank=3)),
+    ],
+)
+def test_a_rank_looks_only_at_devices_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch, device: str | None, backend: str | None, expected: Sight
+) -> None:
+    Here(monkeypatch, "cuda", 2)
+    _with_uuids(monkeypatch, "8a", "9b")
+    assert choice.look_at_devices(device, backend, 3, None) == expected
+
+
+LISTED = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef)
+  MIG 3g.20gb     Device  1: (UUID: MIG-cba663e8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "files", "expected"),
+    [
+        (None, ["nvidia-cap1", "nvidia-cap2", "nvidia-cap21"], ("MIG-c6d4f1ef", "MIG-cba663e8")),
+        (None, ["nvidia-cap1", "nvidia-cap2"], ()),
+        (["MIG-a", "MIG-b", "MIG-c"], [], ("MIG-a", "MIG-b", "MIG-c")),
+        (["0"], ["nvidia-cap21"], ()),
+        ([], ["nvidia-cap21"], ()),
+    ],
+    ids=["listed", "no instance", "mask", "mask of GPUs", "all hidden"],
+)
+def test_the_instances_of_a_gpu_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mask: list[str] | None, files: list[str], expected: tuple[str, ...]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n")
+    program.chmod(0o755)
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(accelerator, "MIG_FILES", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert accelerator.mig_instances(mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "expected"),
+    [
+        ("cuda:1", "nccl", torch.device("cuda:1")),
+        ("cuda", "nccl", None),
+        ("cuda:1", "gloo", None),
+        ("xpu:0", "xccl", torch.device("xpu:0")),
+        ("xpu:0", "gloo", None),
+        ("cpu", "gloo", None),
+    ],
+)
+@pytest.mark.usefixtures("all_backends")
+def test_torch_is_told_the_device_where_its_backend_has_one(
+    device: str, backend: str, expected: torch.device | None
+) -> None:
+    assert choice.bound_device(device, backend) == expected
 
 
 @pytest.fixture

@@ -191,6 +191,14 @@ SICK: list[tuple[ExaminedJob, tuple[str, str, str]]] = [
         ("shared folder", "error", "gpu-01 does not share /scratch with rank 0: No such file or directory"),
     ),
     (
+        across(job(timings=(Timing(num_bytes=4096, seconds=0.1),)), 3, wrong_from=(2,)),
+        ("values", "error", "rank 3 received wrong values from rank 2"),
+    ),
+    (
+        across(job(timings=(Timing(num_bytes=4096, seconds=0.1),)), 1, wrong_sum_bytes=(4096, 2**20)),
+        ("values", "error", "all_reduce of 4 KiB, 1 MiB gave rank 1 wrong values"),
+    ),
+    (
         job(timings=(Timing(num_bytes=2**20, seconds=0.1),)),
         ("all_reduce", "warning", "slower than 1 Gbit/s: 1 MiB 100.00 ms (0.02 GB/s)"),
     ),

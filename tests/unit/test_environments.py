@@ -189,6 +189,20 @@ def test_the_restart_count_of_torchrun_names_an_attempt_on_one_machine_only(num_
     assert read(variables).attempt == attempt
 
 
+@pytest.mark.parametrize(
+    ("rank", "node_rank", "world_size", "expected"),
+    [(0, 0, 4, 0), (1, 0, 4, 1), (2, 1, 4, 0), (3, 1, 4, 1), (1, 0, 5, None)],
+    ids=["0", "1", "2", "3", "unequal machines"],
+)
+def test_a_virtual_local_rank_of_torchrun_is_not_the_local_rank(
+    rank: int, node_rank: int, world_size: int, expected: int | None
+) -> None:
+    # As torchrun --virtual-local-rank sets them: every rank has LOCAL_RANK=0 and sees one GPU.
+    numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "GROUP_RANK": str(node_rank), "GROUP_WORLD_SIZE": "2"}
+    variables = {**TORCHRUN, **numbers, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1"}
+    assert read(variables).local_rank == expected
+
+
 def test_a_plain_world_of_one_needs_no_address() -> None:
     assert facts(read({"RANK": "0", "WORLD_SIZE": "1"}))[:2] == (0, 1)
 

@@ -23,14 +23,14 @@ from rankwise.launch.rendezvous import JobAddress
 from rankwise.launch.report import failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 
 class Scene:
     """Two ranks, of which the process that starts them tells what the test has it tell."""
 
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
+    def __init__(self, folder: Path, opened: ExitStack, instances: Sequence[str] = ()) -> None:
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         reader, writer = os.pipe()
         output = Output()
@@ -42,7 +42,14 @@ class Scene:
         job = JobAddress(address=("localhost", 1), secret="s")  # noqa: S106 - of nothing
         self._server = ForkServer(ours, os.getpid())
         self.ranks = LocalRanks(
-            2, job, LaunchOptions(), folder=str(folder), server=self._server, output=output, notify_pipe=reader
+            2,
+            job,
+            LaunchOptions(),
+            folder=str(folder),
+            server=self._server,
+            output=output,
+            notify_pipe=reader,
+            instances=instances,
         )
 
     def start(self, attempt: int, pid: int | None = None) -> None:
@@ -60,6 +67,14 @@ class Scene:
             )
         )
 
+    def told(self) -> dict[str, str]:
+        """Return the variables of the next rank that the launcher has started."""
+        text, descriptors, *_ = socket.recv_fds(self._theirs, 1 << 17, 3)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        variables: dict[str, str] = json.loads(text)["variables"]
+        return variables
+
     def tell(self, **what: Any) -> None:
         self._theirs.send(json.dumps(what).encode())
 
@@ -74,6 +89,15 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     """Ranks that can be started."""
     with ExitStack() as opened:
         yield Scene(tmp_path, opened)
+
+
+@pytest.mark.parametrize("instances", [(), ("MIG-a", "MIG-b")])
+def test_each_rank_is_shown_one_instance_of_a_gpu(tmp_path: Path, instances: tuple[str, ...]) -> None:
+    with ExitStack() as opened:
+        scene = Scene(tmp_path, opened, instances)
+        scene.start(0)
+        shown = [scene.told().get("CUDA_VISIBLE_DEVICES") for _ in range(2)]
+    assert shown == (list(instances) or [None, None])
 
 
 @pytest.mark.parametrize("exit_code", [0, 1, -9, 75])

@@ -45,6 +45,8 @@ BY_NAME = {
     "sys.stderr",
     "sys.stdout",
     "torch.autograd.backward",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
 }
 """The same, where the attribute's name is too common to be allowed everywhere."""
 OWN = {"self", "cls", "ctx"}

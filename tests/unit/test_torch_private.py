@@ -351,6 +351,24 @@ def check_open_groups() -> None:
 
 
 @canary(
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.ProcessGroupNCCL._group_start",
+    "torch.distributed.ProcessGroupNCCL._group_end",
+)
+def check_abort() -> None:
+    with alone():
+        own = dist.new_group([0])
+        assert isinstance(own, dist.ProcessGroup)
+        assert torch.device("cpu") in own._device_types
+        assert callable(own._get_backend(torch.device("cpu")).abort)
+        groups.abort_groups()  # None is on a device.
+        dist.barrier()
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    assert nccl is None or (callable(nccl._group_start) and callable(nccl._group_end))
+
+
+@canary(
     "torch.distributed.distributed_c10d._world.pg_names",
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.distributed.distributed_c10d._hash_ranks_to_str",
@@ -369,6 +387,30 @@ def check_names_of_groups() -> None:
         assert dist.distributed_c10d._world.pg_names[group] != before
         assert groups.open_among([0], 0, groups.next_number()) is not group
         assert dist.distributed_c10d._world.group_count == counted
+
+
+def test_a_group_of_some_ranks_is_not_split_from_a_world_that_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch splits a group only while the world's group is bound; the new group is bound by itself."""
+    opened: list[tuple[object, object]] = []
+    device = torch.device("cuda", 1)
+
+    def new_group(_: list[int], *, use_local_synchronization: bool, device_id: object = None) -> None:
+        assert use_local_synchronization
+        assert dist.group.WORLD is not None
+        opened.append((dist.group.WORLD.bound_device_id, device_id))
+
+    with alone():
+        monkeypatch.setattr(dist, "new_group", new_group)
+        groups.open_among([0], 0, 0)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = device
+        groups.open_among([0], 0, 0)
+        assert dist.group.WORLD.bound_device_id == device
+        with groups.mesh_groups():
+            assert dist.group.WORLD.bound_device_id == (device if groups._COUNTS_CALLS else None)
+        assert dist.group.WORLD.bound_device_id == device
+        dist.group.WORLD.bound_device_id = None
+    assert opened == [(None, None), (None, device)]
 
 
 @canary("torch.distributed.rendezvous._rendezvous_handlers")

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from rankwise.comm import optimizer_steps, step_measuring, transport_interface
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
+from rankwise.comm.point_to_point.endpoint import current_endpoint
+from rankwise.comm.point_to_point.ring import watch_ring
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
@@ -33,17 +35,30 @@ from rankwise.health.diagnosis import forked_from, world_left
 from rankwise.health.event_log import WORLDS_KEY, world_prefix
 from rankwise.health.failure_detector import FailureDetector
 from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
+from rankwise.health.queued_collectives import QueuedCollectives
 from rankwise.log import log, speak_as
 from rankwise.store import bootstrap, opening
 from rankwise.store.published import connect_published, forget_published, serve_published
-from rankwise.torch_private.groups import have_groups_leaked, leak_groups
+from rankwise.torch_private.groups import abort_groups, have_groups_leaked, leak_groups
 from rankwise.world.device import accelerator
-from rankwise.world.device.choice import choose_backend, choose_device, torch_backends
+from rankwise.world.device.assignment import index_of, refuse_unequipped
+from rankwise.world.device.choice import (
+    bound_device,
+    choose_backend,
+    choose_device,
+    look_at_devices,
+    torch_backends,
+    waits_on_device,
+)
+from rankwise.world.device.streams import is_capturing
 from rankwise.world.environments.process import (
     asked_device,
     checks_collectives,
+    device_mask,
     explicit,
     in_kubernetes,
+    keep_nccl_from_exiting,
+    may_share_gpus,
     note_echo,
     read_process,
     stack_file,
@@ -55,6 +70,7 @@ if TYPE_CHECKING:
 
     from rankwise.store.bootstrap import RankAddress
     from rankwise.store.values import Store
+    from rankwise.world.device.assignment import Sight
     from rankwise.world.environments.reading import Reading
 
 _NOT_FAILED = {None, 0, STOPPED_EXIT_CODE}
@@ -97,7 +113,7 @@ def join(
     Args:
         backend: ``"nccl"``, ``"gloo"``, or another that torch knows; by default torch's own for the device: NCCL on
             GPUs of NVIDIA and AMD, Gloo on the CPU. ``docs/devices.md`` has the table.
-        device: the device of this rank; by default the accelerator of its local rank, else the CPU.
+        device: the device of this rank; by default an accelerator of its own, else the CPU.
         init_method: ``tcp://host:port``, ``file:///path`` or ``env://``, when no launcher set its
             variables. The first two need ``rank`` and ``world_size``.
         rank: number of this process, with ``init_method``.
@@ -134,23 +150,29 @@ def join(
     check_exchange(exchange)
     reading = _read(init_method, rank, world_size)
     number = next(_join_numbers)
-    hostnames = [socket.gethostname()]
+    device = device or asked_device()
     if reading.world_size == 1:
-        world = _world(reading, device, backend, hostnames)
+        addresses = [bootstrap.RankAddress(hostname=socket.gethostname(), address=None)]
+        world = _world(reading, device, backend, addresses)
+        accelerator.use(world.device)
         session = Session(world=world, open_group=partial(_open_group_of_one, world))
     else:
-        job_store, serves, addresses = _join_store(reading, timeout_seconds, number)
-        hostnames = [place.hostname for place in addresses]
-        world = _world(reading, device, backend, hostnames)
+        mask = device_mask(accelerator.shown_kind().visible)
+        sight = look_at_devices(device, backend, reading.local_rank, mask)
+        job_store, serves, addresses = _join_store(reading, timeout_seconds, number, sight)
+        world = _world(reading, device, backend, addresses)
+        # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
+        accelerator.use(world.device)
         transport_interface.choose(reading, addresses)
         session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
-    accelerator.use(world.device)
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session.store, world)
     speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
     step_measuring.start(world, report)
     _hook_exit()
+    if session.detector is not None and waits_on_device(world.device, world.backend):
+        _follow_device(session, session.detector)
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
     if isinstance(session.exchange, TorchGroup):
@@ -163,7 +185,7 @@ def join(
             raise
         if words:
             log(f"exchange: {words}")
-    step_measuring.follow(session, hostnames)
+    step_measuring.follow(session, [place.hostname for place in addresses])
     return world
 
 
@@ -204,6 +226,7 @@ def fail(error: BaseException) -> RankwiseError | None:
         return None
     reason = None
     if session.detector is not None:
+        session.detector.note_raised()
         reason = session.detector.reason_of(error)
         error = reason or error
         if error is session.detector.error:
@@ -250,6 +273,8 @@ def _close_groups(session: Session, *, failed: bool) -> None:
     if failed or (
         session.detector is not None and (session.detector.error is not None or session.detector.has_lost_ranks)
     ):
+        if session.detector is not None and session.detector.queue is not None:
+            abort_groups()  # The process could not exit while its device waits.
         leak_groups()
     else:
         dist.destroy_process_group()
@@ -266,7 +291,9 @@ def _read(init_method: str | None, rank: int | None, world_size: int | None) -> 
     return read_process()
 
 
-def _join_store(reading: Reading, timeout_seconds: float, number: int) -> tuple[Store, bool, list[RankAddress]]:
+def _join_store(
+    reading: Reading, timeout_seconds: float, number: int, sight: Sight
+) -> tuple[Store, bool, list[RankAddress]]:
     """Return the job's store, whether this process serves it, and where every rank is."""
     job_store, serves = _open_store(reading, timeout_seconds)
     job_store.expect_answers_within(timeout_seconds)
@@ -274,7 +301,7 @@ def _join_store(reading: Reading, timeout_seconds: float, number: int) -> tuple[
         job_store.set(WORLDS_KEY, str(number))
         job_store = job_store.prefixed(world_prefix(number))
     try:
-        return job_store, serves, bootstrap.exchange_rank_addresses(job_store, reading, timeout_seconds)
+        return job_store, serves, bootstrap.exchange_rank_addresses(job_store, reading, timeout_seconds, sight)
     finally:
         if serves and reading.address is None:
             forget_published(_published_path(reading))
@@ -316,14 +343,16 @@ def _secret(reading: Reading) -> bytes | None:
 
 
 def _world(
-    reading: Reading, device: str | torch.device | None, backend: str | None, hostnames: list[str]
+    reading: Reading, device: str | torch.device | None, backend: str | None, addresses: list[RankAddress]
 ) -> JoinedWorld:
+    hostnames = [place.hostname for place in addresses]
     own = hostnames[reading.rank]
     machines = list(dict.fromkeys(hostnames))
     local_rank = reading.local_rank
     if local_rank is None:
         local_rank = hostnames[: reading.rank].count(own)
-    chosen = choose_device(device or asked_device(), backend, local_rank)
+    index = local_rank if reading.world_size == 1 else _own_index(reading.rank, backend, addresses)
+    chosen = choose_device(device, backend, index)
     return JoinedWorld(
         rank=reading.rank,
         world_size=reading.world_size,
@@ -338,18 +367,34 @@ def _world(
     )
 
 
+def _own_index(rank: int, backend: str | None, addresses: list[RankAddress]) -> int:
+    """Return which of the devices that a rank sees is its own; raise on every rank if one of them has none."""
+    own = addresses[rank]
+    device = f"{own.sight.kind}:0"
+    needs_own = bool(own.sight.kind) and bound_device(device, choose_backend(backend, device)) is not None
+    hosts: dict[str, dict[int, Sight]] = {}
+    for number, place in enumerate(addresses):
+        hosts.setdefault(place.hostname, {})[number] = place.sight
+    for hostname, on_host in hosts.items():
+        refuse_unequipped(hostname, on_host, may_share=not needs_own or may_share_gpus())
+    return index_of(rank, hosts[own.hostname])
+
+
 def _open_group_of_one(world: World) -> None:
     """Open torch's group in a world of one, for torch's own parallel strategies."""
     if not dist.is_initialized():
+        backend = choose_backend(None, world.device)
         dist.init_process_group(
-            torch_backends(world.device, choose_backend(None, world.device)),
+            torch_backends(world.device, backend),
             store=dist.HashStore(),
             rank=0,
             world_size=1,
+            device_id=bound_device(world.device, backend),
         )
 
 
 def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
+    keep_nccl_from_exiting()
     dist.init_process_group(
         backend=torch_backends(world.device, world.backend),
         store=job_store.prefixed("group").torch_store,
@@ -357,6 +402,7 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         world_size=world.world_size,
         # The failure detector reports first; torch's own timeout ends only what the failure detector could not.
         timeout=timedelta(seconds=timeout_seconds + 10),
+        device_id=bound_device(world.device, world.backend),
     )
     detector = FailureDetector(job_store, world, timeout_seconds, stack_file())
     exchange = TorchGroup(detector, world.rank, world.world_size)
@@ -368,6 +414,21 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         serves_store=serves_store,
         preemption=detector.preemption,
     )
+
+
+def _follow_device(session: Session, detector: FailureDetector) -> None:
+    """Have collectives on the device followed: the CPU does not wait for them. Called by: every rank."""
+    device = session.world.device
+    queue = QueuedCollectives(
+        detector,
+        prepare=partial(accelerator.use, device),
+        abort=abort_groups,
+        is_capturing=partial(is_capturing, torch.device(device)),
+    )
+    detector.follow_device_by(queue)
+    queue.watch_peer(watch_ring(current_endpoint("join")))
+    session.on_leave(partial(queue.drain, partial(accelerator.synchronize, device)))
+    session.at_end(queue.close)
 
 
 _join_numbers = itertools.count()

@@ -318,15 +318,36 @@ def all_reduce(job: ExaminedJob) -> list[Finding]:
     for timing in job.timings:
         # The least that each rank sends for every byte of the tensor.
         bandwidth = timing.num_bytes * 2 * (world_size - 1) / world_size / max(timing.seconds, 1e-9)
-        size = f"{timing.num_bytes // MIB} MiB" if timing.num_bytes >= MIB else f"{timing.num_bytes // 1024} KiB"
         shown = f" ({bandwidth / 1e9:.2f} GB/s)" if timing.num_bytes >= LARGE_BYTES else ""
-        told.append(f"{size} {timing.seconds * 1000:.2f} ms{shown}")
+        told.append(f"{_size(timing.num_bytes)} {timing.seconds * 1000:.2f} ms{shown}")
         slow = timing.num_bytes >= LARGE_BYTES and bandwidth < SLOW_BYTES_PER_SECOND
     what = ", ".join(told)
     if slow and len(job.hosts) > 1:
         do = "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the fast network on every rank; ethtool <interface>"
         return [Finding(check="all_reduce", level=WARNING, what=f"slower than 1 Gbit/s: {what}", do=do)]
     return [Finding(check="all_reduce", level=OK, what=what)]
+
+
+def values(job: ExaminedJob) -> list[Finding]:
+    """Find ranks that receive wrong values, as through a broken connection between two GPUs."""
+    if not job.timings:
+        return []
+    across = {facts.rank: facts.across for facts in job.ranks if facts.across is not None}
+    told = [
+        f"rank {rank} received wrong values from {fold_ranks(found.wrong_from)}"
+        for rank, found in across.items()
+        if found.wrong_from
+    ]
+    wrong = [rank for rank, found in across.items() if found.wrong_sum_bytes]
+    if wrong:
+        sizes = sorted({size for rank in wrong for size in across[rank].wrong_sum_bytes})
+        told.append(f"all_reduce of {', '.join(map(_size, sizes))} gave {fold_ranks(wrong)} wrong values")
+    do = (
+        "NCCL_P2P_DISABLE=1 sends through host memory; if that helps, disable ACS and the IOMMU of these machines\n"
+        "nvidia-smi topo -p2p r; dmesg | grep -i -e xid -e iommu; ethtool -S <interface>"
+    )
+    found = [Finding(check="values", level=ERROR, what=what, do=do) for what in told]
+    return found or [Finding(check="values", level=OK, what="all_reduce and all_to_all are exact on every rank")]
 
 
 CHECKS: Sequence[Callable[[ExaminedJob], list[Finding]]] = (
@@ -343,6 +364,7 @@ CHECKS: Sequence[Callable[[ExaminedJob], list[Finding]]] = (
     clocks,
     shared_folder,
     all_reduce,
+    values,
 )
 
 
@@ -355,6 +377,10 @@ def told_ranks(ranks: Sequence[Facts]) -> str:
     num_hosts = len({facts.machine.hostname for facts in ranks})
     of = "" if len(ranks) == ranks[0].world_size else f" of {ranks[0].world_size}"
     return f"{len(ranks)}{of} ranks on {num_hosts} host{'s' if num_hosts > 1 else ''}, started by {ranks[0].source}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // 1024} KiB"
 
 
 def _is_loopback(address: str) -> bool:

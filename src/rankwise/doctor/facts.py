@@ -66,6 +66,10 @@ class Across:
     """The largest error of that."""
     shared_folder_error: str = ""
     """Why this host does not see the file that rank 0 wrote into the shared folder."""
+    wrong_sum_bytes: tuple[int, ...] = ()
+    """Sizes for which an all_reduce gave this rank wrong values."""
+    wrong_from: tuple[int, ...] = ()
+    """Ranks whose tensors arrived here with wrong values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks determine together: routes between hosts, clocks, a shared folder, the time of an all_reduce.
+"""What ranks determine together: routes between hosts, clocks, a shared folder, an all_reduce's time and values.
 
 Communicates through the job's store and its collectives; evaluates nothing. Imported by this room's ``examine``.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.comm.clock_offset import clock_ahead
-from rankwise.comm.collectives import all_reduce
+from rankwise.comm.collectives import all_reduce, all_to_all
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, Finding
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.errors import ConfigurationError, fold_ranks
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
     from rankwise.comm.session import Session
     from rankwise.store.values import Store
+    from rankwise.world.facts import World
 
 TIMED_BYTES = (4 * 2**10, 2**20, 25 * 2**20)
 NUM_TIMED = {4 * 2**10: 20, 2**20: 5, 25 * 2**20: 3}
+PAIRS_BYTES = 2**20
+"""What each rank sends to all others together, to compare what arrives."""
 SHARE_OF_TIMEOUT = 4
 """A size that would take more than this fraction of the time limit is skipped."""
 LOOK_SECONDS = 3.0
@@ -86,7 +89,8 @@ def gather_job(
     with _shared_file(store, world.rank, shared_folder, timeout_seconds) as path:
         if is_first and path:
             found = replace(found, shared_folder_error=_sees(path))
-        timings = _timings(world.device, timeout_seconds)
+        timings, wrong_sum_bytes = _timings(world, timeout_seconds)
+        found = replace(found, wrong_sum_bytes=wrong_sum_bytes, wrong_from=_wrong_from(world))
         store.set(f"across/{world.rank}", json.dumps(asdict(found)))
         if world.rank != 0:
             # Rank 0 removes its file only after every host has looked.
@@ -201,23 +205,44 @@ def folder_error(folder: str) -> str:
     return ""
 
 
-def _timings(device: str, timeout_seconds: float) -> list[Timing]:
-    """Return how long an all_reduce takes, for sizes that fit into the time.
+def _timings(world: World, timeout_seconds: float) -> tuple[list[Timing], tuple[int, ...]]:
+    """Return how long an all_reduce takes, for sizes that fit into the time, and the sizes with wrong values here.
 
     Called by: every rank.
     """
     timings: list[Timing] = []
+    wrong: list[int] = []
+    size = world.world_size
     for num_bytes in TIMED_BYTES:
-        tensor = torch.ones(num_bytes // 4, device=device)
+        values = _values(num_bytes // 4)
+        tensor = (values + world.rank).to(world.device)
         if timings and timings[-1].num_bytes >= LARGE_BYTES:  # a small tensor's time does not predict a large one's
             expected = timings[-1].seconds * num_bytes / timings[-1].num_bytes
             if expected * (1 + NUM_TIMED[num_bytes]) > timeout_seconds / SHARE_OF_TIMEOUT:
                 break
-        _seconds(lambda tensor=tensor: all_reduce(tensor), device)  # the first call sets up connections and memory
-        took = [_seconds(lambda tensor=tensor: all_reduce(tensor), device) for _ in range(NUM_TIMED[num_bytes])]
+        total = all_reduce(tensor)  # the first call sets up connections and memory
+        # Sums of small integers, exact in any order.
+        if not torch.equal(total.cpu(), values * size + size * (size - 1) // 2):
+            wrong.append(num_bytes)
+        took = [_seconds(lambda tensor=tensor: all_reduce(tensor), world.device) for _ in range(NUM_TIMED[num_bytes])]
         # The slowest rank's, so that all ranks decide the same about the next size.
         timings.append(Timing(num_bytes=num_bytes, seconds=all_reduce(statistics.median(took), "max")))
-    return timings
+    return timings, tuple(wrong)
+
+
+def _wrong_from(world: World) -> tuple[int, ...]:
+    """Return the ranks whose tensors arrive here with wrong values. Devices exchange them pair by pair.
+
+    Called by: every rank.
+    """
+    ranks = range(world.world_size)
+    values = _values(max(PAIRS_BYTES // 4 // world.world_size, 1))
+    received = all_to_all([(values + world.rank - rank).to(world.device) for rank in ranks])
+    return tuple(rank for rank in ranks if not torch.equal(received[rank].cpu(), values + rank - world.rank))
+
+
+def _values(number: int) -> torch.Tensor:
+    return torch.arange(number) % 127 + 0.0
 
 
 def _seconds(action: Callable[[], object], device: str) -> float:

@@ -46,6 +46,11 @@ def user_call_site() -> CallSite | None:
     return _of_user(sys._getframe(1))  # noqa: SLF001 - the only way to see one's callers without a traceback
 
 
+def user_site_of_thread(thread_id: int) -> CallSite | None:
+    """Return the innermost line of the user's code that a thread is in, if there is one."""
+    return _of_user(sys._current_frames().get(thread_id))  # noqa: SLF001 - the only way to see another thread
+
+
 def site_of_thread(thread_id: int) -> str:
     """Return where a thread is, as ``train.py:33 in load``: the innermost line of the user's code."""
     frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread

@@ -66,6 +66,7 @@ class CollectiveWait:
     Args:
         detector: of this rank.
         ticket: of the collective that is waited for.
+        since: when the wait began, for one that is followed by :meth:`check` alone, without ``with``.
 
     Raises:
         PeerFailed, PeerMissing, CollectiveMismatch: with the rank; the same on every waiting rank.
@@ -73,13 +74,18 @@ class CollectiveWait:
 
     __slots__ = ("_detector", "_is_counted", "_next_notice", "_part", "_start", "_ticket")
 
-    def __init__(self, detector: FailureDetector, ticket: Ticket) -> None:
+    def __init__(self, detector: FailureDetector, ticket: Ticket, *, since: float = 0.0) -> None:
         self._detector = detector
         self._ticket = ticket
-        self._start = 0.0
+        self._start = since
         self._part = SCRIPT
         self._next_notice = NOTICE_SECONDS
         self._is_counted = False
+
+    @property
+    def ticket(self) -> Ticket:
+        """The collective that is waited for."""
+        return self._ticket
 
     def __enter__(self) -> Self:
         self._detector.note_wait(self._ticket)
@@ -114,7 +120,9 @@ class CollectiveWait:
         try:
             if error is None:
                 self._ticket.end()
-            elif isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
+                return
+            self._detector.note_raised()
+            if isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
                 self._raise_reason(error)
         finally:
             step_meter.resume(self._part)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health import diagnosis, process_probe, status_poll, step_meter
@@ -20,6 +20,7 @@ from rankwise.health.event_log import key_of, post, post_departure, post_failure
 from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import Preemption
+from rankwise.health.raise_in_thread import raise_in_thread
 from rankwise.store.values import StoreLost
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ END_SECONDS = 2.0
 EXPLANATION_SECONDS = 1.0
 """How long a rank with a broken connection waits for the reason before it polls."""
 NO_LIMIT_SECONDS = 10.0**8
+_DEVICE = -1
+"""Stands for the device among the threads that wait."""
+
+
+class CollectiveQueue(Protocol):
+    """The collectives that a rank has queued on its device."""
+
+    def add(self, ticket: Ticket, work: Any, /) -> None:  # noqa: ANN401 - torch's handle of a collective
+        """Follow a collective that has been queued."""
+        ...
 
 
 class FailureDetector:
@@ -48,6 +59,8 @@ class FailureDetector:
         self.recorder = FlightRecorder(open_last_collective(last_collective_path(stack_file)))
         self.check: Callable[[str], None] | None = None
         """Compares the description of a collective on all ranks before it begins, if enabled."""
+        self.queue: CollectiveQueue | None = None
+        """Follows what this rank queues on its device, if the CPU does not wait for collectives there."""
         self.error: RankwiseError | None = None
         self.preemption = Preemption(
             rank=world.rank,
@@ -66,6 +79,10 @@ class FailureDetector:
         hold_during_forks(self.changed)
         self._awaited: dict[int, Ticket] = {}
         """The collective that each thread waits for."""
+        self._queued: Ticket | None = None
+        """The oldest collective on this rank's device that has not completed."""
+        self._has_raised = False
+        """Whether the training thread has raised the reason why ranks cannot continue."""
         self.next_event = 1
         """A number below which the log is full."""
         self._optional: set[int] = set()
@@ -85,6 +102,8 @@ class FailureDetector:
             tensor: what this rank sends, for ranks to compare if ``what`` does not include its shape and dtype.
         """
         if self.error is not None:
+            # Hooks run in a thread of torch's on GPUs: backward() then raises it in the thread that trains.
+            self._leave_to_raise()
             raise self.error
         if self._awaited and exchange_id == 0:
             self._refuse_two_threads(what)
@@ -110,6 +129,10 @@ class FailureDetector:
     def check_by(self, check: Callable[[str], None]) -> None:
         """Have ``check`` compare the description of each collective on all ranks before it begins."""
         self.check = check
+
+    def follow_device_by(self, queue: CollectiveQueue) -> None:
+        """Have ``queue`` follow the collectives that this rank queues on its device."""
+        self.queue = queue
 
     def refuse_all(self, error: RankwiseError) -> None:
         """Have every collective of this rank raise ``error`` from now on."""
@@ -145,6 +168,37 @@ class FailureDetector:
             self._awaited.pop(threading.get_ident(), None)
         else:
             self._awaited[threading.get_ident()] = ticket
+
+    def note_queued(self, ticket: Ticket | None) -> None:
+        """Record the oldest collective on the device that has not completed, if any: other ranks may ask."""
+        self._queued = ticket
+
+    def note_raised(self) -> None:
+        """Record that this thread raises an error of a collective, or that the world is being left."""
+        if self.is_in_main_thread():
+            self._leave_to_raise()
+
+    def _leave_to_raise(self) -> None:
+        self._has_raised = True
+        raise_in_thread(self._main_thread_id, None)
+
+    def raise_unraised(self) -> None:
+        """Raise the reason why ranks cannot continue, unless the training thread has raised it before."""
+        if self.error is not None and not self._has_raised:
+            raise self.error
+
+    def fail_queued(self, error: RankwiseError, *, are_pending: bool) -> None:
+        """Have every collective raise ``error``, unless there is another reason already.
+
+        With ``are_pending``, results will never arrive: the training thread raises it as soon as it runs Python code,
+        unless it has raised one.
+        """
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+        if are_pending and not self._has_raised:
+            raise_in_thread(self._main_thread_id, self.error)
+            self._has_raised = True
 
     def is_in_main_thread(self) -> bool:
         """Return whether this is the thread that joined, which trains."""
@@ -226,12 +280,19 @@ class FailureDetector:
         elif kind == "detector_ended":
             return bool(rank == self.world.rank)
         elif kind == "roll_call":
-            situation = self.recorder.situation(self._awaited.copy(), self._main_thread_id, event)
+            situation = self.recorder.situation(self._waits(), self._main_thread_id, event)
             status_poll.answer(store, event, self.world.rank, {"host": self.hostname, **situation})
         elif kind in {"verdict", "broken", "ended"}:
             lost = [] if event.get("have_left") else event.get("gone", [])
             self._take_loss(store, event, [rank] if kind == "ended" else lost)
         return False
+
+    def _waits(self) -> dict[int, Ticket]:
+        """Return the collective that each thread waits for, and the one that the device does."""
+        waits = self._awaited.copy()
+        if self._queued is not None:
+            waits.setdefault(_DEVICE, self._queued)
+        return waits
 
     def _take_loss(self, store: Store, event: dict[str, Any], ranks: Sequence[int]) -> None:
         """Record that ranks are lost: every rank's error, unless they are optional and another optional one remains."""

@@ -12,6 +12,7 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 import time
 import zlib
 from collections import deque
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankwise.health import call_site
+from rankwise.torch_private.autograd import in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -126,6 +128,7 @@ class FlightRecorder:
 
     def __init__(self, last_collective: LastCollective | None = None) -> None:
         self._last_collective = last_collective
+        self._thread_id = threading.get_ident()
         self._noted: dict[tuple[str, int, int], tuple[bytes, CallSite]] = {}
         self.recent: deque[Ticket] = deque(maxlen=LENGTH)
         self.last = 0
@@ -166,7 +169,11 @@ class FlightRecorder:
         """Record that a collective begins here."""
         self.last = number = self.last + 1
         self._counts[exchange_id] = sequence = self._counts[exchange_id] + 1
-        ticket = Ticket(number, what, exchange_id, sequence, call_site.user_call_site(), purpose=self._purpose)
+        site = call_site.user_call_site()
+        if site is None and in_backward():
+            # On GPUs hooks run in a thread of torch's, while the training thread is inside backward().
+            site = call_site.user_site_of_thread(self._thread_id)
+        ticket = Ticket(number, what, exchange_id, sequence, site, purpose=self._purpose)
         self.recent.append(ticket)
         if self._last_collective is not None:
             self._last_collective.note(self._note_of(ticket))

@@ -37,7 +37,7 @@ from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
-from rankwise.world.environments.process import nodes_of_job, read_launcher
+from rankwise.world.environments.process import device_mask, nodes_of_job, read_launcher
 
 if TYPE_CHECKING:
     from rankwise.launch.agent.controller_link import ControllerLink
@@ -191,7 +191,9 @@ def _take_part(
 
     # Only now: querying devices before the fork could leave the ranks unable to use them.
     kind = None if options.device == "cpu" else accelerator.found_kind()
-    num_ranks = num_ranks_here(options, accelerator.count() if kind and not kind.is_shared else 0, kind)
+    instances = accelerator.mig_instances(device_mask(EXAMPLE.visible)) if kind is EXAMPLE else ()
+    num_devices = len(instances) or (accelerator.count() if kind and not kind.is_shared else 0)
+    num_ranks = num_ranks_here(options, num_devices, kind)
     job = find(options) if job_address is None else job_address
     hosts_job = job.listener is not None
     output = Output(options.log_dir)
@@ -203,7 +205,14 @@ def _take_part(
         closing.callback(output.close)
         closing.callback(output.drain)
         ranks = LocalRanks(
-            num_ranks, job, options, folder=folder, server=server, output=output, notify_pipe=notify_pipe
+            num_ranks,
+            job,
+            options,
+            folder=folder,
+            server=server,
+            output=output,
+            notify_pipe=notify_pipe,
+            instances=instances,
         )
         hello = _hello(target, options, num_ranks, serves=hosts_job)
 

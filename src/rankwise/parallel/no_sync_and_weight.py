@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from rankwise.parallel.core.strategy_registry import registered_strategy
+from rankwise.parallel.loss.amounts import amount_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -54,7 +55,7 @@ def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
         ConfigurationError: the model is neither, or the amount is negative or not finite.
     """
     found = registered_strategy(model, "weight")
-    before = found.set_given_weight(float(amount))
+    before = found.set_given_weight(amount_of(amount))
     try:
         yield
     finally:

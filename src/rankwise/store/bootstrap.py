@@ -11,12 +11,13 @@ import contextlib
 import json
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
 from rankwise.log import log, warn
 from rankwise.world import network
+from rankwise.world.device.assignment import Sight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,8 @@ class RankAddress:
     hostname: str
     address: str | None
     """The address its machine uses on the route to the store; ``None`` on a machine without a network."""
+    sight: Sight = field(default_factory=Sight, compare=False)
+    """What it sees of the devices of its machine."""
 
 
 def listening_address(reading: Reading, *, in_kubernetes: bool) -> tuple[str, str | None]:
@@ -175,12 +178,19 @@ def _way_to(host: str, port: int) -> list[str]:
     return [f"route: {route.remote_address} from {route.local_address} through {route.interface}"]
 
 
-def own_rank_address(store_host: str | None) -> RankAddress:
+def own_rank_address(store_host: str | None, sight: Sight) -> RankAddress:
     """Return the address at which other machines may reach this rank; a store in a file has no ``store_host``."""
     route = route_beyond_loopback(store_host)
     return RankAddress(
-        hostname=socket.gethostname(), address=network.main_address() if route is None else route.local_address
+        hostname=socket.gethostname(),
+        address=network.main_address() if route is None else route.local_address,
+        sight=sight,
     )
+
+
+def _from_text(text: str | bytes) -> RankAddress:
+    found = json.loads(text)
+    return RankAddress(hostname=found["hostname"], address=found["address"], sight=Sight(**found["sight"]))
 
 
 def route_beyond_loopback(store_host: str | None) -> Route | None:
@@ -194,16 +204,16 @@ def route_beyond_loopback(store_host: str | None) -> Route | None:
     return None if network.is_loopback(route.local_address) else route
 
 
-def exchange_rank_addresses(store: Store, reading: Reading, timeout_seconds: float) -> list[RankAddress]:
+def exchange_rank_addresses(store: Store, reading: Reading, timeout_seconds: float, sight: Sight) -> list[RankAddress]:
     """Return the address of every rank, by rank; the first point where a rank that never starts is noticed.
 
-    Called by: every rank.
+    Called by: every rank, with what it sees of the devices of its machine.
 
     Raises:
         PeerMissing: some ranks did not join within ``timeout_seconds``.
     """
     keys = [rank_address_key(rank) for rank in range(reading.world_size)]
-    own = own_rank_address(None if reading.address is None else reading.address[0])
+    own = own_rank_address(None if reading.address is None else reading.address[0], sight)
     store.set_if_absent(keys[reading.rank], json.dumps(asdict(own)))
     with contextlib.suppress(TimeoutError):
         _wait_for_addresses(store, keys, timeout_seconds)
@@ -216,7 +226,7 @@ def exchange_rank_addresses(store: Store, reading: Reading, timeout_seconds: flo
         _wait_for_readers(store, reading, len(texts) - len(missing))
         ended = [rank for rank in missing if texts[rank] == ENDED]
         raise _ended_before(reading, ended) if ended else _never_joined(reading, missing, timeout_seconds)
-    return [RankAddress(**json.loads(text)) for text in texts]
+    return [_from_text(text) for text in texts]
 
 
 def _wait_for_addresses(store: Store, keys: Sequence[str], timeout_seconds: float) -> None:
@@ -239,7 +249,7 @@ def _wait_for_addresses(store: Store, keys: Sequence[str], timeout_seconds: floa
 
 def rank_address_of(store: Store, rank: int) -> RankAddress:
     """Return the address of a rank of a world that has been joined."""
-    return RankAddress(**json.loads(store.get(rank_address_key(rank), LINGER_SECONDS)))
+    return _from_text(store.get(rank_address_key(rank), LINGER_SECONDS))
 
 
 def address_on_job(store: Store, world: World) -> str:

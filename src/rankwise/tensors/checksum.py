@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.world.device.later import Later
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.optim.optimizer import Optimizer
 
@@ -45,14 +47,23 @@ class ChecksumOfAll:
     @torch.no_grad()
     def __call__(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return the checksum of plain tensors, in the same order each time. Waits for their device."""
+        return combined(_read(self._sums(tensors)))
+
+    @torch.no_grad()
+    def start(self, tensors: Sequence[torch.Tensor]) -> Callable[[], int]:
+        """Start computing a checksum of tensors on devices, in the same order each time; return what returns it."""
+        sums = self._sums(tensors)
+        devices = dict.fromkeys(one.device for one in sums)
+        copies = [Later(torch.stack([one for one in sums if one.device == device])) for device in devices]
+        return lambda: combined([number for copy in copies for number in copy.read().tolist()])
+
+    def _sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
         if places != self._places or not all(tensor.is_contiguous() for tensor in tensors):
             # The previous flat views refer to other memory now.
             self._pieces = _pieces([tensor.detach().reshape(-1) for tensor in tensors])
             self._places = places
-        return combined(
-            _read([_sum_of_bits(piece[0] if len(piece) == 1 else torch.cat(piece)) for piece in self._pieces])
-        )
+        return [_sum_of_bits(piece[0] if len(piece) == 1 else torch.cat(piece)) for piece in self._pieces]
 
 
 @torch.no_grad()

@@ -7,13 +7,16 @@ never end.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
+
+    import torch
 
 
 _COUNTS_CALLS = "group_count" in dist.distributed_c10d._hash_ranks_to_str.__code__.co_names  # noqa: SLF001
@@ -53,17 +56,47 @@ def open_among(ranks: Sequence[int], own: int, number: int) -> object:
         such groups can still open one together.
     """
     world = dist.distributed_c10d._world  # noqa: SLF001
-    if not _COUNTS_CALLS:
-        while len(world.pg_names) < number:
-            dist.new_group([own], use_local_synchronization=True)
-        return dist.new_group(list(ranks), use_local_synchronization=True)
-    counted = world.group_count
-    world.group_count = _FIRST_NUMBER + number
+    with unbound() as device:
+        if not _COUNTS_CALLS:
+            while len(world.pg_names) < number:
+                dist.new_group([own], use_local_synchronization=True)
+            return dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
+        counted = world.group_count
+        world.group_count = _FIRST_NUMBER + number
+        try:
+            return dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
+        finally:
+            world.group_count = counted
+            _process.next_number = number + 1
+
+
+@contextlib.contextmanager
+def unbound() -> Generator[torch.device | None]:
+    """Open the groups of the block as communicators of their own; yield the device that the world's group is bound to.
+
+    torch splits a group from a bound world's communicator, by ``ncclCommSplit``, which every rank of the world must
+    call. Ranks outside a group that only its own ranks know would never call it, so those inside would hang.
+    Source: torch 2.8 to 2.15's ``_new_process_group_helper``, which splits only if ``bound_device_id`` is set.
+    """
+    of_world = dist.group.WORLD
+    device = None if of_world is None else of_world.bound_device_id
+    if of_world is None or device is None:
+        yield None
+        return
+    of_world.bound_device_id = None
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        yield device
     finally:
-        world.group_count = counted
-        _process.next_number = number + 1
+        of_world.bound_device_id = device
+
+
+def mesh_groups() -> contextlib.AbstractContextManager[object]:
+    """Return the context in which torch opens the groups of a mesh: all ranks call it, with equal numbers of calls.
+
+    Before 2.14, torch names the groups that it splits after how many groups this rank is in. The ranks of a mesh may be
+    in unequal numbers of them, and would then wait for one another under different names.
+    """
+    return contextlib.nullcontext() if _COUNTS_CALLS else unbound()
 
 
 def leak_groups() -> None:
@@ -75,6 +108,32 @@ def leak_groups() -> None:
     for group in open_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _process.have_leaked = True
+
+
+def abort_groups() -> None:
+    """Abort the communicators of every group on a device: what waits for them there ends, without a result.
+
+    Source: torch.distributed.distributed_c10d._abort_process_group, which also forgets the groups.
+    """
+    world = dist.distributed_c10d._world  # noqa: SLF001
+    # Newest first, and NCCL's all at once: aborting one of them could otherwise wait for another.
+    groups = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
+    backends = [backend for group in groups for backend in _device_backends(group)]
+    grouped = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if grouped is not None:
+        grouped._group_start()  # noqa: SLF001
+    for backend in backends:
+        backend.abort()
+    if grouped is not None:
+        grouped._group_end()  # noqa: SLF001
+
+
+def _device_backends(group: dist.ProcessGroup) -> list[Any]:
+    return [
+        group._get_backend(device)  # noqa: SLF001
+        for device in group._device_types  # noqa: SLF001
+        if device.type != "cpu"
+    ]
 
 
 def have_groups_leaked() -> bool:

@@ -46,7 +46,13 @@ NAMES = {
     "torch.autograd.graph.Node._saved_condition": "the mask of torch.where",
     # groups
     "torch.distributed.distributed_c10d._world.pg_map": "the open process groups",
-    "torch.distributed.distributed_c10d._world.pg_names": "the number in the name of a group, before 2.14",
+    "torch.distributed.distributed_c10d._world.pg_names": (
+        "the number in the name of a group, before 2.14; the order in which groups were opened"
+    ),
+    "torch.distributed.ProcessGroup._device_types": "which kinds of tensors a group sends",
+    "torch.distributed.ProcessGroup._get_backend": "the backend for one of them",
+    "torch.distributed.ProcessGroupNCCL._group_start": "abort communicators of NCCL together; absent without NCCL",
+    "torch.distributed.ProcessGroupNCCL._group_end": "the same",
     "torch.distributed.distributed_c10d._world.group_count": "the same, from 2.14 on",
     "torch.distributed.distributed_c10d._hash_ranks_to_str": "which of the two goes into names",
     # kernels

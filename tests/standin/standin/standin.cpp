@@ -2,6 +2,8 @@
 // A device for tests: four of them per machine, in the CPU's memory, computing on the CPU.
 // What it emulates is listed in the docstring of standin/__init__.py.
 
+#include "standin.h"
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -25,12 +27,16 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
 
 namespace {
 
@@ -46,6 +52,54 @@ std::atomic<c10::StreamId> latest_stream{0};
 void check_index(c10::DeviceIndex index) {
   TORCH_CHECK(index >= 0 && index < kDevices, "there are ", kDevices, " stand-in devices, and no number ", int(index));
 }
+
+// -- the CPU waiting for a device ---------------------------------------------------------------------------
+
+std::atomic<long long> host_waits_so_far{0};
+std::atomic<int> on_host_wait{0};  // 0: count, 1: warn, 2: raise
+thread_local int quiet = 0;        // More than 0 where the emulation itself copies.
+
+struct Quiet {
+  Quiet() { ++quiet; }
+  ~Quiet() { --quiet; }
+};
+
+// -- what streams were ordered after ------------------------------------------------------------------------
+
+using standin::PendingPtr;
+using Stream = std::pair<c10::DeviceIndex, c10::StreamId>;
+
+std::mutex& orders_lock = *new std::mutex;
+std::map<Stream, std::vector<PendingPtr>>& orders = *new std::map<Stream, std::vector<PendingPtr>>;
+std::atomic<bool> has_orders{false};
+
+void settle_all(const std::vector<PendingPtr>& all) {
+  if (all.empty()) return;
+  standin::OutsidePython outside;
+  for (const auto& one : all) one->settle();
+}
+
+std::vector<PendingPtr> orders_of(Stream stream, bool take) {
+  std::lock_guard<std::mutex> guard(orders_lock);
+  auto found = orders.find(stream);
+  if (found == orders.end()) return {};
+  auto all = found->second;
+  if (take) orders.erase(found);
+  return all;
+}
+
+// Kept in the table while it blocks: other threads that use the stream block, too.
+void settle(Stream stream) {
+  if (!has_orders) return;
+  auto all = orders_of(stream, false);
+  if (all.empty()) return;
+  settle_all(all);
+  std::lock_guard<std::mutex> guard(orders_lock);
+  auto& left = orders[stream];
+  std::erase_if(left, [&](const auto& one) { return std::find(all.begin(), all.end(), one) != all.end(); });
+}
+
+Stream key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
 // -- memory ---------------------------------------------------------------------------------------------
 
@@ -183,6 +237,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 using Clock = std::chrono::steady_clock;
 
+struct Event {
+  Clock::time_point recorded;
+  std::vector<PendingPtr> after;
+};
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device device) const override {
@@ -214,24 +273,46 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, stream.device(), before);
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  // Everything is done when a call returns, so there is nothing that an event could wait for: it is the time.
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new Clock::time_point;
-    *static_cast<Clock::time_point*>(*event) = Clock::now();
+  // What was computed is done when a call returns: an event can only wait for what its stream was ordered after.
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    *static_cast<Event*>(*event) = Event{Clock::now(), orders_of(key_of(stream), false)};
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Clock::time_point*>(event);
-  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
-    auto passed = *static_cast<Clock::time_point*>(end) - *static_cast<Clock::time_point*>(begin);
+    auto passed = static_cast<Event*>(end)->recorded - static_cast<Event*>(begin)->recorded;
     return std::chrono::duration<double, std::milli>(passed).count();
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    if (!event) return;
+    for (const auto& one : static_cast<Event*>(event)->after) standin::order_after(stream, one);
+  }
+  static bool query(const std::vector<PendingPtr>& all) {
+    for (const auto& one : all)
+      if (!one->is_finished()) return false;
+    settle_all(all);
+    return true;
+  }
+  bool queryEvent(void* event) const override { return !event || query(static_cast<Event*>(event)->after); }
+  bool queryStream(const c10::Stream& stream) const override { return query(orders_of(key_of(stream), false)); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    standin::host_waits("Stream.synchronize");
+    settle(key_of(stream));
+  }
+  void synchronizeEvent(void* event) const override {
+    standin::host_waits("Event.synchronize");
+    if (event) settle_all(static_cast<Event*>(event)->after);
+  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    standin::host_waits("synchronize");
+    std::vector<Stream> all;
+    {
+      std::lock_guard<std::mutex> guard(orders_lock);
+      for (const auto& [stream, _] : orders)
+        if (stream.first == index) all.push_back(stream);
+    }
+    for (auto stream : all) settle(stream);
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -264,7 +345,16 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+void settle_for(const at::Tensor& tensor) {
+  if (tensor.device().type() == kType) settle({tensor.device().index(), streams[tensor.device().index()]});
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  const auto& host = self.device().is_cpu() ? self : to;
+  if (host.device().is_cpu() && self.numel() > 0 && !(non_blocking && host.is_pinned()))
+    standin::host_waits(self.device().is_cpu() ? "a copy to the device" : "a copy from the device");
+  settle_for(self);
+  settle_for(to);
   c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset);
   auto target = on_cpu(to);
   target.copy_(on_cpu(self));
@@ -276,7 +366,11 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
   return copy_from(self, to, false);
 }
 
-at::Scalar local_scalar_dense(const at::Tensor& self) { return at::native::_local_scalar_dense_cpu(on_cpu(self)); }
+at::Scalar local_scalar_dense(const at::Tensor& self) {
+  standin::host_waits("the value of one element");
+  settle_for(self);
+  return at::native::_local_scalar_dense_cpu(on_cpu(self));
+}
 
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(self.device());
@@ -313,6 +407,8 @@ at::Tensor& set_storage_offset(at::Tensor& self, at::Storage source, c10::SymInt
 
 // torch's own way through mse_loss.out warns of the size of what it returns.
 at::Tensor mse_loss(const at::Tensor& self, const at::Tensor& target, int64_t reduction) {
+  Quiet guard;
+  settle_for(self);
   return at::mse_loss(on_cpu(self), on_cpu(target), reduction).to(self.device());
 }
 
@@ -321,6 +417,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& self, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
     double eps) {
+  Quiet guard;
+  settle_for(self);
   auto seen = [](const std::optional<at::Tensor>& tensor) {
     return tensor.has_value() && tensor->defined() ? std::optional<at::Tensor>(on_cpu(*tensor)) : std::nullopt;
   };
@@ -331,18 +429,60 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
 
 void record_stream(at::Tensor&, at::Stream) {}
 
+// Operators whose result's size depends on values: on CUDA they wait for the device.
+bool reads_values(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+  static const std::unordered_set<std::string> always = {
+      "aten::nonzero",   "aten::masked_select",      "aten::equal",    "aten::_unique",
+      "aten::_unique2",  "aten::unique_dim",         "aten::bincount", "aten::unique_consecutive",
+      "aten::embedding_renorm_", "aten::unique_dim_consecutive"};
+  const auto& name = op.schema().name();
+  if (always.count(name)) return true;
+  const auto& arguments = op.schema().arguments();
+  if (name == "aten::repeat_interleave") {
+    for (size_t number = 0; number < arguments.size(); ++number)
+      if (arguments[number].name() == "output_size") return stack[first + number].isNone();
+    return false;
+  }
+  if (name != "aten::index" && name != "aten::_index_put_impl_" && name != "aten::_unsafe_index") return false;
+  bool has_mask = false, only_masks = true;
+  for (const auto& value : stack[first + 1].toListRef()) {
+    if (value.isNone() || !value.toTensor().defined()) continue;
+    const auto kind = value.toTensor().scalar_type();
+    const bool is_mask = (kind == at::kBool || kind == at::kByte) && !value.toTensor().is_cpu();
+    has_mask = has_mask || is_mask;
+    only_masks = only_masks && is_mask;
+  }
+  // torch fills by the mask where one value of the CPU is put.
+  const bool fills = name == "aten::_index_put_impl_" && only_masks && stack[first + 2].toTensor().numel() == 1 &&
+                     stack[first + 2].toTensor().is_cpu();
+  return has_mask && !fills;
+}
+
+c10::DeviceIndex index_in(const c10::IValue& value) {
+  if (value.isTensor()) {
+    const auto& tensor = value.toTensor();
+    return tensor.defined() && tensor.device().type() == kType ? tensor.device().index() : -1;
+  }
+  if (value.isList())
+    for (const auto& one : value.toListRef())
+      if (auto index = one.isTensor() ? index_in(one) : c10::DeviceIndex(-1); index >= 0) return index;
+  return -1;
+}
+
 // Everything else: on the CPU, with the results brought back. Random numbers come from the device's own generator.
 void elsewhere(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto first = stack->size() - arguments.size();
   auto index = current;
   for (size_t number = 0; number < arguments.size(); ++number) {
-    const auto& value = (*stack)[first + number];
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kType) {
-      index = value.toTensor().device().index();
+    if (auto found = index_in((*stack)[first + number]); found >= 0) {
+      index = found;
       break;
     }
   }
+  if (reads_values(op, *stack, first)) standin::host_waits(op.schema().name().c_str());
+  settle({index, streams[index]});
+  Quiet as_the_device;
   c10::DeviceGuard guard(c10::Device(kType, index));
   for (size_t number = 0; number < arguments.size(); ++number) {
     const auto& type = *arguments[number].type();
@@ -397,7 +537,41 @@ bool registered = [] {
 
 }  // namespace
 
+namespace standin {
+
+void* (*leave_python)() = nullptr;
+void (*enter_python)(void*) = nullptr;
+
+c10::Stream new_stream(c10::DeviceIndex index) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index), ++latest_stream);
+}
+
+c10::Stream current_stream(c10::DeviceIndex index) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index), streams[index]);
+}
+
+void order_after(c10::Stream stream, const PendingPtr& pending) {
+  std::lock_guard<std::mutex> guard(orders_lock);
+  has_orders = true;
+  auto& all = orders[key_of(stream)];
+  std::erase_if(all, [](const auto& one) { return one->is_settled(); });
+  if (std::find(all.begin(), all.end(), pending) == all.end()) all.push_back(pending);
+}
+
+void settle_current(c10::DeviceIndex index) { settle({index, streams[index]}); }
+
+void host_waits(const char* what) {
+  if (quiet) return;
+  ++host_waits_so_far;
+  if (on_host_wait == 1) TORCH_WARN("the CPU waits for the stand-in device: ", what);
+  TORCH_CHECK(on_host_wait != 2, "the CPU waits for the stand-in device: ", what);
+}
+
+}  // namespace standin
+
 extern "C" {
+long long standin_host_syncs() { return host_waits_so_far; }
+void standin_set_sync_debug_mode(int mode) { on_host_wait = mode; }
 int standin_device_count() { return kDevices; }
 int standin_current_device() { return current; }
 void standin_set_device(int index) { current = static_cast<c10::DeviceIndex>(index); }

@@ -6,13 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from rankwise.health.failure_detector import FailureDetector
 
+Amount = float | torch.Tensor
+"""A number; on a device it may be a tensor of no dims, which the CPU does not read: that would wait for the device."""
 NOTE_BYTES = 256
 """Size of the note that a rank can send in the collective in which ranks agree on a call."""
 
@@ -38,7 +40,8 @@ def describe_channels(sizes: Sequence[ChannelSize], what: str) -> list[str]:
 class BucketChannel(Protocol):
     """A channel for one bucket of gradients, reused in every step: weighted sums, divided once.
 
-    A step is: :meth:`claim`, write :attr:`body`, :meth:`start`, :meth:`finish`; the same steps on every rank.
+    A step is: :meth:`claim`, write :attr:`body`, :meth:`start`, :meth:`finish`; the same steps on every rank. A channel
+    of torch's group on a device takes every :data:`Amount`.
     """
 
     body: torch.Tensor
@@ -54,7 +57,7 @@ class BucketChannel(Protocol):
         """Wait until ``body`` may be written. Other ranks must be completing the same step."""
         ...
 
-    def factor(self, share: float) -> float:
+    def factor(self, share: float) -> Amount:
         """Return the factor to multiply the gradients by when they are copied into ``body``."""
         ...
 
@@ -76,8 +79,8 @@ class BucketChannel(Protocol):
         """
         ...
 
-    def total(self) -> float:
-        """Return the sum of the weights, after ``finish``."""
+    def total(self) -> Amount:
+        """Return the sum of the weights, after ``finish`` and before the next ``start``."""
         ...
 
     def is_flag_set(self, flag: int) -> bool:

@@ -7,14 +7,14 @@ The other ranks see tensors of the CPU only, so each rank decides for itself. CP
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
+    from rankwise.comm.backends.protocol import Amount, BucketChannel, ChannelSize, Exchange
 
 CPU = torch.device("cpu")
 
@@ -98,11 +98,11 @@ class MirrorChannel:
         self.is_flag_set = inner.is_flag_set
 
     @torch.no_grad()
-    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+    def start(self, share: Amount, weight: Amount, absent: Sequence[int]) -> None:
         """Copy the body and send it."""
-        if share != 0.0:
+        if isinstance(share, torch.Tensor) or share != 0.0:
             self._inner.body.copy_(self.body)
-        self._inner.start(share, weight, absent)
+        self._inner.start(cast("float", share), cast("float", weight), absent)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import ChannelSize
+    from rankwise.comm.backends.protocol import Amount, ChannelSize
     from rankwise.health.failure_detector import FailureDetector
 
 _WEIGHT_DTYPES = (torch.float32, torch.float64)
@@ -51,6 +51,7 @@ class TorchChannel:
         self._beside = None if size.dtype in _WEIGHT_DTYPES else self._flat.new_zeros(1, dtype=torch.float64)
         self._weight = self._flat[-1:] if self._beside is None else self._beside
         self._pending: list[Pending] = []
+        self._set_flags: list[bool] | None = None
 
     def can_claim(self) -> bool:
         """Return whether nothing is pending, and nothing must be compared first."""
@@ -60,19 +61,22 @@ class TorchChannel:
         """Wait for a collective that an error interrupted."""
         self._wait()
 
-    def factor(self, share: float) -> float:
+    def factor(self, share: Amount) -> Amount:
         """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
         return share / self._group.world_size
 
     @torch.no_grad()
-    def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
+    def start(self, share: Amount, weight: Amount, absent: Sequence[int]) -> None:
         """Start reducing."""
-        if share == 0.0:
+        if isinstance(share, torch.Tensor):
+            self.body.masked_fill_(share == 0, 0.0)
+        elif share == 0.0:
             self.body.zero_()
         self._weight.fill_(weight)
         self._flags.fill_(1.0)
+        self._set_flags = None
         for flag in absent:
-            self._flags[flag] = 0.0
+            self._flags[flag].zero_()
         self._pending = [
             self._group.start_all_reduce(tensor, what=self._what)
             for tensor in (self._flat, self._beside)
@@ -84,7 +88,7 @@ class TorchChannel:
         """Wait for the sum, and divide it."""
         self._wait()
         if self.body.device.type == "cpu":
-            total = self.total()
+            total = self._weight.item()
             scale = self._group.world_size / total if total > 0 else 0.0
             if scale != 1.0:
                 self.body.mul_(scale)
@@ -92,13 +96,18 @@ class TorchChannel:
             # Divided on the device: reading the weight would wait for the device, once per bucket.
             self.body.mul_(torch.where(self._weight > 0, self._group.world_size / self._weight, 0.0)[0])
 
-    def total(self) -> float:
+    def total(self) -> Amount:
         """Return the sum of the weights."""
-        return self._weight.item()
+        return self._weight.item() if self._weight.device.type == "cpu" else self._weight[0]
 
     def is_flag_set(self, flag: int) -> bool:
         """Return whether any rank has set a flag."""
-        return bool(self._flags[flag].item())
+        if self._flags.device.type == "cpu":
+            return bool(self._flags[flag].item())
+        if self._set_flags is None:
+            # The host waits for the device, so it reads all of them at once.
+            self._set_flags = (self._flags > 0).tolist()
+        return self._set_flags[flag]
 
     def _wait(self) -> None:
         for pending in self._pending:

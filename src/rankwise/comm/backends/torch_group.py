@@ -1,31 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send tensors through torch's process group (Gloo on CPU, NCCL on GPUs).
 
-Every wait goes through the failure detector, so that it ends with the rank's name when a peer fails or does not
-arrive. Takes and returns plain contiguous tensors; ``collectives`` handles types and trees.
+Every collective is followed, by the thread that waits for it or by one that follows the device, so that it ends with
+the rank's name when a peer fails or does not arrive. Takes and returns plain contiguous tensors; ``collectives``
+handles types and trees.
 """
 
 from __future__ import annotations
 
 import zlib
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
+from rankwise.comm.backends.half_channel import HALF_PRECISION, HalfChannel
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.torch_channel import TorchChannel
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
+from rankwise.health.queued_collectives import order_stream
 from rankwise.tensors.as_bytes import bytes_of
 from rankwise.torch_private.groups import next_number, open_among
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.comm.backends.protocol import BucketChannel, ChannelSize
+    from rankwise.comm.backends.torch_channel import Pending
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.health.flight_recorder import Ticket
 
@@ -35,6 +40,8 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+ALL_GATHER: Any = vars(dist).get("all_gather_single") or vars(dist)["all_gather_into_tensor"]
+"""Renamed in torch 2.13."""
 CPU_CHANNEL_BYTES = 8 * 2**20
 OTHER_CHANNEL_BYTES = 25 * 2**20
 DIGEST_BYTES = 8
@@ -49,7 +56,7 @@ def handle_of(work: dist.Work | None) -> dist.Work:
 
 
 class PendingCollective:
-    """A pending collective."""
+    """A pending collective of CPU tensors."""
 
     __slots__ = ("_detector", "_ticket", "_work")
 
@@ -76,6 +83,49 @@ class PendingCollective:
             # It failed, or has completed since the time was up: this tells which, without waiting.
             self._work.wait()
         return True
+
+
+class QueuedCollective:
+    """A collective that has been queued on the device."""
+
+    __slots__ = ("_detector", "_ticket", "_work")
+
+    def __init__(self, detector: FailureDetector, ticket: Ticket, work: dist.Work) -> None:
+        self._detector = detector
+        self._ticket = ticket
+        self._work = work
+
+    def wait(self) -> None:
+        """Have what this thread queues next on the device wait for the result. The CPU does not wait."""
+        if self._detector.error is not None:
+            raise self._detector.error
+        order_stream(self._detector, self._ticket, self._work)
+
+
+def follow(
+    detector: FailureDetector, ticket: Ticket, tensor: torch.Tensor, start: Callable[[], dist.Work | None]
+) -> Pending:
+    """Start a collective of ``tensor``, and return it, to be waited for.
+
+    Args:
+        detector: of this rank.
+        ticket: of the collective.
+        tensor: what this rank sends.
+        start: starts it, and returns torch's handle.
+
+    Raises:
+        PeerFailed, PeerMissing: the communicator was aborted.
+    """
+    if detector.queue is None or tensor.device.type == "cpu":
+        return PendingCollective(detector, ticket, start())
+    try:
+        work = handle_of(start())
+    except RuntimeError:
+        if detector.error is None:
+            raise
+        raise detector.error from None
+    detector.queue.add(ticket, work)
+    return QueuedCollective(detector, ticket, work)
 
 
 class TorchGroup:
@@ -192,16 +242,16 @@ class TorchGroup:
         out = tensor.new_empty((self.world_size, *tensor.shape))
         if tensor.numel():
             parts = list(bytes_of(out).view(self.world_size, -1).unbind(0))
-            work = dist.all_gather(parts, bytes_of(tensor), group=self._group, async_op=True)
-            PendingCollective(self.detector, ticket, work).wait()
+            gather: Any = partial(dist.all_gather, parts, bytes_of(tensor), group=self._group, async_op=True)
+            follow(self.detector, ticket, tensor, gather).wait()
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
         """Return the tensor of rank ``source``."""
         ticket = self.detector.ticket(what, self.exchange_id, tensor)
         result = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.broadcast(bytes_of(result), group=self._group, group_src=source, async_op=True)
-        PendingCollective(self.detector, ticket, work).wait()
+        send = partial(dist.broadcast, bytes_of(result), group=self._group, group_src=source, async_op=True)
+        follow(self.detector, ticket, tensor, send).wait()
         return result
 
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
@@ -210,16 +260,28 @@ class TorchGroup:
         given, taken = list(sizes[self.rank]), [row[self.rank] for row in sizes]
         out = tensor.new_empty(sum(taken))
         if any(map(sum, sizes)):
-            work = dist.all_to_all_single(out, tensor, taken, given, group=self._group, async_op=True)
-            PendingCollective(self.detector, ticket, work).wait()
+            swap = partial(dist.all_to_all_single, out, tensor, taken, given, group=self._group, async_op=True)
+            follow(self.detector, ticket, tensor, swap).wait()
         return out
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> PendingCollective:
+    def start_all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> Pending:
         """Start reducing ``tensor`` in place."""
         ticket = self.detector.ticket(what, self.exchange_id, tensor)
-        return PendingCollective(
-            self.detector, ticket, dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True)
-        )
+        reduce = partial(dist.all_reduce, tensor, REDUCE_OPS[op], group=self._group, async_op=True)
+        return follow(self.detector, ticket, tensor, reduce)
+
+    def start_all_gather(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> Pending:
+        """Start gathering the ``tensor`` of every rank into a row of ``out``; both contiguous."""
+        return self._start_bytes(ALL_GATHER, out, tensor, what)
+
+    def start_all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, *, what: str) -> Pending:
+        """Start sending row r of ``tensor`` to rank r, which receives it in ``out``; both contiguous."""
+        return self._start_bytes(dist.all_to_all_single, out, tensor, what)
+
+    def _start_bytes(self, collective: Any, out: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:  # noqa: ANN401 - one of torch's
+        ticket = self.detector.ticket(what, self.exchange_id, tensor)
+        send = partial(collective, bytes_of(out), bytes_of(tensor), group=self._group, async_op=True)
+        return follow(self.detector, ticket, tensor, send)
 
     def channel_bytes(self, device: torch.device) -> int:
         """Return a size of which Gloo moves several at once, and NCCL one after the other."""
@@ -229,7 +291,11 @@ class TorchGroup:
         """Return a channel for each size."""
         names = describe_channels(sizes, what)
         self.agree("; ".join(names))
-        return [TorchChannel(self, size, name) for size, name in zip(sizes, names, strict=True)]
+        unsummed: list[HalfChannel] = []
+        return [
+            HalfChannel(self, size, name, unsummed) if size.dtype in HALF_PRECISION else TorchChannel(self, size, name)
+            for size, name in zip(sizes, names, strict=True)
+        ]
 
     def close(self) -> None:
         """Do nothing: torch's groups are closed where they were opened, in ``join``."""

@@ -40,7 +40,7 @@ class Endpoint:
         self.recv_queue = RecvQueue()
         self.is_closed = False
         self._store = store.clone()
-        self._detector = detector
+        self.detector = detector
         self._send_queues: dict[int, SendQueue] = {}
         self._num_sent: dict[int, int] = {}
         self._store.set_if_absent(f"{KEYS}/secret", secrets.token_hex(32))
@@ -73,8 +73,8 @@ class Endpoint:
                 "A message can no longer be sent: its world has been left.",
                 do="run backward() before leaving the world in which the tensors were received",
             )
-        if self._detector.error is not None:
-            raise self._detector.error
+        if self.detector.error is not None:
+            raise self.detector.error
         send_queue = self.open_way(to)
         if send_queue.error is not None:
             self.wait(f"send(to={to})", to, lambda: False)
@@ -95,7 +95,7 @@ class Endpoint:
                 to=to,
                 store=self._store.clone(),
                 secret=self._secret,
-                timeout_seconds=self._detector.timeout_seconds,
+                timeout_seconds=self.detector.timeout_seconds,
                 changed=self.recv_queue.changed,
             )
         return send_queue
@@ -109,7 +109,7 @@ class Endpoint:
         peer_wait = PeerWait(
             what=what,
             peer=peer,
-            detector=self._detector,
+            detector=self.detector,
             broken=lambda: self.recv_queue.ended.get(peer) or (None if send_queue is None else send_queue.error),
         )
         wait(peer_wait, self.recv_queue.changed, is_there)
@@ -127,7 +127,7 @@ class Endpoint:
                 self.wait(f"delivery of the values sent to rank {to}", to, lambda queue=send_queue: queue.is_over)
             except (PeerFailed, PeerMissing) as error:
                 # Gradients that no backward() waited for are not a loss, nor is a rank the job can lose.
-                if send_queue.num_lost() or (isinstance(error, PeerFailed) and self._detector.error is not None):
+                if send_queue.num_lost() or (isinstance(error, PeerFailed) and self.detector.error is not None):
                     raise
             if send_queue.num_lost():
                 count = send_queue.num_lost()

@@ -26,12 +26,13 @@ from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
 from rankwise.launch.report.recorded_events import launcher_name
+from rankwise.world.device.kinds import variables_for_instance
 from rankwise.world.environments.process import REPORT_OFF, slurm_variables_for
 from rankwise.world.environments.rankwise import echo_note, variables_for
 from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankwise.launch.agent.output import Output
     from rankwise.launch.fork_server.fork_server import ForkServer
@@ -64,8 +65,12 @@ class LocalRanks:
         server: ForkServer,
         output: Output,
         notify_pipe: int,
+        instances: Sequence[str] = (),
     ) -> None:
-        """Start nothing; ``folder`` is temporary, for the files in which ranks record their own end."""
+        """Start nothing; ``folder`` is temporary, for the files in which ranks record their own end.
+
+        With ``instances``, each rank is shown one of these MIG instances of NVIDIA GPUs.
+        """
         self.num_ranks = num_ranks
         self.running: set[int] = set()
         self.failures: dict[int, Failure] = {}
@@ -80,6 +85,7 @@ class LocalRanks:
         self._server = server
         self._output = output
         self._notify_pipe = notify_pipe
+        self._instances = instances
         self._oom_count = OomCount()
         self._ends: dict[int, str] = {}
         self._unreported: list[Failure | int] = []
@@ -313,8 +319,13 @@ class LocalRanks:
             report=self._options.report,
             launcher=launcher_name(),
         )
-        return own | slurm_variables_for(
-            rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node
+        shown = variables_for_instance(self._instances[local_rank]) if self._instances else {}
+        return (
+            own
+            | shown
+            | slurm_variables_for(
+                rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node
+            )
         )
 
 

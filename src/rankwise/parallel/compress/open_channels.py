@@ -20,7 +20,7 @@ from rankwise.parallel.compress.methods import Narrow, PowerSGD, TopK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
+    from rankwise.comm.backends.protocol import Amount, BucketChannel, ChannelSize, Exchange
     from rankwise.parallel.compress.methods import Method
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,9 +73,25 @@ def _narrow(method: Narrow, exchange: Exchange, sizes: Sequence[ChannelSize], wh
     dtype = DTYPES[method.dtype]
     inner = [replace(size, dtype=dtype) if size.dtype.itemsize > dtype.itemsize else size for size in sizes]
     return [
-        channel if small == size else MirrorChannel(channel, size)
+        channel if small == size else NarrowChannel(channel, size, exchange.world_size)
         for channel, small, size in zip(exchange.channels(inner, what), inner, sizes, strict=True)
     ]
+
+
+class NarrowChannel(MirrorChannel):
+    """A channel that rounds gradients once their sum has room: each is multiplied by its factor before."""
+
+    def __init__(self, inner: BucketChannel, size: ChannelSize, num_ranks: int) -> None:
+        super().__init__(inner, size)
+        self._num_ranks = num_ranks
+        self.factor = self._factor
+
+    def start(self, share: Amount, weight: Amount, absent: Sequence[int]) -> None:
+        """Copy the body, of which the factor is part already, and send it."""
+        super().start((share != 0) * self._num_ranks, weight, absent)
+
+    def _factor(self, share: Amount) -> Amount:
+        return share / self._num_ranks
 
 
 def _low_rank(

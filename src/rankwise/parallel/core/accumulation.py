@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.loss.amounts import multiplied
 from rankwise.parallel.loss.loss_on_ranks import Microsteps
 from rankwise.torch_private.autograd import version_of
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.autograd.graph import Node
 
+    from rankwise.comm.backends.protocol import Amount
 
 Earlier = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, each with the gradient that it had."""
@@ -66,7 +68,7 @@ class Accumulation(Microsteps):
         self._scalers: dict[int, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
         """By parameter, the node that adds its gradient up, which nothing else keeps, and its hook."""
 
-    def expect(self, numbers: Iterable[int], share: Callable[[], float]) -> None:
+    def expect(self, numbers: Iterable[int], share: Callable[[], Amount]) -> None:
         """Follow gradients before torch adds them up: the first one may begin the backward.
 
         Args:
@@ -88,7 +90,7 @@ class Accumulation(Microsteps):
             if gradient is None:
                 return gradients
             # A microstep without samples contributes nothing, not even a NaN.
-            return (gradient * factor if factor else torch.zeros_like(gradient),)
+            return (multiplied(gradient, factor),)
 
         for number in numbers:
             parameter = self._parameters[number]
@@ -97,7 +99,7 @@ class Accumulation(Microsteps):
                 node = get_gradient_edge(parameter).node
                 self._scalers[number] = node, node.register_prehook(scaled)
 
-    def begin(self, numbers: Iterable[int], share: Callable[[], float], *, continues: bool) -> None:
+    def begin(self, numbers: Iterable[int], share: Callable[[], Amount], *, continues: bool) -> None:
         """Prepare for a backward.
 
         Args:
@@ -115,7 +117,7 @@ class Accumulation(Microsteps):
             self.is_open = True
             self.expect(numbers, share)
 
-    def add(self, share: float) -> None:
+    def add(self, share: Amount) -> None:
         """Note that a microstep has been added up."""
         self.carried += share
         self._marks = {

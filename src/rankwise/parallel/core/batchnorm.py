@@ -8,6 +8,7 @@ buffers stay.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,7 +19,9 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.core import global_statistics
+from rankwise.parallel.loss.amounts import multiplied, ratio
 from rankwise.torch_private.modules import AnySizeBatchNorm, BatchNorm, check_input_dim
+from rankwise.world.device.later import check_later
 
 if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 _sync_of: WeakKeyDictionary[nn.Module, tuple[GradientSync, Exchange]] = WeakKeyDictionary()
 _lacking: WeakSet[GradientSync] = WeakSet()
 """Of models that the warning of missing contributions has named."""
+_checked: WeakKeyDictionary[GradientSync, torch.Tensor] = WeakKeyDictionary()
+"""The weight, on a device, of the latest backward that was checked for missing contributions."""
 
 
 class _GlobalStatistics(BatchNorm):
@@ -142,8 +147,21 @@ class _RanksOfModel:
         # If the loss does not pass through the model's output, backward may reach this layer first.
         self.sync.begin(self.sync.loss.forward_weight)
         amount = self.sync.loss.weight
+        if isinstance(amount, torch.Tensor):
+            return self._mean_sums_on_device(own, amount, count, is_checked=bool(x.numel()) and is_needed)
         total = torch.nan_to_num(own) * amount if amount == 0 else own * amount
+        self.sync.before_collective()
         total = self.exchange.all_reduce(total, what="BatchNorm gradients")
         if amount == 0 and x.numel() and is_needed and bool(total.any()):
             _warn_of_lacking_gradients(self.sync)
         return total / (count * amount) if amount else torch.zeros_like(total)
+
+    def _mean_sums_on_device(
+        self, own: torch.Tensor, amount: torch.Tensor, count: torch.Tensor, *, is_checked: bool
+    ) -> torch.Tensor:
+        total = self.exchange.all_reduce(multiplied(own, amount), what="BatchNorm gradients")
+        # Once per backward: in the layer that backward reaches first.
+        if is_checked and _checked.get(self.sync) is not amount and self.sync not in _lacking:
+            _checked[self.sync] = amount
+            check_later((amount == 0) & total.any(), partial(_warn_of_lacking_gradients, self.sync))
+        return multiplied(total, ratio(1.0, count * amount))

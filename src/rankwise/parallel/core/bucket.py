@@ -12,13 +12,15 @@ import torch
 
 from rankwise.comm.backends.protocol import TakesOwnPart
 from rankwise.parallel.compress.error_feedback import HasErrorFeedback
+from rankwise.parallel.loss.amounts import is_zero
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
+from rankwise.world.device.streams import stream_of_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import BucketChannel
+    from rankwise.comm.backends.protocol import Amount, BucketChannel
     from rankwise.parallel.core.gradient_weights import Weights
 
 COARSE_BYTES = 2**16
@@ -61,15 +63,25 @@ class Bucket:
         self.num_missing = len(self.parameters)
         """Gradients that are not complete yet; less than 0 if one was completed twice."""
         self._num_absent = 0
+        self._has_streams = stream_of_thread(channel.body.device) is not None
+        self._streams: set[torch.Stream] = set()
+        """The streams that this step's gradients were computed on."""
 
     def start_over(self) -> None:
         """Begin a step: no gradient has arrived."""
         self.num_missing = len(self.parameters)
+        self._streams.clear()
 
     def note_arrival(self) -> int:
         """Note that a gradient is complete, and return how many are not; less than 0 if one was completed twice."""
         self.num_missing = missing = self.num_missing - 1
+        if self._has_streams and (stream := stream_of_thread(self.channel.body.device)) is not None:
+            self._streams.add(stream)
         return missing
+
+    def refuse_late(self) -> None:
+        """Count a gradient that arrives from now on in this step as one too many."""
+        self.num_missing = 0
 
     @torch.no_grad()
     def send(self, weights: Weights) -> None:
@@ -78,16 +90,38 @@ class Bucket:
         gradients = [parameter.grad for parameter in self.parameters]
         if self._is_split:
             gradients = [own_gradient(parameter) for parameter in self.parameters]
+        if self._streams:
+            self._follow_streams(gradients)
         absent = [index for index, gradient in enumerate(gradients) if gradient is None]
-        if weights.share != 0.0:
+        share, weight = cast("float", weights.share), cast("float", weights.weight)
+        if not is_zero(share):
             for index in absent:
                 self._pieces[index].zero_()
-            self._copy_in(gradients, self.channel.factor(weights.share))
-        self.channel.start(weights.share, weights.weight, absent)
+            self._copy_in(gradients, self.channel.factor(share))
+        self.channel.start(share, weight, absent)
         self._num_absent = len(absent)
 
-    def _copy_in(self, gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-        if self._is_coarse and isinstance(self.channel, TakesOwnPart) and not self._is_split and _is_wide(self._flat):
+    def _follow_streams(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have the current stream wait for the other ones that gradients were computed on."""
+        own = stream_of_thread(self.channel.body.device)
+        others = {stream for stream in self._streams if stream != own}
+        if own is None or not others:
+            return
+        for stream in others:
+            own.wait_stream(stream)
+        for gradient in gradients:
+            if gradient is not None:
+                # Its memory belongs to the stream it was computed on, which could use it again too early.
+                gradient.record_stream(own)
+
+    def _copy_in(self, gradients: Sequence[torch.Tensor | None], factor: Amount) -> None:
+        if (
+            not isinstance(factor, torch.Tensor)
+            and self._is_coarse
+            and isinstance(self.channel, TakesOwnPart)
+            and not self._is_split
+            and _is_wide(self._flat)
+        ):
             self.channel.contribute(self._copy_in_for_others(gradients, factor, self.channel.own))
             return
         if self._is_coarse:

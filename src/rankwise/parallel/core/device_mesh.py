@@ -13,6 +13,7 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.health.step_meter import note_layout
 from rankwise.log import log, warn
+from rankwise.torch_private.groups import mesh_groups
 from rankwise.world.device.choice import choose_backend, goes_through_host
 from rankwise.world.device.kinds import type_of
 from rankwise.world.mesh import NAMES, Axes, axes_of
@@ -134,7 +135,8 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     world = session.world
     is_carried = world.backend == "none" or not goes_through_host(world.device, world.backend)
     device_type = type_of(world.device) if is_carried else "cpu"
-    device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
+    with mesh_groups():
+        device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
     session.lay_out(axes, device_mesh)
     if world.rank == 0:
         note_layout("mesh", axes={name: axes.size(name) for name in NAMES if axes.size(name) > 1})

@@ -9,6 +9,7 @@ forward pass. Used by buffers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from rankwise.tensors.rounding import FLOOR, tolerance
 from rankwise.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -80,6 +81,8 @@ class DivergedBuffers:
         self._exchange = exchange
         self._schedule = CheckSchedule(0, EVERY)
         self._checksum = ChecksumOfAll()
+        self._late: Callable[[], int] | None = None
+        """Returns the checksum of buffers on a device, which the forward pass before has started to compute."""
         self.is_close = False
         """Whether ranks compare each buffer around the forward pass under way. The same on all of them."""
         self._num_forwards = 0
@@ -97,13 +100,18 @@ class DivergedBuffers:
         if self.is_close:
             self.is_close = False
             return self._compare_each(_compared(buffers))
+        late, self._late = self._late, None
         step = self._num_forwards
-        if step >= self._schedule.next:
+        if late is None and step >= self._schedule.next:
             self._schedule.advance(step)
-            compared = _compared(buffers)
-            if step and compared:
-                total = torch.tensor([self._checksum(list(compared.values()))])
-                self.is_close = len(set(self._gathered(total))) > 1
+            compared = list(_compared(buffers).values())
+            if step and any(one.device.type != "cpu" for one in compared):
+                # Read before the next forward pass, when the host need not wait for the device.
+                self._late = self._checksum.start(compared)
+            elif step and compared:
+                late = partial(self._checksum, compared)
+        if late is not None:
+            self.is_close = len(set(self._gathered(torch.tensor([late()])))) > 1
         return set(), []
 
     def _gathered(self, own: torch.Tensor) -> list[int]:

@@ -57,12 +57,17 @@ def _track(layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: 
         layer.num_batches_tracked.add_(1)
     momentum = layer.momentum
     if momentum is None:
-        momentum = 1.0 / float(layer.num_batches_tracked)  # type: ignore[arg-type]
+        momentum = _share_of_latest(layer.num_batches_tracked, mean)  # type: ignore[arg-type]
     unbiased = variance * (count / (count - 1).clamp(min=1))
     if layer.running_mean is not None:
         layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
     if layer.running_var is not None:
         layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
+
+
+def _share_of_latest(num_batches: torch.Tensor, mean: torch.Tensor) -> float | torch.Tensor:
+    """Return the weight of the latest batch in a plain mean over all; on a device as a tensor, which is not read."""
+    return 1.0 / float(num_batches) if num_batches.device.type == "cpu" else mean.new_ones(()) / num_batches
 
 
 class _Normalised(torch.autograd.Function):
@@ -77,7 +82,7 @@ class _Normalised(torch.autograd.Function):
         eps: float,
         ranks: StatisticsRanks,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        mean, variance, count = combined(ranks.gather(statistics_of(wide(x))))
+        mean, variance, count = combined(ranks.gather(statistics_of(wide(x))), _num_elements(x))
         inverse = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, inverse, count)
         ctx.ranks = ranks
@@ -109,16 +114,24 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 def statistics_of(x: torch.Tensor) -> torch.Tensor:
     """Return [2C + 1], a rank's report of its elements [N, C, ...]: means, squared deviations, and their number."""
     num_channels = x.shape[1]
-    num_elements = x.numel() // num_channels if x.numel() else 0
+    num_elements = _num_elements(x)
     if num_elements:
         variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
     else:
         variance = mean = x.new_zeros(num_channels)
-    return torch.cat([mean, variance * num_elements, x.new_tensor([num_elements])])
+    return torch.cat([mean, variance * num_elements, x.new_full((1,), num_elements)])
 
 
-def combined(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _num_elements(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[1] if x.numel() else 0
+
+
+def combined(rows: torch.Tensor, num_own: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean [C], biased variance [C] and M from the ranks' reports, [ranks, 2C + 1].
+
+    Args:
+        rows: the reports.
+        num_own: this rank's elements per channel: if they are enough, M is not read from a device.
 
     Raises:
         ValueError: M is less than two.
@@ -126,7 +139,7 @@ def combined(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     num_channels = rows.shape[1] // 2
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
     total = counts.sum()
-    if total <= 1:
+    if (num_own <= 1 or rows.device.type == "cpu") and total <= 1:
         raise ValueError(
             f"BatchNorm needs more than one value per channel for training; all ranks together have {int(total)}"
         )

@@ -7,7 +7,9 @@ decides when a gradient is complete, and what it counts: its :class:`Weights`.
 
 from __future__ import annotations
 
+import math
 import weakref
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -20,11 +22,11 @@ from rankwise.parallel.core.parameter_division import plan
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
-    from rankwise.comm.backends.protocol import BucketChannel, Exchange
+    from rankwise.comm.backends.protocol import Amount, BucketChannel, Exchange
     from rankwise.parallel.compress.methods import Method
     from rankwise.parallel.core.gradient_weights import Weights
 
@@ -99,6 +101,7 @@ class GradientBuckets:
         self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
         self._num_sent = 0
         self._is_first_step = True
+        self._turns: list[float] | None = None
         self.first_arrivals: list[int] = []
         """Numbers of the parameters in the order in which their gradients arrived in the first step."""
         if replaced is not None:
@@ -126,10 +129,37 @@ class GradientBuckets:
             raise ConfigurationError(
                 f"Parameter {self._names[number]} received another gradient after its gradient was sent to the other "
                 "ranks.",
-                evidence="a part of the model ran backward several times within one backward()",
+                evidence=self._why_late(),
                 do="use torch.utils.checkpoint with use_reentrant=False",
             )
-        return missing == 0 and self._can_send_next()
+        return missing == 0 and self._turns is None and self._can_send_next()
+
+    def _why_late(self) -> str:
+        if self._turns is None:
+            return "a part of the model ran backward several times within one backward()"
+        return (
+            "a part of the model ran backward several times within one backward(), or later than in the first step, "
+            "whose order of buckets and BatchNorm statistics every step on this device repeats"
+        )
+
+    def send_by_turns(self, turns: Mapping[int, int]) -> None:
+        """Send buckets at fixed points of backward only, full or not.
+
+        Args:
+            turns: numbers of parameters, and before which of the other collectives in backward their gradients are
+                complete. The rest are sent by :meth:`send_rest`.
+        """
+        members = [max(turns.get(number, math.inf) for number in bucket.numbers) for bucket in self._buckets]
+        self._turns = list(accumulate(members, max))
+
+    def send_before(self, collective: int, weights: Callable[[], Weights]) -> None:
+        """Send the buckets whose turn is before that one of the other collectives in this backward."""
+        while self._turns is not None and self._num_sent < len(self._buckets):
+            if self._turns[self._num_sent] > collective:
+                return
+            bucket = self._buckets[self._num_sent]
+            self._send_next(weights())
+            bucket.refuse_late()
 
     def _note_first_arrival(self, number: int) -> None:
         bucket = self._bucket_of[number]
@@ -182,7 +212,7 @@ class GradientBuckets:
         self._num_sent = 0
         self._is_first_step = False
 
-    def total(self) -> float:
+    def total(self) -> Amount:
         """Return the sum of all ranks' weights in the latest step, after :meth:`take_back`."""
         return self._buckets[0].channel.total()
 

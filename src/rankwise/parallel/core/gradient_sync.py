@@ -8,10 +8,12 @@ units that all ranks share. Used by replicate, local_sgd and the parameter serve
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.comm.backends.through_host import ThroughHost
 from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
 from rankwise.health.step_record import BACKWARD, EXCHANGE
@@ -23,6 +25,7 @@ from rankwise.parallel.core.gradient_weights import Weights, WeightUnit
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
+from rankwise.parallel.loss.amounts import multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.parallel.loss.terms import forward_call, mark_output
 from rankwise.torch_private import foreach
@@ -34,9 +37,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.parallel.compress.methods import Method
 
+STEPS_OF_UNIT = 3
+"""How many of the first steps adjust the unit of weights that are on a device."""
+
+_in_turn = threading.Lock()
 _round: list[GradientSync] = []
 """The syncs that take part in the backward under way: several where one loss crosses several models."""
 
@@ -69,7 +76,16 @@ class GradientSync:
         is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
         self._unit = WeightUnit(is_open=is_float16)
         self._accumulation = Accumulation(self.names, self.parameters)
-        self.loss = LossOnRanks(self.number, self.parameters, group, model_name, self._accumulation)
+        self.loss = LossOnRanks(
+            self.number,
+            self.parameters,
+            group,
+            model_name,
+            self._accumulation,
+            device=_device_of_weights(self.parameters, group, compress),
+        )
+        self._known_share: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The weight of a backward, on a device, and its share."""
         self._on_mean: Callable[[float], None] | None = None
         self._on_backward: Callable[[], None] | None = None
         self._in_backward = False
@@ -80,6 +96,15 @@ class GradientSync:
         self._buckets: GradientBuckets | None = None
         self._is_order_known = False
         """Whether the buckets are laid out in the order in which gradients arrive."""
+        is_queued = group is not None and group.detector.queue is not None and self._kind[1].type != "cpu"
+        self._needs_one_order = is_queued
+        """Whether all ranks must issue the collectives of several exchanges in one order, as on NCCL."""
+        self._is_alone = True
+        """Whether each backward so far was of no other model."""
+        self._num_others = 0
+        """How many collectives of other exchanges this backward has issued."""
+        self._turns: dict[int, int] = {}
+        """How many they were when each gradient arrived in the first step."""
         self.hook_new_parameters()
 
     @property
@@ -93,7 +118,7 @@ class GradientSync:
             self._accumulation.expect(sorted(self._hooked), self._share)
         return self._accumulation.set_continued(value)
 
-    def set_given_weight(self, amount: float | None) -> float | None:
+    def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Set the number that the loss is a mean over; return the value before."""
         return self.loss.set_given_weight(amount)
 
@@ -121,12 +146,16 @@ class GradientSync:
         new = [number for number, parameter in self._unhooked if parameter.requires_grad]
         if not new:
             return
+        # torch runs the hooks of each device in a thread of its own.
+        is_alone = len({parameter.device for parameter in self.parameters}) == 1
+        arrived = GradientSync._take_note if is_alone else GradientSync._take_note_in_turn
         for number in new:
-            call_when_accumulated(self.parameters[number], self, GradientSync._take_note, number)
+            call_when_accumulated(self.parameters[number], self, arrived, number)
         self._hooked.update(new)
         self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
         if self._group is not None:
             self._build(self._group, sorted(self._hooked, reverse=True))
+            self._turns.clear()
             self._is_order_known = False
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
@@ -173,7 +202,7 @@ class GradientSync:
 
     # -- while backward runs -----------------------------------------------------------------------
 
-    def begin(self, weight: float | None) -> None:
+    def begin(self, weight: Amount | None) -> None:
         """Start a backward whose loss is a mean over ``weight`` samples. Repeated calls do nothing."""
         if self._in_backward:
             return
@@ -191,11 +220,25 @@ class GradientSync:
             run_after_backward(_finish_round)
         _round.append(self)
 
-    def _share(self) -> float:
+    def _share(self) -> Amount:
         """Return the weight of the backward under way, in units of the mean weight of a rank's step."""
         if not self._in_backward:
             self.begin(self.loss.forward_weight)
-        return 1.0 if self.loss.is_sum else self.loss.weight / self._unit.size
+        weight = self.loss.weight
+        if self.loss.is_sum or not isinstance(weight, torch.Tensor):
+            return 1.0 if self.loss.is_sum else weight / self._unit.size
+        if self._known_share is None or self._known_share[0] is not weight:
+            self._known_share = weight, weight / self._unit.size
+        return self._known_share[1]
+
+    def before_collective(self) -> None:
+        """Send the buckets that all ranks send before the collective of another exchange that follows.
+
+        Called by: every rank, before each collective in backward that is not this class's own.
+        """
+        if self._buckets is not None and self._is_order_known and not (self.is_accumulating or self._unit.is_open):
+            self._buckets.send_before(self._num_others, self._report_weights)
+        self._num_others += 1
 
     def _take_note(self, number: int) -> None:
         """Note that the gradient of a parameter is complete. Called once per parameter and step."""
@@ -204,8 +247,16 @@ class GradientSync:
         self._has_gradients = True
         if self._buckets is None or self.is_accumulating:
             return
-        if self._buckets.note_arrival(number) and not self._unit.is_open:
+        is_held = self._unit.is_open or (self._needs_one_order and not (self._is_order_known and self._is_alone))
+        if not self._is_order_known:
+            self._turns[number] = self._num_others
+        if self._buckets.note_arrival(number) and not is_held:
             self._buckets.send_full(self._report_weights())
+
+    def _take_note_in_turn(self, number: int) -> None:
+        """The same for hooks that may run in several threads at once."""
+        with _in_turn:
+            self._take_note(number)
 
     def _report_weights(self) -> Weights:
         """Report this rank's loss to the other ranks, and return the weights of its gradients."""
@@ -218,6 +269,10 @@ class GradientSync:
         return Weights(scale * own, scale * (self._accumulation.carried + share))
 
     # -- when backward has run ---------------------------------------------------------------------
+
+    def note_others(self, num_models: int) -> None:
+        """Note how many other models this backward was of: ranks reach several in different orders."""
+        self._is_alone = self._is_alone and num_models == 0
 
     def send_rest(self) -> None:
         """Send the buckets that are not full: this rank did not use all of their parameters."""
@@ -249,6 +304,7 @@ class GradientSync:
     def _start_over(self) -> None:
         self._in_backward = False
         self._has_gradients = False
+        self._num_others = 0
         if self._buckets is not None:
             self._buckets.start_over()
         self.loss.end()
@@ -259,21 +315,21 @@ class GradientSync:
         if self.loss.guard is not None:
             self.loss.guard.check()
         total = buckets.total() / self._unit.scale
-        if is_sum and total != 1.0:
+        if is_sum and (self.loss.is_empty_somewhere() if isinstance(total, torch.Tensor) else total != 1.0):
             # Ranks without samples sent weights as if the others' losses were no sums.
             self._multiply(total)
         if self._on_mean is not None:
-            self._on_mean(self.loss.counted(total * self._unit.size))
+            self._on_mean(self.loss.counted(float(total) * self._unit.size))
         if self.loss.is_empty and not is_sum and not self._accumulation.is_open:
             # The means of the others include their earlier gradients, which are the same.
             self._accumulation.close()
         elif self._accumulation.is_begun:
             self._accumulation.give_back_earlier()
-        if total > 0 and not is_sum:
-            self._unit.adjust(total / group.world_size)
+        if not is_sum:
+            self._adjust_unit(total, group.world_size)
         if self._num_synced == 0:
             # A rank without samples was called with others' as a stand-in.
-            call = self._first_call if self.loss.weight > 0 else None
+            call = self._first_call if float(self.loss.weight) > 0 else None
             report_first_calls(call, group, self._model_name, is_sum=is_sum)
         self._num_synced += 1
         # Several models that are trained together count one step.
@@ -281,24 +337,45 @@ class GradientSync:
         # Channels with error feedback are kept.
         if not self._is_order_known and (self._compress is None or isinstance(self._compress, Narrow)):
             self._rebuild_in_arrival_order(group, buckets.first_arrivals)
+        elif not self._is_order_known and self._needs_one_order and self._num_others:
+            buckets.send_by_turns({})
         self._is_order_known = True
 
+    def _adjust_unit(self, total: Amount, num_ranks: int) -> None:
+        is_on_device = isinstance(total, torch.Tensor)
+        if is_on_device and self._num_synced >= STEPS_OF_UNIT and self._unit.scale == 1.0:
+            return  # Only the first steps read weights from the device: a unit rounds nothing.
+        mean = float(total) / num_ranks
+        if mean > 0:
+            self._unit.adjust(mean)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [own for p in self.parameters if (own := own_gradient(p)) is not None]
+
     @torch.no_grad()
-    def _multiply(self, factor: float) -> None:
-        foreach.mul_([own for p in self.parameters if (own := own_gradient(p)) is not None], factor)
+    def _multiply(self, factor: Amount) -> None:
+        if not isinstance(factor, torch.Tensor):
+            foreach.mul_(self._gradients(), factor)
+            return
+        for gradient in self._gradients():
+            multiply_(gradient, factor)
 
     @torch.no_grad()
     def _divide_alone(self) -> None:
         total = self._accumulation.carried + self._share()
         if self._on_mean is not None:
-            self._on_mean(self.loss.counted(total))
-        if total > 0 and not self._accumulation.is_open:
+            self._on_mean(self.loss.counted(float(total)))
+        is_open = self._accumulation.is_open
+        if not isinstance(total, torch.Tensor) and total > 0 and not is_open:
             return
         if self.loss.is_sum:
             self._accumulation.give_back_earlier()
             return
-        gradients = [own for p in self.parameters if (own := own_gradient(p)) is not None]
-        if total == 0:
+        gradients = self._gradients()
+        if isinstance(total, torch.Tensor):
+            for gradient in gradients:
+                multiply_(gradient, ratio(1.0, total) if is_open else (total > 0).to(total.dtype))
+        elif total == 0:
             # A mean over no samples is NaN; zeros are the result of several ranks too.
             foreach.zero_(gradients)
         else:
@@ -309,8 +386,11 @@ class GradientSync:
         """Lay the buckets out again, in the order in which rank zero's gradients arrived."""
         seen = dict.fromkeys(arrived)
         order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
-        of_rank_zero = group.broadcast(torch.tensor(order), 0, what="order of gradients")
-        self._build(group, of_rank_zero.tolist())
+        rows = torch.tensor([order, [self._turns.get(i, -1) for i in order]])
+        of_rank_zero, turns = group.broadcast(rows, 0, what="order of gradients").tolist()
+        self._build(group, of_rank_zero)
+        if self._buckets is not None and self._needs_one_order and self._num_others:
+            self._buckets.send_by_turns({i: t for i, t in zip(of_rank_zero, turns, strict=True) if t >= 0})
 
     def abandon(self) -> None:
         """Forget a backward that did not finish."""
@@ -320,10 +400,21 @@ class GradientSync:
         self._start_over()
 
 
+def _device_of_weights(
+    parameters: Sequence[nn.Parameter], group: Exchange | None, compress: Method | None
+) -> torch.device | None:
+    """Return the device of all parameters if gradients are reduced there by weights that the host need not know."""
+    devices = {parameter.device for parameter in parameters}
+    takes_tensors = not isinstance(group, ThroughHost) and (compress is None or isinstance(compress, Narrow))
+    return devices.pop() if takes_tensors and len(devices) == 1 and "cpu" not in {d.type for d in devices} else None
+
+
 def _finish_round() -> None:
     """Finish every model of this backward, in one order on all ranks: send all before waiting for any."""
     syncs = sorted(_round, key=lambda sync: sync.number)
     _round.clear()
+    for sync in syncs:
+        sync.note_others(len(syncs) - 1)
     step_meter.note_arrival()
     part = step_meter.enter(EXCHANGE) if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD
     try:

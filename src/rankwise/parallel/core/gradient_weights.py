@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.protocol import Amount, Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Weights:
     their sum a share of 1 goes with a weight of 1/n.
     """
 
-    share: float
+    share: Amount
     """The factor for this rank's gradients; with 0 nothing of them counts, not even a NaN."""
-    weight: float
+    weight: Amount
     """This rank's part of the divisor of the sum."""
 
 
@@ -47,7 +47,7 @@ class WeightUnit:
         """The factor for everything that this step sends: one over the unit that it agreed on, or one."""
         self.is_open = is_open
 
-    def agree(self, group: Exchange, own_weight: float, what: str) -> None:
+    def agree(self, group: Exchange, own_weight: Amount, what: str) -> None:
         """Make the mean weight of the ranks' step the unit of the next send.
 
         Called by: every rank of ``group``.
@@ -57,7 +57,7 @@ class WeightUnit:
             own_weight: of this rank's step.
             what: the name of the values that are sent.
         """
-        own = torch.tensor([own_weight], dtype=torch.float64)
+        own = torch.tensor([float(own_weight)], dtype=torch.float64)
         total = group.all_reduce(own, what=f"weights of {what}").item()
         if total > 0:
             self.scale = 1.0 / power_near(total / group.world_size)

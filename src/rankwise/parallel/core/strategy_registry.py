@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.world.mesh import Axes
 
 
@@ -38,7 +39,7 @@ class GradientStrategy(Protocol):
         """Set whether another microstep follows the one under way; return the value before."""
         ...
 
-    def set_given_weight(self, amount: float | None) -> float | None:
+    def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Set the number that the loss is a mean over; return the value before."""
         ...
 

@@ -111,7 +111,7 @@ class PseudoGradients:
         """
         self.finish()
         if self._channels:
-            total = self._channels[0].total() / self._unit.scale
+            total = float(self._channels[0].total()) / self._unit.scale
             if total > 0:
                 self._unit.adjust(total / self.across_groups.world_size)
         means: list[torch.Tensor] = [torch.empty(0)] * len(self._shapes)

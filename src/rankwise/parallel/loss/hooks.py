@@ -8,6 +8,7 @@ saved are freed: ``torch.autograd.backward`` is wrapped from the first strategy 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -18,9 +19,11 @@ from rankwise.health import step_meter
 from rankwise.health.call_site import user_call_site, words
 from rankwise.health.step_record import BACKWARD
 from rankwise.log import warn
+from rankwise.parallel.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.parallel.loss.terms import LossReader
 from rankwise.torch_private.autograd import in_backward
+from rankwise.world.device.later import forget_checks, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.comm.session import Session
     from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
     from rankwise.parallel.loss.reports import GlobalLoss
@@ -54,6 +58,8 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     if torch.autograd.backward is not _backward:
         torch.autograd.backward = _backward
         session.at_end(_undo)
+        session.on_leave(partial(run_checks, waits=True))
+        session.before_save(partial(run_checks, waits=True))
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
@@ -65,6 +71,7 @@ def _living() -> list[LossOnRanks]:
 def _undo() -> None:
     torch.autograd.backward = _original
     _subscribers.clear()
+    forget_checks()
     forget_warnings()
 
 
@@ -77,6 +84,7 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
 
 
 def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+    run_checks()
     subscribers = [one for one in _living() if one.is_needed]
     # Inside a backward, the caller is a checkpoint that computes its part again.
     if not subscribers or in_backward():
@@ -128,7 +136,10 @@ def _read(
     if has_gradients and any(root.dim() for root in roots):
         _warn_unread("backward() was called with gradients")
         return Verdict(Mode.SAMPLES), reader.calls
-    return _followed(verdict_of(reader.terms), reached), reader.calls
+    verdict = verdict_of(reader.terms)
+    if any(one.reads_amounts for one in reached):
+        verdict = verdict.read()
+    return _followed(verdict, reached), reader.calls
 
 
 def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
@@ -153,40 +164,45 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
     return simpler
 
 
-def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[float]:
+def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[Amount]:
     """Return the factor of each term that makes the mean over ranks with samples equal to one rank's result."""
-    factors = []
+    factors: list[Amount] = []
     for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
-        factor = float(combined.num_active)
+        factor: Amount = float(combined.num_active)
         if model.reading(number) in ("mean", "share"):
-            factor *= term.amount / on_ranks.amount if on_ranks.amount else 0.0
+            factor *= ratio(term.amount, on_ranks.amount)
         factors.append(factor)
     return factors
 
 
 @contextmanager
-def _scaled(terms: Sequence[Term], factors: Sequence[float]) -> Generator[None]:
-    handles: dict[Node, RemovableHandle] = {}
+def _scaled(terms: Sequence[Term], factors: Sequence[Amount]) -> Generator[None]:
+    handles: list[RemovableHandle] = []
+    seen: set[Node] = set()
     for term, factor in zip(terms, factors, strict=True):
-        if term.node in handles or factor == 1.0:
+        is_on_device = isinstance(factor, torch.Tensor)
+        if term.node in seen or (not is_on_device and factor == 1.0):
             continue
-        if factor:
-            handles[term.node] = term.node.register_prehook(lambda given, by=factor: _times(given, by))
-        else:
-            # This rank has nothing of the term, whose gradient may be NaN.
-            handles[term.node] = term.node.register_hook(lambda inward, _: _zeros(inward))
+        seen.add(term.node)
+        if not is_zero(factor):
+            handles.append(term.node.register_prehook(lambda given, by=factor: _times(given, by)))
+        if is_on_device or is_zero(factor):
+            # This rank may have nothing of the term, whose gradient is NaN then.
+            handles.append(term.node.register_hook(lambda inward, _, by=factor: _cleared(inward, by)))
     try:
         yield
     finally:
-        for handle in handles.values():
+        for handle in handles:
             handle.remove()
 
 
-def _times(gradients: Sequence[torch.Tensor | None], factor: float) -> tuple[torch.Tensor | None, ...]:
-    return tuple(None if one is None else one * factor for one in gradients)
+def _times(gradients: Sequence[torch.Tensor | None], factor: Amount) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else multiplied(one, factor) for one in gradients)
 
 
-def _zeros(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def _cleared(gradients: Sequence[torch.Tensor | None], factor: Amount) -> tuple[torch.Tensor | None, ...]:
+    if isinstance(factor, torch.Tensor):
+        return tuple(None if one is None else clear_(one.clone(), factor) for one in gradients)
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 

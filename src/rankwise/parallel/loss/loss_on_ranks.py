@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.loss.reports import (
+    MOST_TERMS,
     Mode,
     ReportChannel,
     RowLengthsInSteps,
@@ -25,13 +29,14 @@ from rankwise.parallel.loss.reports import (
     report_of,
     unequal_lengths,
 )
+from rankwise.world.device.later import check_later
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.health.call_site import CallSite
     from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
     from rankwise.parallel.loss.terms import ForwardCall
@@ -58,7 +63,7 @@ class Microsteps:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
         self.is_continued = False
         """Whether another microstep follows the one under way."""
-        self.carried = 0.0
+        self.carried: Amount = 0.0
         """The sum of the weights of the microsteps that have been added up."""
         self.counted_in: str | None = None
         """What their weights count, in words, after the first one that counts anything."""
@@ -87,6 +92,7 @@ class LossOnRanks:
         accumulation: Microsteps,
         *,
         reports_at_start: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """Open a channel for the ranks' reports of their losses.
 
@@ -99,25 +105,29 @@ class LossOnRanks:
             model_name: for errors.
             accumulation: of the model's gradients.
             reports_at_start: whether the ranks report when backward starts, not when gradients are first sent.
+            device: where weights may remain that are computed there; ``None``: they are read.
         """
         self.number = number
         self.reports_at_start = reports_at_start
         self._ids = set(map(id, parameters))
         self._accumulation = accumulation
-        self._given_weight: float | None = None
+        self._device = device
+        self._num_begun = 0
+        """Backwards so far, for errors that are found later."""
+        self._given_weight: Amount | None = None
         """The number that the user declared around this backward."""
-        self.forward_weight: float | None = None
+        self.forward_weight: Amount | None = None
         """Samples of the latest forward, for a backward that does not pass through its output."""
         self.is_given_by_forward = False
         self.is_averaged_elsewhere = False
         self.cautions: dict[Mode, str] = {}
         """Warnings by mode of the loss, of results that differ from those of one rank."""
-        self.weight = 0.0
+        self.weight: Amount = 0.0
         """Of the backward under way: the number of samples, or tokens, that its loss is the mean of."""
         self.num_samples = 0.0
         """Of the forward whose backward is under way, and of the microsteps before it."""
         self._verdict = _SAMPLES
-        self._expected_weight: float | None = None
+        self._expected_weight: Amount | None = None
         """Samples of the forward whose backward is about to run."""
         self._batch = 0
         """A number for the batch of the backward under way; 0 if it is not known."""
@@ -135,12 +145,12 @@ class LossOnRanks:
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
 
-    def set_given_weight(self, amount: float | None) -> float | None:
+    def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Set the number that losses are a mean over, ``None`` to find it out; return the value before."""
         before, self._given_weight = self._given_weight, amount
         return before
 
-    def note_forward(self, amount: float | None) -> None:
+    def note_forward(self, amount: Amount | None) -> None:
         """Note how many samples the latest forward had."""
         self.forward_weight = amount
 
@@ -153,6 +163,8 @@ class LossOnRanks:
         """
         self.is_given_by_forward = by_forward
         self.is_averaged_elsewhere = averages_elsewhere
+        if averages_elsewhere:
+            self._device = None
 
     def guard_by(self, guard: StateGuard) -> None:
         """Send the numbers of ``guard`` with the reports."""
@@ -170,6 +182,11 @@ class LossOnRanks:
     def is_given(self) -> bool:
         """Whether the user declares what the loss is a mean over, so that it need not be read."""
         return self._given_weight is not None or self.is_given_by_forward
+
+    @property
+    def reads_amounts(self) -> bool:
+        """Whether weights that are on a device are read before they are used."""
+        return self._device is None
 
     @property
     def is_sum(self) -> bool:
@@ -210,9 +227,13 @@ class LossOnRanks:
 
     def report_at_start(self) -> None:
         """Report now, if the model does so. Called by: every rank, for the models that a loss comes from."""
-        if self.reports_at_start and not self._accumulation.is_continued:
+        is_on_device = self._device is not None
+        # A rank without samples takes part in what the others add up on the device before backward.
+        if (self.reports_at_start or (is_on_device and self.is_empty)) and not self._accumulation.is_continued:
             self.begin(self._expected_weight)
             self.report()
+            if is_on_device:
+                self.receive()
 
     def exchange_terms(self) -> GlobalLoss | None:
         """Return each term on all ranks together; ``None`` if this rank has no samples.
@@ -230,7 +251,12 @@ class LossOnRanks:
         combined = self.receive()
         return self.is_sum if combined is None else combined.mode is Mode.SUM
 
-    def begin(self, forward_weight: float | None) -> None:
+    def is_empty_somewhere(self) -> bool:
+        """Return whether a rank has no samples. Waits for the reports of all ranks."""
+        combined = self.receive()
+        return combined is not None and combined.num_active < self._num_ranks
+
+    def begin(self, forward_weight: Amount | None) -> None:
         """Set the weight of the backward under way.
 
         Args:
@@ -241,7 +267,9 @@ class LossOnRanks:
         """
         if self._is_reported:
             return
-        self.num_samples = (forward_weight or 0.0) + (self.num_samples if self._accumulation.is_open else 0.0)
+        self._num_begun += 1
+        num_samples = 0.0 if forward_weight is None or isinstance(forward_weight, torch.Tensor) else forward_weight
+        self.num_samples = num_samples + (self.num_samples if self._accumulation.is_open else 0.0)
         if self._verdict.mode is Mode.SUM:
             self.weight = 1.0 / self._num_ranks
         elif self._verdict.mode is Mode.TERMS:
@@ -249,7 +277,7 @@ class LossOnRanks:
         elif self._verdict.mode is Mode.MEAN:
             self.weight = self._verdict.weight
         else:
-            self.weight = _checked(self._given_weight if self._given_weight is not None else forward_weight)
+            self.weight = self._checked(self._given_weight if self._given_weight is not None else forward_weight)
 
     def check_unit(self) -> None:
         """Raise if the microsteps of an accumulation cannot be added up: their weights count different things.
@@ -292,10 +320,37 @@ class LossOnRanks:
             self._combined = combine(reports.losses)
             if not self._combined.is_alike:
                 raise self._unlike()
+            if self._device is not None:
+                self._combined = self._added_up(self._combined, self._group, self._device)
             self._readings.check(self._combined, self._place)
             if self._combined.elements is not None:
                 raise unequal_lengths(self._rows, self._combined.elements, words(self._place or user_call_site()))
         return self._combined
+
+    def _added_up(self, combined: GlobalLoss, group: Exchange, device: torch.device) -> GlobalLoss:
+        """Return the losses of all ranks with the numbers that ranks have on their devices.
+
+        Called by: every rank of the group that needs them: all, or those of a loss of several terms and those without
+        samples.
+        """
+        has_terms = combined.mode is Mode.TERMS and any(math.isnan(term.amount) for term in combined.terms)
+        if not (has_terms or (self.reports_at_start and math.isnan(combined.weight))):
+            return combined
+        own = torch.zeros(1 + MOST_TERMS, dtype=torch.float64, device=device)
+        amounts = [term.amount for term in self._verdict.terms] if self._verdict.mode is Mode.TERMS else []
+        for place, amount in zip(own, (self._accumulation.carried + self.weight, *amounts), strict=False):
+            place.fill_(amount)
+        sums = group.all_reduce(own, what=f"weights of the loss of {self._model_name}")
+        terms = tuple(term._replace(amount=sums[1 + number]) for number, term in enumerate(combined.terms))
+        return combined._replace(weight=sums[0], terms=terms)
+
+    def _checked(self, weight: Amount | None) -> Amount:
+        if isinstance(weight, torch.Tensor):
+            if self._device is not None:
+                check_later(~(torch.isfinite(weight) & (weight >= 0)), partial(_report_weight, weight, self._num_begun))
+                return weight
+            weight = float(weight)
+        return _known(weight)
 
     def counted(self, total: float) -> float:
         """Return the weight of the gradients among servers or islands: samples, if ``total`` counts none."""
@@ -344,7 +399,7 @@ def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
     )
 
 
-def _checked(weight: float | None) -> float:
+def _known(weight: float | None) -> float:
     if weight is None:
         raise ConfigurationError(
             "Cannot tell how many samples this loss averages over.",
@@ -352,8 +407,18 @@ def _checked(weight: float | None) -> float:
             do="call loss.backward() within `with rankwise.weight(model, num_samples):`",
         )
     if not (math.isfinite(weight) and weight >= 0):
-        raise ConfigurationError(
-            f"The weight of a backward must be at least 0, got {weight}.",
-            do="pass the number of samples or tokens that the loss averages over",
-        )
+        raise _not_a_weight(weight)
     return float(weight)
+
+
+def _not_a_weight(weight: float, where: str | None = None) -> ConfigurationError:
+    return ConfigurationError(
+        f"The weight of a backward must be at least 0, got {weight}.",
+        where=where,
+        do="pass the number of samples or tokens that the loss averages over",
+    )
+
+
+def _report_weight(weight: torch.Tensor, number: int) -> None:
+    """Raise for a weight on a device, once that is known to be none."""
+    raise _not_a_weight(float(weight), f"found after backward {number} of the model, which used it")

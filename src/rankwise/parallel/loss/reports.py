@@ -23,13 +23,14 @@ import torch
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.comm.session import current_or_none
 from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_ranks, fold_values
+from rankwise.parallel.loss.amounts import plain
 from rankwise.parallel.state_guard.guard import NUM_NUMBERS
 from rankwise.tensors.checksum import are_equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.health.call_site import CallSite
     from rankwise.parallel.loss.terms import ForwardCall, Term
 
@@ -74,9 +75,13 @@ class Verdict(NamedTuple):
     terms: tuple[Term, ...] = ()
 
     @property
-    def weight(self) -> float:
+    def weight(self) -> Amount:
         """What the one mean is over."""
         return next(term.amount for term in self.terms if term.kind == "mean")
+
+    def read(self) -> Verdict:
+        """Return the same with Python numbers only. Waits for the device that others are on."""
+        return Verdict(self.mode, tuple(term._replace(amount=float(term.amount)) for term in self.terms))
 
     @property
     def unknown(self) -> Term | None:
@@ -159,9 +164,13 @@ class RowLengthsInSteps:
 
 
 def report_of(
-    verdict: Verdict, weight: float = 0.0, num_samples: float = 0.0, rows: RowLengths | None = None
+    verdict: Verdict, weight: Amount = 0.0, num_samples: float = 0.0, rows: RowLengths | None = None
 ) -> list[float]:
-    """Return this rank's report of its loss: at most REPORT_LENGTH numbers, to be followed by zeros."""
+    """Return this rank's report of its loss: at most REPORT_LENGTH numbers, to be followed by zeros.
+
+    A number that is on a device is NaN, and so is its sum over ranks: then they add it up there.
+    """
+    weight = plain(weight)
     if verdict.mode is Mode.NOTHING:
         return [weight, num_samples]
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
@@ -176,7 +185,7 @@ def report_of(
         report += [1.0, loss, loss**2, given, given**2, scale, scale**2]
     for term in terms:
         flags = [float(term.is_share), float(term.is_odd), float(term.kind == "sum")]
-        report += [term.amount, term.divisor, term.divisor**2, *flags]
+        report += [plain(term.amount), term.divisor, term.divisor**2, *flags]
     return report
 
 
@@ -198,7 +207,7 @@ class GlobalTerm(NamedTuple):
     """One term, on all ranks together."""
 
     reading: TermReading
-    amount: float
+    amount: Amount
     """The number that the mean is over, on all ranks."""
     divisor: float
     """The Python number it is divided by, if that is the same on all ranks."""
@@ -210,7 +219,7 @@ class GlobalTerm(NamedTuple):
 class GlobalLoss(NamedTuple):
     """The losses of all ranks."""
 
-    weight: float
+    weight: Amount
     """What the gradients weigh together."""
     num_samples: float
     """Samples of the forwards together."""

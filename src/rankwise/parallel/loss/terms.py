@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from rankwise.parallel.loss.amounts import amount_of
 from rankwise.parallel.loss.operations import ADDING, COUPLING, LOOKUPS, PASSING, PRODUCTS, REDUCING, SCALING
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import is_of_python, is_of_strategy, metadata_of, saved, shape_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.torch_private.autograd import Edge
 
 
@@ -46,7 +48,7 @@ class ForwardCall:
 
     model: int
     """Its number."""
-    num_samples: float | None
+    num_samples: Amount | None
     """The number that its loss is a mean over, as far as the call shows."""
     sizes: tuple[int, ...] = ()
     """The shape of its first input."""
@@ -64,9 +66,9 @@ def forward_call(
         kwargs: of the call.
     """
     first = first_tensor((args, kwargs))
-    amount = None if first is None else float(first.shape[0])
+    amount: Amount | None = None if first is None else float(first.shape[0])
     if weight is not None:
-        amount = float(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+        amount = amount_of(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
     return ForwardCall(model, amount, () if first is None or first.is_nested else tuple(first.shape))
 
 
@@ -157,16 +159,11 @@ def is_of_parameters(start: Node) -> bool:
     return True
 
 
-def is_all_masked(node: Node) -> bool:
-    """Return whether a mask leaves nothing of the input of a reduction."""
-    name = operation_of(node)
-    if name == "Where":
-        condition = saved(node, "condition")
-        return isinstance(condition, torch.Tensor) and not bool(condition.any())
-    if name == "Mul" and len(inputs_of(node)) == 1:
-        factors = [one for one in (saved(node, "other"), saved(node, "self")) if isinstance(one, torch.Tensor)]
-        return any(not bool(one.any()) for one in factors)
-    return False
+def masks_of(node: Node) -> list[torch.Tensor]:
+    """Return the masks of the input of a reduction: where one is zero everywhere, nothing of the input is left."""
+    names = {"Where": ["condition"], "Mul": ["other", "self"] if len(inputs_of(node)) == 1 else []}
+    found = [saved(node, name) for name in names.get(operation_of(node), [])]
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 class Term(NamedTuple):
@@ -178,7 +175,7 @@ class Term(NamedTuple):
     """The operation of the reduction, or the one that makes the term unknown."""
     node: Node
     """The node whose gradient scales this term and no other."""
-    amount: float = 1.0
+    amount: Amount = 1.0
     """The number the mean is over, times the numbers that divide it; zero if this rank has nothing of the term."""
     num_rows: int = 0
     """Size of the first dim of the reduced tensor."""
@@ -203,7 +200,7 @@ class LossReduction(NamedTuple):
     node: Node
     shape: tuple[int, ...]
     dims: frozenset[int]
-    amount: float
+    amount: Amount
     is_weighted: bool = False
     """Whether a tensor gives the number that it is over."""
 
@@ -215,7 +212,7 @@ class GraphPath(NamedTuple):
     by_python: tuple[float, ...] = ()
     """Python numbers divided by."""
     times_python: tuple[float, ...] = ()
-    by_data: tuple[float, ...] = ()
+    by_data: tuple[Amount, ...] = ()
     """Values of tensors divided by."""
 
     def deciding(self) -> LossReduction | None:
@@ -238,7 +235,7 @@ def scaled(path: GraphPath, factor: torch.Tensor | float, *, is_division: bool) 
             return path._replace(by_python=(*path.by_python, value))
         return path._replace(times_python=(*path.times_python, value))
     # A factor in a tensor is a scaler's, the same on every rank; a divisor in a tensor is what a mean is over.
-    return path._replace(by_data=(*path.by_data, float(factor))) if is_division else path
+    return path._replace(by_data=(*path.by_data, amount_of(factor))) if is_division else path
 
 
 def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
@@ -260,10 +257,14 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     per_row, scales = _of_each_row(path, kind, counted)
     # A loss times zero, or times NaN, is still a mean over the same number.
     amount = counted * abs(divisor) / (factor if math.isfinite(factor) and factor else 1.0)
-    if path.by_data and math.prod(path.by_data) == 1.0 and is_all_masked(edge[0]):
-        # max(mask.sum(), 1) is 1 if the mask is empty.
-        amount = 0.0
-    if not math.isfinite(amount):
+    # max(mask.sum(), 1) is 1 if the mask is empty.
+    masks = masks_of(edge[0]) if path.by_data else []
+    if isinstance(amount, torch.Tensor):
+        is_something = torch.isfinite(amount)
+        for mask in masks:
+            is_something = is_something & ((math.prod(path.by_data) != 1.0) | mask.any())
+        amount = torch.where(is_something, amount, 0.0)
+    elif not math.isfinite(amount) or (math.prod(path.by_data) == 1.0 and not all(bool(one.any()) for one in masks)):
         amount = 0.0
     return Term(
         kind,
@@ -280,7 +281,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     )
 
 
-def _of_each_row(path: GraphPath, kind: TermKind, counted: float) -> tuple[float, tuple[float, ...]]:
+def _of_each_row(path: GraphPath, kind: TermKind, counted: Amount) -> tuple[float, tuple[float, ...]]:
     """Return how many elements of each row a term is a mean over, and the Python numbers that are no sizes.
 
     Zero elements if values decide: masks, weights of classes, ignored targets.
@@ -289,6 +290,7 @@ def _of_each_row(path: GraphPath, kind: TermKind, counted: float) -> tuple[float
     if len(shape) < 2 or path.by_data or any(one.is_weighted for one in path.reductions):  # noqa: PLR2004
         return 0.0, ()
     num_rows, sizes = max(shape[0], 1), {*shape[1:], math.prod(shape[1:])}
+    counted = float(counted)
     is_over_rows = kind == "mean"
     elements = counted / num_rows if is_over_rows else counted
     scales = list(path.times_python)
@@ -517,7 +519,7 @@ def _of_loss_function(node: Node, shape: tuple[int, ...]) -> LossReduction:
     total = saved(node, "total_weight")
     if saved(node, "reduction") != 1:
         return LossReduction("sum", node, shape, all_dims(len(shape)), 1.0)
-    amount = math.prod(shape) if total is None else float(total)
+    amount = math.prod(shape) if total is None else amount_of(total)
     return LossReduction("mean", node, shape, all_dims(len(shape)), amount, total is not None)
 
 

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.loss.amounts import is_zero
 from rankwise.parallel.pipeline import schedule as kinds
 from rankwise.parallel.pipeline.stage_executor import BoundStage, HeldActivations, received_like
+from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.parallel.pipeline.link import PipelineLink, Transfer
     from rankwise.parallel.pipeline.schedule import Action
 
@@ -45,7 +48,7 @@ class MicroBatch:
     leaves: list[Any]
     """Of the model's arguments."""
     target: Any
-    share: float
+    share: Amount
     """The weight of its loss in the whole, as far as it is known beforehand."""
     num_samples: int
     stages: dict[int, BoundStage]
@@ -64,7 +67,7 @@ class StepRun:
     """Without one there is no backward."""
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     outputs: dict[int, Any] = field(default_factory=dict[int, Any])
-    _scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None
+    _scale_of: Callable[[torch.Tensor, Any, MicroBatch], Amount] | None = None
     _spans: list[tuple[str, int, int, float, float]] | None = None
     _arrived: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], list[torch.Tensor | None]] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class StepRun:
         self,
         actions: Iterable[Action],
         *,
-        scale_of: Callable[[torch.Tensor, Any, MicroBatch], float] | None = None,
+        scale_of: Callable[[torch.Tensor, Any, MicroBatch], Amount] | None = None,
         spans: list[tuple[str, int, int, float, float]] | None = None,
     ) -> None:
         """Run the actions of this rank. Called by: every rank of the pipeline, with the actions of one schedule.
@@ -135,12 +138,19 @@ class StepRun:
                 do="return a mean or a sum over the micro-batch",
             )
         scale = micro_batch.share if self._scale_of is None else self._scale_of(loss, held.output, micro_batch)
-        if scale == 0.0:
+        if is_zero(scale):
             held.end_forward(None)
             # A mean over nothing is NaN, and so are its gradients: without a loss there are none.
             self.losses.append(loss.detach().new_zeros(()))
             return
         scaled = loss.reshape(()) * scale
+        if isinstance(scale, torch.Tensor):
+            # The same for a scale on a device: it leaves nothing of a loss and its gradients if it is zero.
+            is_nothing = scale == 0
+            scaled = scaled.masked_fill(is_nothing, 0.0)
+            for leaf in pytree.tree_leaves(held.output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(_masked, is_nothing))
         held.end_forward(scaled)
         self.losses.append(scaled.detach().clone())
 
@@ -241,6 +251,10 @@ def now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+def _masked(is_nothing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.masked_fill(is_nothing, 0.0)
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -2,7 +2,8 @@
 """Sends and receives between the ranks of a pipeline, with waits that end when a peer fails.
 
 A wait of Gloo cannot be polled, and one that times out closes the connection. So each wait is one call, and a thread
-asks the failure detector about long waits and aborts them for a reason. Used by executor.
+asks the failure detector about long waits and aborts them for a reason. On a device the stream waits, and what is
+queued there is followed. Used by executor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from rankwise.errors import fold_ranks
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
+from rankwise.health.queued_collectives import order_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -83,17 +85,24 @@ class PipelineLink:
                 with CollectiveWait(self._detector, self._ticket):
                     raise
             raise
-        return None if work is None else Transfer(work, self._ranks[place])
+        if work is None:
+            return None
+        if self._detector is not None and self._detector.queue is not None:
+            self._detector.queue.add(self._ticket, work)
+        return Transfer(work, self._ranks[place])
 
     def wait(self, started: Iterable[Transfer | None]) -> None:
         """Wait for transfers; raise the error that the failure detector finds if they will not complete."""
         under_way = [one for one in started if one is not None]
         if not under_way:
             return
-        if self._detector is None or self.device.type != "cpu":
-            # On a GPU the stream waits, not this thread.
+        if self._detector is None:
             for one in under_way:
                 one.work.wait()
+            return
+        if self._detector.queue is not None:
+            for one in under_way:
+                order_stream(self._detector, self._ticket, one.work)
             return
         ranks = sorted({one.rank for one in under_way})
         if self._waiter is None:

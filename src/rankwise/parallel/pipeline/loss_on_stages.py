@@ -6,6 +6,7 @@ The last stages of the copies exchange their readings, and each sends the result
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
+from rankwise.parallel.loss.amounts import plain
 from rankwise.parallel.loss.hooks import warn_once
 from rankwise.parallel.loss.reports import Mode, TermReadings
 from rankwise.parallel.pipeline.step_weight import NO_STEP, NOTHING, CopyLosses, StepLosses, StepWeight, settled
@@ -79,14 +81,14 @@ class LossOnStages:
         """
         step = NO_STEP if self._losses is None else self._settle(self._losses)
         loss = self._sum(losses)
-        if step.factor != 1.0:
+        if isinstance(step.factor, torch.Tensor) or step.factor != 1.0:
             loss = loss * step.factor
         if self._along is None:
             return step, loss
         # One message for both, except where the loss would have to be waited for.
         is_here = self._device.type == "cpu"
         own = [
-            *(number or 0.0 for number in step),
+            *(0.0 if number is None else plain(number) for number in step),
             float(LOSS_DTYPES.index(loss.dtype)),
             float(loss) if is_here else 0.0,
         ]
@@ -96,7 +98,20 @@ class LossOnStages:
         dtype = LOSS_DTYPES[round(code)]
         if is_here:
             return StepWeight(*numbers), torch.tensor(value, dtype=dtype)
+        if math.isnan(numbers[0]):
+            return self._from_device(self._along, step, loss, dtype)
         return StepWeight(*numbers), self._along.broadcast(loss.to(dtype), self._last_place, what=_OF_PIPELINE)
+
+    def _from_device(
+        self, along: Exchange, step: StepWeight, loss: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[StepWeight, torch.Tensor]:
+        """Return the weight and the loss of the last stage, which are on its device. Called by: every rank."""
+        message = torch.zeros(len(step) + 1, dtype=torch.float64, device=self._device)
+        for place, number in zip(message, (*step, loss), strict=True):
+            if number is not None:
+                place.fill_(number)
+        *numbers, value = along.broadcast(message, self._last_place, what=_OF_PIPELINE)
+        return StepWeight(*numbers), value.to(dtype)
 
     def value(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the loss of a step whose weight is known. Called by: every rank of the pipeline."""
@@ -118,6 +133,10 @@ class LossOnStages:
             numbers = torch.tensor(losses.of_copy.numbers(), dtype=torch.float64)
             found = self._copies.all_gather(numbers, what="losses of the copies of a pipeline")
             copies = [CopyLosses.of(one) for one in found.tolist()]
+            if any(math.isnan(one.amounts[0]) for one in copies):
+                there = losses.of_copy.on_device(self._device)
+                found = self._copies.all_gather(there, what="amounts of the copies of a pipeline")
+                copies = [one.with_those(row) for one, row in zip(copies, found, strict=True)]
         line = user_call_site()
         together = settled(copies, self._readings, line)
         if together is None:

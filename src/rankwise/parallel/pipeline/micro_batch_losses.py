@@ -8,11 +8,12 @@ the remaining factor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from rankwise.comm.session import current
+from rankwise.parallel.loss.amounts import ratio
 from rankwise.parallel.loss.loss_on_ranks import model_numbers
 from rankwise.parallel.loss.reports import (
     MOST_TERMS,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.parallel.loss.reports import RowLengths
     from rankwise.parallel.loss.terms import Term
     from rankwise.parallel.pipeline.executor import MicroBatch
@@ -53,6 +55,7 @@ class MicroBatchLosses:
         in all later steps too."""
         self._copy = NOTHING
         self._first: tuple[float, ...] | None = None
+        self._first_on_device: torch.Tensor | None = None
         self._num_samples = 0
         self._are_samples_first = False
         """Whether a loader gave the batch, so that its first dim is known to be the sample."""
@@ -66,6 +69,7 @@ class MicroBatchLosses:
     def begin(self, num_samples: int) -> None:
         """Begin a step with a batch of so many samples."""
         self._copy, self._first, self._num_odd = NOTHING, None, 0
+        self._first_on_device = None
         self._num_samples = num_samples
         batch = current().latest_batch
         self._are_samples_first = batch is not None and batch.num == num_samples
@@ -80,19 +84,23 @@ class MicroBatchLosses:
         is_always = 0 < self._num_odd == self._copy.reports[2]
         return next((term for term in self.terms if _is_scaled_mean(term)), None) if is_always else None
 
-    def scale(self, loss: torch.Tensor, output: object, part: MicroBatch) -> float:
+    def scale(self, loss: torch.Tensor, output: object, part: MicroBatch) -> Amount:
         """Return the factor of the loss of a micro-batch, zero if nothing in it counts.
 
         Called by: ranks with the last stage, before backward.
         """
         terms = self._terms(loss, output, part)
         verdict = verdict_of(terms)
+        if len(verdict.terms) > 1:
+            # Whether one number scales all terms decides what is computed next.
+            verdict = verdict.read()
         self.terms = verdict.terms
         self._num_odd += any(map(_is_scaled_mean, terms))
         has_penalty = any(term.kind == "same" for term in terms)
         amounts = _amounts(verdict, has_penalty=has_penalty)
         if _is_plain_sum(verdict) and not has_penalty:
-            scale, counted = 1.0, float(self._num_samples)
+            scale: Amount = 1.0
+            counted: Amount = float(self._num_samples)
         else:
             multiple = self._multiple(amounts, part.num_samples)
             scale, counted = part.share * multiple, part.num_samples * multiple
@@ -109,7 +117,15 @@ class MicroBatchLosses:
         self.rows = self._rows_in_steps.read(reader.terms, call, part.num_samples if self._are_samples_first else None)
         return reader.terms
 
-    def _multiple(self, amounts: tuple[float, ...] | None, num_samples: int) -> float:
+    def _multiple(self, amounts: tuple[Amount, ...] | None, num_samples: int) -> Amount:
+        if amounts and isinstance(amounts[0], torch.Tensor):
+            per_sample_there = amounts[0] / num_samples
+            first = per_sample_there if self._first_on_device is None else self._first_on_device
+            self._first_on_device = first = torch.where(first == 0, per_sample_there, first)
+            return ratio(per_sample_there, first)
+        return self._known_multiple(cast("tuple[float, ...] | None", amounts), num_samples)
+
+    def _known_multiple(self, amounts: tuple[float, ...] | None, num_samples: int) -> float:
         if amounts is None or (self._is_unlike and len(amounts) > 1):
             return 1.0
         if not any(amounts):
@@ -128,8 +144,8 @@ class MicroBatchLosses:
     def _note(
         self,
         verdict: Verdict,
-        amounts: tuple[float, ...] | None,
-        counted: float,
+        amounts: tuple[Amount, ...] | None,
+        counted: Amount,
         num_samples: int,
         *,
         has_penalty: bool,
@@ -147,7 +163,7 @@ class MicroBatchLosses:
         )
 
 
-def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[float, ...] | None:
+def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[Amount, ...] | None:
     """Return the number each term of a loss is a mean over; ``None`` if one factor cannot scale all of them."""
     if verdict.mode is Mode.MEAN:
         return (verdict.weight,)
@@ -172,6 +188,6 @@ def _first_sizes(leaves: Sequence[Any]) -> tuple[int, ...]:
     return next((tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), ())
 
 
-def _sum(some: Sequence[float], others: Sequence[float], length: int) -> tuple[float, ...]:
+def _sum(some: Sequence[Any], others: Sequence[Any], length: int) -> tuple[Any, ...]:
     padded = [*others, *(0.0 for _ in range(length - len(others)))]
     return tuple(one + other for one, other in zip(some, padded, strict=True))

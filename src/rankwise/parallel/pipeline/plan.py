@@ -27,6 +27,7 @@ from rankwise.torch_private.modules import own_parameters
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.parallel.loss.reports import Mode
     from rankwise.parallel.pipeline.program import Program
     from rankwise.parallel.pipeline.schedule import PipelineSchedule
@@ -63,10 +64,10 @@ class StagedModel:
         """Call ``listener`` at the end of a step with the number that gradients of all ranks are the mean over."""
         self.on_mean = listener
 
-    def note_weight(self, total: float) -> None:
+    def note_weight(self, total: Amount) -> None:
         """Note the number that the gradients of a step are the mean over."""
         if self.on_mean is not None:
-            self.on_mean(total)
+            self.on_mean(float(total))
 
     def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - as other strategies have it
         """Refuse: each step is whole."""
@@ -78,7 +79,7 @@ class StagedModel:
             )
         return False
 
-    def set_given_weight(self, amount: float | None) -> float | None:
+    def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Refuse: the pipeline calls backward itself."""
         if amount is not None:
             raise ConfigurationError(

@@ -20,6 +20,7 @@ from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.same_inputs import describe_arguments
+from rankwise.parallel.loss.amounts import amount_of, ratio
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
 from rankwise.parallel.pipeline.link import PipelineLink
@@ -32,11 +33,12 @@ from rankwise.parallel.pipeline.step_gradients import StepGradients, clip_to_nor
 from rankwise.parallel.pipeline.step_weight import StepWeight
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import BatchNorm
+from rankwise.world.device.later import check_later, forget_checks, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.parallel.pipeline.first_step_checks import FirstSteps
     from rankwise.parallel.pipeline.plan import StagedModel, StagePlan, StageReport
     from rankwise.parallel.pipeline.program import Program
@@ -93,6 +95,9 @@ class Pipeline:
         self._looked_at: Program | None = None
         self._num_begun = 0
         self._broken: str | None = None
+        session.on_leave(partial(run_checks, waits=True))
+        session.before_save(partial(run_checks, waits=True))
+        session.at_end(forget_checks)
 
     def __call__(self, x: object, target: object) -> torch.Tensor:
         """Compute the loss of a batch, and add its gradients to those of the parameters.
@@ -236,6 +241,7 @@ class Pipeline:
                 evidence=self._broken,
                 do="do not catch the first error; resume from a checkpoint",
             )
+        run_checks()
         self._num_begun += 1
         name = type(self._plan.model).__name__
         mode = "training" if self._plan.model.training else "evaluation"
@@ -246,7 +252,7 @@ class Pipeline:
 
     def _prepared_step(
         self, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object, samples: int
-    ) -> tuple[StepRun, Sequence[Sequence[Action]], float]:
+    ) -> tuple[StepRun, Sequence[Sequence[Action]], Amount]:
         """Return the step, its actions, and the number its loss is a mean over."""
         plan = self._plan
         count = plan.schedule.most(min(self._num_micro_batches, samples), plan.num_ranks)
@@ -254,8 +260,8 @@ class Pipeline:
         spec = pytree.tree_flatten(target)[1]
         targets = [pytree.tree_unflatten(leaves, spec) for leaves in parts.split(target, sizes)]
         weights = [self._weight_of(one, size) for one, size in zip(targets, sizes, strict=True)]
-        total = sum(weights)
-        shares = [weight / total if total else 0.0 for weight in weights]
+        total: Amount = sum(weights)
+        shares = [ratio(weight, total) for weight in weights]
         with torch.enable_grad():
             run, programs = self._prepared(arguments, sizes, targets, shares)
         if count > 1 and programs[0] is not self._looked_at and not self._has_warned:
@@ -263,13 +269,13 @@ class Pipeline:
             self._warn_of_states(programs[0])
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
 
-    def _is_read(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None) -> bool:
+    def _is_read(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], Amount] | None) -> bool:
         """Return whether the weight of a step is read from its losses; the same on every rank."""
         is_elsewhere = self._has_copies or self._piped.on_mean is not None
         return self._weight is None and (is_elsewhere or prepared is None or len(prepared[0].micro_batches) > 1)
 
     def _train(
-        self, prepared: tuple[StepRun, Sequence[Sequence[Action]], float] | None, samples: int, *, is_read: bool
+        self, prepared: tuple[StepRun, Sequence[Sequence[Action]], Amount] | None, samples: int, *, is_read: bool
     ) -> tuple[torch.Tensor, StepWeight]:
         """Run a step; return its loss, and the weight of its gradients."""
         run, order, total = prepared or (None, (), 0.0)
@@ -332,7 +338,7 @@ class Pipeline:
         x: tuple[tuple[Any, ...], dict[str, Any]],
         sizes: Sequence[int],
         targets: Sequence[Any] | None,
-        shares: Sequence[float],
+        shares: Sequence[Amount],
     ) -> tuple[StepRun, list[Program]]:
         plan = self._plan
         spec = pytree.tree_flatten(x)[1]
@@ -351,13 +357,12 @@ class Pipeline:
         rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
         return StepRun(found, self._link, rank_of, loss_fn), programs
 
-    def _weight_of(self, target: object, size: int) -> float:
-        weight = float(size if self._weight is None else self._weight(target))
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigurationError(
-                f"The weight of a micro-batch must be at least 0, got {weight}.",
-                do="return the number of samples or tokens that its loss averages over",
-            )
+    def _weight_of(self, target: object, size: int) -> Amount:
+        weight = amount_of(size if self._weight is None else self._weight(target))
+        if isinstance(weight, torch.Tensor):
+            check_later(~(torch.isfinite(weight) & (weight >= 0)), partial(_refuse, weight, self._num_begun))
+        elif not (math.isfinite(weight) and weight >= 0):
+            _refuse(weight)
         return weight
 
     def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:  # noqa: ANN401
@@ -400,3 +405,11 @@ class Pipeline:
             for action, (start, end) in zip([one for one in actions if one.computes], of_rank, strict=False)
         ]
         return MeasuredStep(self._plan.schedule.name, self._plan.num_stages, tuple(spans))
+
+
+def _refuse(weight: Amount, step: int | None = None) -> None:
+    raise ConfigurationError(
+        f"The weight of a micro-batch must be at least 0, got {float(weight)}.",
+        where=None if step is None else f"found after step {step} of the pipeline, which used it",
+        do="return the number of samples or tokens that its loss averages over",
+    )

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rankwise.parallel.core.accumulation import Earlier, add_back, restore, set_aside
 from rankwise.parallel.core.gradient_buckets import GradientBuckets
 from rankwise.parallel.core.gradient_weights import Weights
+from rankwise.parallel.loss.amounts import multiply_
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.parallel.pipeline.step_weight import StepWeight
 
 
@@ -54,7 +55,7 @@ class StepGradients:
         self._earlier = []
 
     @torch.no_grad()
-    def finish(self, step: StepWeight) -> float:
+    def finish(self, step: StepWeight) -> Amount:
         """Make the gradients what one device computes of all copies' batches; return what they are the mean over.
 
         Called by: every rank of the pipeline and of its copies.
@@ -65,18 +66,21 @@ class StepGradients:
             self._buckets.take_back()
             total = self._buckets.total()
             add_back(self._earlier)
-        elif step.factor != 1.0:
+        elif isinstance(step.factor, torch.Tensor) or step.factor != 1.0:
             self._scale(step.factor)
         self._earlier = []
         return total if step.total is None else step.total
 
-    def _scale(self, factor: float) -> None:
+    def _scale(self, factor: Amount) -> None:
         parts = [own_part(p.grad) for p in self._parameters if p.grad is not None]
         earlier = [one for _, one in self._earlier]
         added_to = [own_part(p.grad) for p, _ in self._earlier if p.grad is not None]
         if earlier:
             foreach.sub_(added_to, earlier)
-        if parts:
+        if isinstance(factor, torch.Tensor):
+            for part in parts:
+                multiply_(part, factor)
+        elif parts:
             foreach.mul_(parts, factor)
         if earlier:
             foreach.add_(added_to, earlier)

@@ -8,13 +8,17 @@ factor for all of them remains.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+import torch
+
+from rankwise.parallel.loss.amounts import plain, ratio
 from rankwise.parallel.loss.reports import MOST_TERMS, REPORT_LENGTH, Mode, combine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.health.call_site import CallSite
     from rankwise.parallel.loss.reports import GlobalLoss, TermReadings
 
@@ -22,13 +26,13 @@ if TYPE_CHECKING:
 class StepWeight(NamedTuple):
     """The weight of the gradients of a step of one copy of the pipeline."""
 
-    factor: float
+    factor: Amount
     """Turns the copy's loss and gradients into those of its batch."""
-    share: float
+    share: Amount
     """The weight of its gradients in the sum over copies, including the factor."""
-    divisor: float
+    divisor: Amount
     """This copy's part of the divisor of that sum."""
-    total: float | None
+    total: Amount | None
     """The number that the gradients of all copies are the mean over; ``None``: the sum of the divisors."""
 
 
@@ -39,13 +43,13 @@ NO_STEP = StepWeight(1.0, 0.0, 0.0, 0.0)
 class CopyLosses(NamedTuple):
     """The losses of the micro-batches of one copy of the pipeline in a step."""
 
-    counted: float
+    counted: Amount
     """Samples of the micro-batches, each times its scale beyond its share of the samples."""
     num_unlike: float
     """Micro-batches that were averaged by samples, since no single number scales all terms of their losses."""
     num_penalties: float
     """Micro-batches whose loss has terms of parameters alone."""
-    amounts: tuple[float, ...]
+    amounts: tuple[Amount, ...]
     """[MOST_TERMS], the number each term is a mean over, summed over micro-batches."""
     reports: tuple[float, ...]
     """[REPORT_LENGTH], the sum of the reports of the micro-batches."""
@@ -56,8 +60,20 @@ class CopyLosses(NamedTuple):
         return self.reports[1]
 
     def numbers(self) -> list[float]:
-        """Return all fields as one list."""
-        return [self.counted, self.num_unlike, self.num_penalties, *self.amounts, *self.reports]
+        """Return all fields as one list; a number that is on a device is NaN."""
+        known = map(plain, (self.counted, self.num_unlike, self.num_penalties, *self.amounts))
+        return [*known, *self.reports]
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers that may be on a device: [1 + MOST_TERMS]."""
+        found = torch.zeros(1 + MOST_TERMS, dtype=torch.float64, device=device)
+        for place, amount in zip(found, (self.counted, *self.amounts), strict=True):
+            place.fill_(amount)
+        return found
+
+    def with_those(self, numbers: torch.Tensor) -> CopyLosses:
+        """Return the same with the result of :meth:`on_device`."""
+        return self._replace(counted=numbers[0], amounts=tuple(numbers[1:]))
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> CopyLosses:
@@ -87,6 +103,8 @@ class StepLosses(NamedTuple):
             # Sums over copies are divided by one.
             share = factor if num_micro_batches else 0.0
             return StepWeight(factor, share, float(place == 0), combined.num_samples)
+        if isinstance(own.counted, torch.Tensor):
+            return self._weight_on_device(copies, own, own.counted)
         factor = own.num_samples / own.counted if own.counted else 1.0
         weight, total = own.num_samples, combined.num_samples
         if not self.by_samples:
@@ -95,6 +113,16 @@ class StepLosses(NamedTuple):
             weight *= 0.0 if first is None else times(_per_sample(own), first) or 0.0
             total = combined.weight
         return StepWeight(factor, factor * weight, weight, total)
+
+    def _weight_on_device(self, copies: Sequence[CopyLosses], own: CopyLosses, counted: torch.Tensor) -> StepWeight:
+        """Return the same for losses of one term, whose amounts are on a device."""
+        factor = torch.where(counted == 0, 1.0, own.num_samples / counted)
+        amounts = [cast("torch.Tensor", one.amounts[0]) for one in copies]
+        first, *others = [amount / max(one.num_samples, 1.0) for amount, one in zip(amounts, copies, strict=True)]
+        for other in others:
+            first = torch.where(first == 0, other, first)
+        weight = ratio(cast("torch.Tensor", own.amounts[0]), first)
+        return StepWeight(factor, factor * weight, weight, torch.stack(amounts).sum())
 
 
 def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSite | None) -> StepLosses | None:
@@ -152,9 +180,12 @@ def times(amounts: Sequence[float], first: Sequence[float]) -> float | None:
 
 
 def _are_proportional(copies: Sequence[CopyLosses]) -> bool:
+    if isinstance(copies[0].amounts[0], torch.Tensor):
+        return True  # amounts of several terms are read
     active = [_per_sample(one) for one in copies if any(one.amounts)]
     return all(times(one, active[0]) is not None for one in active)
 
 
 def _per_sample(copy: CopyLosses) -> tuple[float, ...]:
-    return tuple(amount / copy.num_samples for amount in copy.amounts) if copy.num_samples else copy.amounts
+    amounts = cast("tuple[float, ...]", copy.amounts)
+    return tuple(amount / copy.num_samples for amount in amounts) if copy.num_samples else amounts

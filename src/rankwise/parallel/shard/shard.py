@@ -174,7 +174,7 @@ def shard(
     )
     for block in recomputed:
         recompute_block(model.get_submodule(block))
-    if session.exchange is not None and not is_accelerator(session.world.device):
+    if session.exchange is not None:
         _watch_waits(model, session.exchange.detector, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
     own = None if session.exchange is None else _own_group(session, session.exchange, axes)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.core.gradient_weights import power_near
+from rankwise.parallel.loss.amounts import is_zero, multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, Microsteps, model_numbers
 from rankwise.parallel.loss.terms import mark_output
 from rankwise.parallel.state_guard.guard import StateGuard
@@ -30,13 +31,14 @@ from rankwise.torch_private.fsdp import (
     sharded_of,
     whole_of,
 )
+from rankwise.world.device.kinds import is_accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import BucketChannel
+    from rankwise.comm.backends.protocol import Amount, BucketChannel
     from rankwise.comm.backends.torch_group import TorchGroup
     from rankwise.comm.session import Session
     from rankwise.parallel.loss.terms import ForwardCall
@@ -58,7 +60,7 @@ class ShardSync:
             session: the open one.
         """
         self._on_mean: Callable[[float], None] | None = None
-        self._total = 0.0
+        self._total: Amount = 0.0
         """The number that the gradients of the backward under way will be the mean over."""
         self._model = ref(model)
         self._exchange = exchange
@@ -67,7 +69,16 @@ class ShardSync:
         self._number_of = {id(params_of(group)[index]): i for i, (group, index) in enumerate(self._places)}
         self._accumulation = ShardedAccumulation()
         own, number = list(model.parameters()), next(model_numbers)
-        self.loss = LossOnRanks(number, own, exchange, name, self._accumulation, reports_at_start=True)
+        device = torch.device(session.world.device)
+        self.loss = LossOnRanks(
+            number,
+            own,
+            exchange,
+            name,
+            self._accumulation,
+            reports_at_start=True,
+            device=device if is_accelerator(device.type) else None,
+        )
         if exchange is not None:
             named = dict(model.named_parameters())
             # Ranks hold different parts of each parameter, but step them alike.
@@ -82,9 +93,9 @@ class ShardSync:
         self._in_backward = False
         self._is_weighed = False
         """Whether the weights of all ranks are known."""
-        self._factor = 1.0
+        self._factor: Amount = 1.0
         """The factor for this rank's gradients before they are reduced."""
-        self._carried_factor = 1.0
+        self._carried_factor: Amount = 1.0
         """The same for those of earlier microsteps."""
         self._used: set[int] = set()
         self._without_gradient: set[int] = set()
@@ -107,7 +118,7 @@ class ShardSync:
             model.set_requires_gradient_sync(not value)
         return self._accumulation.set_continued(value)
 
-    def set_given_weight(self, amount: float | None) -> float | None:
+    def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Set the number that the loss is a mean over; return the value before."""
         return self.loss.set_given_weight(amount)
 
@@ -145,7 +156,7 @@ class ShardSync:
 
     # -- while backward runs -----------------------------------------------------------------------
 
-    def _begin(self, amount: float | None) -> None:
+    def _begin(self, amount: Amount | None) -> None:
         """Start a backward. Further calls change nothing."""
         if self._in_backward:
             return
@@ -165,7 +176,7 @@ class ShardSync:
             }
         run_after_backward(self._end_last)
 
-    def _share(self) -> float:
+    def _share(self) -> Amount:
         """Return the weight of the backward under way."""
         return 1.0 if self.loss.is_sum else self.loss.weight
 
@@ -180,13 +191,16 @@ class ShardSync:
         world_size = 1 if self._exchange is None else self._exchange.world_size
         if self.loss.is_sum_on_ranks():
             # torch's mean over ranks becomes their sum, in which a rank without samples does not count.
-            self._factor = float(world_size) if share else 0.0
+            self._factor = 0.0 if is_zero(share) else float(world_size)
             self._carried_factor = world_size * self._accumulation.unit
             return
-        each = world_size / self._total if self._total > 0 else 0.0
+        each = ratio(float(world_size), self._total)
         self._carried_factor = self._accumulation.unit * each
         # With equal weights torch's mean is exact, to the last bit.
-        self._factor = 1.0 if share * world_size == self._total else share * each
+        if isinstance(each, torch.Tensor):
+            self._factor = ratio(share * world_size, self._total)
+        else:
+            self._factor = 1.0 if share * world_size == self._total else share * each
 
     def _before_reduction(self, group: FSDPParamGroup) -> None:
         """Multiply the gradients of a block by their weight. Called when backward has left the block."""
@@ -234,7 +248,7 @@ class ShardSync:
             if self.loss.guard is not None:
                 self.loss.guard.check()
             if self._on_mean is not None:
-                self._on_mean(self.loss.counted(self._total))
+                self._on_mean(self.loss.counted(float(self._total)))
         finally:
             self._close()
         if self._exchange is not None:
@@ -285,15 +299,18 @@ class ShardedAccumulation(Microsteps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unit = 1.0
+        self.unit: Amount = 1.0
         """The unit of this rank's weights, so that gradients keep about their size."""
         self._earlier: MutableMapping[int, torch.Tensor] = {}
         """By number of the parameter, the weighted sum of the gradients of microsteps: [as the whole one]."""
 
-    def factor(self, weight: float) -> float:
+    def factor(self, weight: Amount) -> Amount:
         """Return the factor for the gradients of a microstep of this weight."""
-        if not self.is_open:
-            self.unit = power_near(weight) if weight > 0 else 1.0
+        if not self.is_open and isinstance(weight, torch.Tensor):
+            # A power of two, too: the number divided by its mantissa.
+            self.unit = torch.where(weight > 0, weight / torch.frexp(weight).mantissa, 1.0)
+        elif not self.is_open:
+            self.unit = power_near(float(weight)) if weight > 0 else 1.0
         return weight / self.unit
 
     def keep(self, number: int, gradient: torch.Tensor, dtype: torch.dtype | None) -> None:
@@ -311,7 +328,7 @@ class ShardedAccumulation(Microsteps):
         """Return the sum for a parameter, and forget it."""
         return self._earlier.pop(number, None)
 
-    def add(self, weight: float) -> None:
+    def add(self, weight: Amount) -> None:
         """Note that a microstep has been added up."""
         self.carried += weight
         self.is_open = True
@@ -325,13 +342,6 @@ class ShardedAccumulation(Microsteps):
         self.is_open = False
 
 
-def _multiply(gradient: torch.Tensor, factor: float) -> None:
+def _multiply(gradient: torch.Tensor, factor: Amount) -> None:
     """Multiply in place. A factor of zero leaves nothing of the gradient, not even a NaN."""
-    if factor == 1.0:
-        return
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    with torch.no_grad():
-        if factor == 0.0:
-            local.zero_()
-        else:
-            local.mul_(factor)
+    multiply_(gradient.to_local() if isinstance(gradient, DTensor) else gradient, factor)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers parameters and reduces gradients of sharded blocks on CPUs, with waits that name a failed rank.
+"""Gathers parameters and reduces gradients of sharded blocks, followed so that a failed rank is named.
 
-torch's own waits do not notice a rank that has failed elsewhere. On GPUs torch does both: the host does not wait there.
-Used by shard.
+torch's own waits do not notice a rank that has failed elsewhere. Used by shard.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from rankwise.comm.backends.torch_group import PendingCollective
+from rankwise.comm.backends.torch_group import follow
 from rankwise.torch_private.fsdp import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single" if _is_renamed else
 
 
 class _Watched:
-    """The common part: memory from torch's allocator, and a wait that the failure detector follows."""
+    """The common part: memory from torch's allocator, and a collective that the failure detector follows."""
 
     def __init__(self, detector: FailureDetector, exchange_id: int, what: str) -> None:
         self._detector = detector
@@ -41,7 +40,7 @@ class _Watched:
 
     def _wait(self, tensor: torch.Tensor, start: Callable[[], dist.Work | None]) -> None:
         ticket = self._detector.ticket(self._what, self._exchange_id, tensor)
-        PendingCollective(self._detector, ticket, start()).wait()
+        follow(self._detector, ticket, tensor, start).wait()
 
 
 class WatchedAllGather(_Watched, AllGather):

@@ -21,6 +21,7 @@ from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, Harmless, 
 from rankwise.tensors.checksum import ChecksumOfAll, are_equal, combined, settings_checksum, settings_of, short
 from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.torch_private.dtensor import own_part
+from rankwise.world.device.streams import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -152,6 +153,10 @@ class StateGuard:
         self._compared_at = 0
         self._settings = CheckSchedule(NUM_FIRST_STEPS, SETTINGS_EVERY)
         self._values = CheckSchedule(0, VALUES_EVERY)
+        self._late: Callable[[], int] | None = None
+        """Returns the checksum of values on a device, which the step before has started to compute."""
+        self._has_values = False
+        """Whether the latest report has a checksum of values."""
         self._facts: list[HeldFact] = []
         self._sums = (0.0, 0.0)
         session.on_leave(unfollow)
@@ -160,7 +165,8 @@ class StateGuard:
     def report(self) -> tuple[float, float] | None:
         """Return this rank's report, in a step that compares. Called once per step, in backward."""
         step = self._num_steps
-        if step < self._settings.next and step < self._values.next:
+        self._has_values = False
+        if step < self._settings.next and step < self._values.next and self._late is None:
             return None
         numbers: list[int] = []
         if step >= self._settings.next:
@@ -170,10 +176,26 @@ class StateGuard:
                 self._optimizers.num_steps,
                 self._optimizers.checksum(),
             ]
-        if step >= self._values.next:
-            numbers.append(self._checksum(list(self._tensors().values())))
+        values = self._values_checksum() if step >= self._values.next or self._late else None
+        if values is not None:
+            self._has_values = True
+            numbers.append(values)
+        elif not numbers:
+            return None
         code = float(short(combined(numbers)))
         return code, code * code
+
+    def _values_checksum(self) -> int | None:
+        """Return the checksum of values; of those on a device in the step after, without a wait for the device."""
+        late, self._late = self._late, None
+        if late is not None:
+            return late()
+        tensors = list(self._tensors().values())
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return self._checksum(tensors)
+        if not any(is_capturing(device) for device in {tensor.device for tensor in tensors}):
+            self._late = self._checksum.start(tensors)
+        return None
 
     def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:
         """Take in the sums of all ranks' reports."""
@@ -192,7 +214,7 @@ class StateGuard:
                 fact.repair.put_right(self._exchange, is_expected=True)
         step = self._num_steps
         self._num_steps += 1
-        settings, values = step >= self._settings.next, step >= self._values.next
+        settings, values = step >= self._settings.next, self._has_values
         if not (settings or values):
             return
         try:

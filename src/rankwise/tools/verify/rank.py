@@ -83,6 +83,8 @@ def launch_ranks(order: RunOrder) -> NoReturn:
     # As in a new process: forks of one process would otherwise all draw the same unseeded numbers.
     torch.default_generator.seed()
     random.seed()
+    # Read by cuBLAS when a rank first uses it; without it, equal products may differ in their last bits.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     target = find_target(order.target, order.arguments, is_module=order.is_module)
     options = LaunchOptions(num_ranks=order.num_ranks, device=order.device)
     is_auto = order.auto and order.num_ranks > 1

@@ -145,6 +145,7 @@ class Recorder:
         if self._plan.float64:
             torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
         # Compiled graphs would hide the modules.
         replace_attributes(torch, ["compile"], lambda _: _uncompiled)
         self._loaders.install()
@@ -270,6 +271,8 @@ class Recorder:
     def _outermost(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401 - any module
+        # A script may have turned it on: the fastest algorithm found may differ from run to run.
+        torch.backends.cudnn.benchmark = False
         root = self._names.add_root(module)
         self._note_use(is_trained=True)
         if self._plan.float64:

@@ -7,6 +7,8 @@ The first query may initialize the driver: the launcher makes none before it has
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ from rankwise.world.device.kinds import EXAMPLE, KINDS, DeviceKind, is_accelerat
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+MIG_FILES = Path("/dev/nvidia-caps")
 _TOOLKITS = ("cuda", "hip", "xpu")
 
 
@@ -69,6 +72,53 @@ def names() -> list[str]:
     kind = shown_kind()
     told = getattr(torch.get_device_module(kind.name), "get_device_name", None)
     return [kind.name if told is None else str(told(index)) for index in range(num_devices)]
+
+
+def machine_names(mask: Sequence[str] | None) -> tuple[str, ...]:
+    """Return a name for each device here that every process of the machine has for it.
+
+    Args:
+        mask: the entries of the variable that limits which devices a process sees; ``None`` if it is not set.
+    """
+    numbers = range(count())
+    kind = shown_kind()
+    # CUDA shows a process one instance of a GPU, the first of the mask, and may report the name of the whole GPU.
+    if not is_mig(mask):
+        properties = getattr(torch.get_device_module(kind.name), "get_device_properties", None)
+        # A device that cannot be used raises its own error, with the rank's name, when it is used.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            found = tuple(str(properties(index).uuid) for index in numbers) if properties is not None else ()
+            if len(set(found)) == len(numbers) and all(name.strip("0-") for name in found):
+                return found
+    if mask is None or len(mask) < len(numbers):
+        return tuple(map(str, numbers))
+    return tuple(mask[: len(numbers)])
+
+
+def mig_instances(mask: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the MIG instances of NVIDIA GPUs that ranks can use, one each, as entries of the mask; empty without MIG.
+
+    A process sees one of them only: the first of its mask.
+
+    Args:
+        mask: the entries of ``CUDA_VISIBLE_DEVICES``; ``None`` if it is not set.
+    """
+    if mask is not None:
+        return tuple(mask) if is_mig(mask) else ()
+    # The first two files configure and monitor; each instance has further ones. Source: the user guide of MIG.
+    files = {path.name for path in MIG_FILES.glob("nvidia-cap*")} - {"nvidia-cap1", "nvidia-cap2"}
+    if not files:
+        return ()
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=20).stdout  # noqa: S607 - as users call it
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(re.findall(r"UUID: (MIG-[^)\s]+)", listed))
+
+
+def is_mig(mask: Sequence[str] | None) -> bool:
+    """Return whether a mask names MIG instances of NVIDIA GPUs."""
+    return mask is not None and any(entry.startswith("MIG-") for entry in mask)
 
 
 def use(device: str) -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import importlib
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError
 from rankwise.world.device import accelerator
+from rankwise.world.device.assignment import START_FEWER, Sight
 from rankwise.world.device.kinds import is_accelerator, kind_named, type_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HOST = "gloo"
 """The backend for CPU tensors, on every machine."""
@@ -22,8 +27,13 @@ _NO_BACKENDS = {"undefined", "fake"}
 """In torch's tables, but not for training."""
 
 
-def choose_device(device: str | torch.device | None, backend: str | None, local_rank: int) -> str:
-    """Return the device of a rank: the requested one, the accelerator of its local rank, or the CPU.
+def choose_device(device: str | torch.device | None, backend: str | None, index: int) -> str:
+    """Return the device of a rank: the requested one, the accelerator with its index, or the CPU.
+
+    Args:
+        device: the requested one.
+        backend: the requested one.
+        index: which of the devices that it sees is its own: see :func:`~rankwise.world.device.assignment.index_of`.
 
     Raises:
         ConfigurationError: there is no such device.
@@ -35,12 +45,50 @@ def choose_device(device: str | torch.device | None, backend: str | None, local_
         return "cpu"
     if kind.is_shared:
         return f"{kind.name}:0"
-    if local_rank >= accelerator.count():
+    if index >= accelerator.count():
         raise ConfigurationError(
-            f"Local rank {local_rank} has no {kind.title}: this machine has {accelerator.count()}.",
-            do=f"start at most one rank per {kind.title}, or pass join(device='cpu')",
+            f"Local rank {index} has no {kind.title}: this machine has {accelerator.count()}.",
+            do=START_FEWER.format(title=kind.title),
         )
-    return f"{kind.name}:{local_rank}"
+    return f"{kind.name}:{index}"
+
+
+def look_at_devices(
+    device: str | torch.device | None, backend: str | None, local_rank: int | None, mask: Sequence[str] | None
+) -> Sight:
+    """Return what this rank sees, for the other ranks of its host.
+
+    Args:
+        device: the requested one.
+        backend: the requested one.
+        local_rank: the number that its launcher sets, if any.
+        mask: the entries of the variable that limits which devices it sees; ``None`` if it is not set.
+    """
+    kind = accelerator.found_kind()
+    asked = None if device is None else torch.device(device)
+    uses_it = backend != HOST if asked is None else kind is not None and asked.type == kind.name
+    if kind is None or kind.is_shared or not uses_it:
+        return Sight(local_rank=local_rank)
+    requested = None
+    if asked is not None:
+        requested = asked.index if _has_index(asked) else torch.accelerator.current_device_index()
+    devices = accelerator.machine_names(mask)
+    return Sight(kind=kind.name, devices=devices, local_rank=local_rank, requested=requested)
+
+
+def bound_device(device: str, backend: str) -> torch.device | None:
+    """Return the device that torch binds a process group to: one with an index, whose tensors the backend carries.
+
+    Without it, NCCL chooses a device itself: by ``LOCAL_RANK``, else by the rank modulo the number of devices, neither
+    of which is this rank's device where a launcher shows each rank its own. Source: torch 2.15's ``nccl``.
+    """
+    own = torch.device(device)
+    is_own_backend = backend != HOST and is_accelerator(device) and _carries(backend, own.type)
+    return own if is_own_backend and _has_index(own) else None
+
+
+def _has_index(device: torch.device) -> bool:
+    return ":" in str(device)
 
 
 def choose_backend(backend: str | None, device: str) -> str:
@@ -78,6 +126,11 @@ def known_backends() -> list[str]:
 def goes_through_host(device: str, backend: str) -> bool:
     """Return whether tensors of a device are copied to the CPU to be sent: the backend does not support them."""
     return is_accelerator(device) and not _carries(backend, type_of(device))
+
+
+def waits_on_device(device: str, backend: str) -> bool:
+    """Return whether collectives of a device's tensors order a stream instead of having the CPU wait."""
+    return backend not in {HOST, "none"} and is_accelerator(device)
 
 
 def torch_backends(device: str, backend: str) -> str:

@@ -64,6 +64,8 @@ PASSED_ON = tuple(kind.visible for kind in KINDS.values() if kind.visible)
 """Variables that a launcher passes to other machines."""
 HIDES_GPUS = {EXAMPLE.visible: ""}
 """Variables that hide the GPUs from scripts. ROCm reads this one too; the others have none."""
+SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable by which NCCL accepts several ranks per GPU, also on its MIG instances. Source: NCCL 2.30."""
 LOADS_PROFILER = "CUDA_INJECTION64_PATH"
 """The variable by which a profiler is loaded into every process that uses a GPU."""
 
@@ -91,3 +93,11 @@ def type_of(device: str) -> str:
 def is_accelerator(device: str) -> bool:
     """Return whether a device is anything but the CPU."""
     return type_of(device) not in {"cpu", "meta"}
+
+
+def variables_for_instance(instance: str) -> dict[str, str]:
+    """Return the variables of a rank that uses one MIG instance of an NVIDIA GPU.
+
+    They are set in the rank's process, before it first uses CUDA: the driver reads the mask when it is initialized.
+    """
+    return {EXAMPLE.visible: instance, SHARES_GPUS: "1"}

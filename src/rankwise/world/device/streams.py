@@ -42,6 +42,11 @@ def recorded(stream: torch.Stream) -> torch.Event:
     return event
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether this thread captures a graph of what it queues on ``device``."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class TimingEvent:
     """A point in the queue of a device that measures time."""
 
@@ -51,17 +56,14 @@ class TimingEvent:
 
     def record(self) -> bool:
         """Queue it after everything on the device's current stream; return false if a graph is captured there."""
-        if self._is_capturing():
+        if is_capturing(self._device):
             return False
         self._event.record(current_stream(self._device))
         return True
 
-    def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def query(self) -> bool:
         """Return whether the device has reached it; false while a graph is captured, which asking would spoil."""
-        return not self._is_capturing() and self._event.query()
+        return not is_capturing(self._device) and self._event.query()
 
     def synchronize(self) -> None:
         """Wait until the device has reached it."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
+from rankwise.world.device.kinds import SHARES_GPUS
 from rankwise.world.environments import arguments, env, explanation, other_launchers, rankwise, slurm, table, torchrun
 from rankwise.world.environments.reading import Missing, ProcessContext, told
 from rankwise.world.processes import stat_of
@@ -215,6 +216,17 @@ def asked_device() -> str | None:
     return os.environ.get("RANKWISE_DEVICE") or None
 
 
+def device_mask(variable: str) -> list[str] | None:
+    """Return the entries of a variable that limits which devices this process sees; ``None`` if it is not set."""
+    text = os.environ.get(variable) if variable else None
+    return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def may_share_gpus() -> bool:
+    """Return whether NCCL was told to accept several ranks per GPU."""
+    return os.environ.get(SHARES_GPUS, "0").strip() not in {"", "0"}
+
+
 def asked_torch_store() -> Literal["auto", "on", "off"]:
     """Return whether a launcher also serves torch's store, unless its options say: ``RANKWISE_TORCH_STORE=off``.
 
@@ -281,3 +293,11 @@ def _ancestor(name: str) -> str | None:
 def given_horovod_variables() -> dict[str, str]:
     """Return Horovod's variables, which may be set for scripts written for it."""
     return {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+
+
+def keep_nccl_from_exiting() -> None:
+    """Have torch not end the process when a collective on a GPU fails, unless the user wants it: rankwise raises.
+
+    Source: the note on torch.distributed.distributed_c10d._abort_process_group.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

@@ -24,11 +24,27 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
         return found
     return replace(
         found,
+        local_rank=_local_rank(found),
         address=address(variables),
         store_is_served=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         # The agents of several machines count their restarts separately: the count identifies no attempt there.
         attempt=variables.get("TORCHELASTIC_RESTART_COUNT", "0") if found.num_nodes == 1 else "0",
     )
+
+
+def _local_rank(found: Reading) -> int | None:
+    """Return the number among the ranks of the machine, which ``--virtual-local-rank`` reports as 0 on every rank.
+
+    torchrun numbers the ranks machine by machine. ``None`` if the machines have unequal numbers of ranks: then only
+    the ranks together can tell.
+    """
+    size = found.local_world_size
+    if found.local_rank != 0 or found.node_rank is None or size is None or found.num_nodes is None:
+        return found.local_rank
+    if found.world_size != size * found.num_nodes:
+        return None
+    local_rank = found.rank - found.node_rank * size
+    return local_rank if 0 <= local_rank < size else 0
 
 
 ROW = Environment(

@@ -161,7 +161,7 @@ class Gradients:
         )
         self._weights = reduction.weights(exchange.world_size)
         # The queue keeps the channels: a rank may have joined and deleted its optimizer while others step.
-        queue.register(self._what, partial(_stand_in, self._buckets.channels, self._weights.weight))
+        queue.register(self._what, partial(_stand_in, self._buckets.channels, float(self._weights.weight)))
 
     def _carry(self) -> None:
         buckets = self._buckets

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rankwise on a backend that is asynchronous and unforgiving as NCCL is: the promise, every strategy, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from on_ranks import one_rank
+from on_standin import NUM_DEVICES, build_standin, on_standin, python_with_standin, results_on_standin
+from replicas import TOLERANCE, Parameters, largest_difference
+from spread_training import PLAN, WAYS, Net
+from spread_training import train as train_spread
+from test_accelerator import EPOCHS, SCRIPT, _collectives, _compressed, _resumable, _train
+from torch import nn
+from trained_otherwise import train_in_words, train_seldom
+
+import rankwise as rw
+from rankwise.errors import CollectiveMismatch, PeerFailed, PeerMissing
+from rankwise.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from spread_training import Found
+
+    from rankwise.world.facts import World
+
+pytestmark = pytest.mark.timeout(240)  # the first of these tests may have to compile the device and its backend
+
+LIMIT_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _standin_is_built() -> None:
+    build_standin(strict=True)
+
+
+def _strict(fn: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
+    return on_standin(fn, world_size, *args, backend="strict")
+
+
+# -- the promise ----------------------------------------------------------------------------------------
+
+
+def test_collectives_are_those_of_cpus() -> None:
+    assert _strict(_collectives, 3) == [result.get() for result in run_ranks(_collectives, 3)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro", "batchnorm"),
+    [((12, 7, 2, 5), 1, False), ((12, 7, 13), 3, False), ((12, 9, 13), 2, True)],
+    ids=["uneven", "accumulated", "BatchNorm"],
+)
+def test_replicate_is_exact(sizes: tuple[int, ...], micro: int, batchnorm: bool) -> None:
+    reference = one_rank(_train, sizes, micro, batchnorm)
+    for world_size in (1, 2, 3):
+        for found in _strict(_train, world_size, sizes, micro, batchnorm):
+            assert largest_difference(found, reference) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(train_spread, 1, "replicate", {}, str(tmp_path_factory.mktemp("none")))[0].get()
+
+
+FITTING = [way for way in WAYS if torch.Size(way[1].values()).numel() <= NUM_DEVICES]
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), FITTING, ids=[f"{way} {sizes}" for way, sizes in FITTING])
+def test_every_strategy_trains_as_one_cpu(tmp_path: Path, one_cpu: Found, strategy: str, sizes: dict[str, int]) -> None:
+    for found in _strict(train_spread, torch.Size(sizes.values()).numel(), strategy, sizes, str(tmp_path)):
+        for kind, expected in enumerate(one_cpu):
+            assert largest_difference(found[kind], {name: expected[name] for name in found[kind]}) < TOLERANCE
+
+
+@pytest.mark.parametrize("method", ["bf16", "int8", "powersgd", "top-k"])
+def test_compressed_gradients_are_those_of_cpus(method: str) -> None:
+    expected = run_ranks(_compressed, 2, method)[0].get()
+    for found in _strict(_compressed, 2, method):
+        assert largest_difference(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("train", "how"),
+    [
+        (train_in_words, "horovod"),
+        (train_in_words, "megengine"),
+        (train_seldom, "parameter server"),
+        (train_seldom, "islands"),
+    ],
+    ids=["horovod", "megengine", "parameter server", "islands"],
+)
+def test_other_ways_of_training_are_exact(train: Callable[..., Parameters], how: str) -> None:
+    expected = one_rank(train, how, 2)
+    for found in _strict(train, 2, how, 2):
+        assert largest_difference(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_is_resumed_on_other_ranks(tmp_path: Path, asynchronous: bool) -> None:
+    assert EPOCHS > 1
+    expected = run_ranks(_resumable, 1, str(tmp_path / "undisturbed"), -1, False)[0].get()
+    _strict(_resumable, 2, str(tmp_path / "run"), 7, asynchronous)
+    for found in _strict(_resumable, 3, str(tmp_path / "run"), -1, asynchronous):
+        assert largest_difference(found, expected) < TOLERANCE
+
+
+def test_rankwise_run_chooses_the_backend_of_the_device(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ended = python_with_standin("-m", "rankwise", "run", "-n", "2", str(script), strict=True)
+    assert ended.returncode == 0, ended.stderr
+    found = {line.partition("] ")[2] or line for line in ended.stdout.splitlines() if " strict " in line}
+    assert found == {"standin:0 strict 2.0", "standin:1 strict 2.0"}
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------
+
+
+def _small(world: World, way: str = "replicate") -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(world.device)
+    model = rw.shard(model) if way == "shard" else rw.replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, torch.ones(4, 8, device=world.device)
+
+
+def _with_a_late_rank(world: World, late_seconds: float) -> list[float]:
+    model, optimizer, x = _small(world)
+    for step in range(4):
+        if step == 2 and world.rank == 1:
+            Event().wait(late_seconds)  # A slow batch.
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model[0].bias.tolist()
+
+
+def test_training_continues_when_a_rank_is_late() -> None:
+    undisturbed, disturbed = (_strict(_with_a_late_rank, 2, seconds) for seconds in (0.0, 0.6))
+    assert undisturbed == disturbed
+
+
+def _until_a_rank_dies(world: World, folder: str, reads: str, way: str = "replicate") -> None:
+    model, optimizer, x = _small(world, way)
+    for step in range(100):
+        if step == 3 and world.rank == world.world_size - 1:
+            Path(folder, "killed").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if reads == "loss":
+            loss.item()
+        if reads == "synchronize":
+            torch.accelerator.synchronize()
+
+
+def _until_a_rank_dies_in_torch(world: World, _folder: str, reads: str, _way: str) -> None:
+    """A collective of torch's own: rankwise waits for nothing, and the device is blocked."""
+    tensor = torch.ones(2, device=world.device)
+    torch.distributed.all_reduce(tensor)
+    torch.accelerator.synchronize()
+    rw.barrier()
+    if world.rank == world.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.distributed.all_reduce(tensor)
+    if reads == "loss":
+        tensor.sum().item()
+    if reads == "synchronize":
+        torch.accelerator.synchronize()
+    rw.barrier()
+
+
+def _says(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("reads", ["nothing", "loss", "synchronize"])
+@pytest.mark.parametrize(("way", "world_size"), [("replicate", 2), ("replicate", 3), ("shard", 2), ("torch", 2)])
+def test_a_killed_rank_is_named_while_others_are_blocked_on_the_device(
+    tmp_path: Path, way: str, world_size: int, reads: str
+) -> None:
+    call = _until_a_rank_dies_in_torch if way == "torch" else _until_a_rank_dies
+    results = results_on_standin(call, world_size, str(tmp_path), reads, way, backend="strict", timeout_seconds=20.0)
+    for result in results[:-1]:
+        assert isinstance(result.error, PeerFailed | PeerMissing), _says(result.error)
+        assert f"rank {world_size - 1}" in str(result.error).lower()
+
+
+def _timed_survivor(world: World, folder: str) -> float:
+    try:
+        _until_a_rank_dies(world, folder, "loss")
+    except (PeerFailed, PeerMissing):
+        return time.monotonic() - float(Path(folder, "killed").read_text())
+    raise AssertionError
+
+
+def test_a_killed_rank_is_named_within_seconds(tmp_path: Path) -> None:
+    result = results_on_standin(_timed_survivor, 2, str(tmp_path), backend="strict", timeout_seconds=40.0)[0]
+    assert result.error is None, _says(result.error)
+    assert result.value < LIMIT_SECONDS
+
+
+def _without_a_rank(world: World) -> None:
+    model, _, x = _small(world)
+    if world.rank == 1:
+        Event().wait(30.0)
+    loss = model(x).square().mean()
+    loss.backward()
+    loss.item()
+    model[0].bias.grad.sum().item()
+
+
+def test_a_rank_that_never_arrives_is_named_at_the_timeout() -> None:
+    results = results_on_standin(_without_a_rank, 2, backend="strict", join_timeout_seconds=3.0, timeout_seconds=12.0)
+    assert isinstance(results[0].error, PeerMissing), _says(results[0].error)
+    assert "rank 1" in str(results[0].error).lower()
+
+
+def _that_raises(world: World) -> None:
+    model, optimizer, x = _small(world)
+    for step in range(100):
+        if step == 3 and world.rank == 1:
+            raise ZeroDivisionError
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+
+def test_an_error_on_one_rank_is_raised_on_the_other() -> None:
+    results = results_on_standin(_that_raises, 2, backend="strict", timeout_seconds=40.0)
+    assert isinstance(results[0].error, PeerFailed), _says(results[0].error)
+    assert "ZeroDivisionError" in str(results[0].error)
+
+
+def _models_in_two_orders(world: World) -> list[float]:
+    """Two models, and ranks that differ in which comes first."""
+    torch.manual_seed(0)
+    models = [rw.replicate(nn.Linear(4, 4).to(world.device)) for _ in range(2)]
+    x = torch.ones(2, 4, device=world.device) * (world.rank + 1)
+    for _ in range(3):
+        order = models if world.rank == 0 else models[::-1]
+        losses = [model(x).square().mean() for model in models]
+        for model in order:
+            losses[models.index(model)].backward()
+    return [model.weight.grad.sum().item() for model in models]
+
+
+def test_models_whose_backward_has_another_order_on_another_rank_are_named() -> None:
+    for result in results_on_standin(
+        _models_in_two_orders, 2, backend="strict", join_timeout_seconds=5.0, timeout_seconds=30.0
+    ):
+        # On Gloo alone it is this error, too. Never a hang, or a process that the backend ends.
+        assert isinstance(result.error, CollectiveMismatch), _says(result.error)
+
+
+# -- no host synchronization in a step --------------------------------------------------------------------
+
+
+def _syncs_per_step(  # noqa: C901 - one training, in each way
+    world: World, way: str, sizes: dict[str, int], clips: bool, micro: int
+) -> list[int]:
+    """Return how often the CPU waits for the device in each of the steps after the first ones."""
+    if sizes:
+        rw.mesh(**sizes)
+    torch.manual_seed(0)
+    model = Net().to(world.device)
+    x, y = torch.randn(4, 5).to(world.device), torch.randn(4, 3).to(world.device)
+    step = None
+    if sizes.get("tp", 1) > 1:
+        rw.tensor_parallel(model, PLAN)
+    if way == "shard":
+        rw.shard(model)
+    elif way == "pipeline":
+        step = rw.pipeline(model, nn.functional.mse_loss, example=x[:2], micro_batches=2)
+    else:
+        rw.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    counts = []
+    for number in range(8):
+        before = torch.standin.host_syncs()
+        if number == 5 and os.environ.get("STANDIN_SHOW_SYNCS"):
+            torch.standin.set_sync_debug_mode("error")  # Shows the line.
+        for index in range(micro):
+            if step is not None:
+                step(x, y)
+            elif index < micro - 1:
+                with rw.no_sync(model):
+                    nn.functional.mse_loss(model(x), y).backward()
+            else:
+                nn.functional.mse_loss(model(x), y).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(torch.standin.host_syncs() - before)
+    return counts[4:]
+
+
+STEPS = {
+    "one rank": (1, "replicate", {}, False, 1),
+    "replicate": (2, "replicate", {}, False, 1),
+    "accumulation": (2, "replicate", {}, False, 3),
+    "clipping": (2, "replicate", {}, True, 1),
+    "shard": (2, "shard", {"dp_shard": 2}, False, 1),
+    "shard, clipping": (2, "shard", {"dp_shard": 2}, True, 1),
+    "shard, accumulation": (2, "shard", {"dp_shard": 2}, False, 2),
+    "pipeline": (2, "pipeline", {"pp": 2}, False, 1),
+    "tensor parallel": (2, "replicate", {"tp": 2}, False, 1),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_cpu_does_not_wait_for_the_device_in_a_step(name: str) -> None:
+    world_size, *how = STEPS[name]
+    assert _strict(_syncs_per_step, world_size, *how) == [[0] * 4] * world_size
