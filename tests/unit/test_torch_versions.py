@@ -27,13 +27,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.8.0+cu128", "1.13.1", "2.11.0a0+git1"])
+@pytest.mark.parametrize("version", ["2.8.0", "2.8.1+cu126", "1.13.1", "2.8.0a0+git1"])
 def test_too_old_is_refused_with_what_to_install(told: pytest.MonkeyPatch, version: str) -> None:
     told.setattr("torch.__version__", version)
     with pytest.raises(TorchTooOld) as caught:
         torch_versions.check()
     assert version in str(caught.value)
-    assert "needs torch 2.12 or newer" in str(caught.value)
+    assert "needs torch 2.9 or newer" in str(caught.value)
     assert f"pip install '{torch_versions.requirement()}'" in str(caught.value)
     assert isinstance(caught.value, ImportError)
 
@@ -52,8 +52,9 @@ def test_newer_than_tested_is_warned_of(told: pytest.MonkeyPatch, version: str) 
     ("version", "is_tested"),
     [
         ("2.12.1", False),  # runs, and checks itself
+        ("2.11.0+cu130", True),
         ("2.13.0+cpu", True),
-        ("2.14.1", True),
+        ("2.14.1", False),
         ("2.15.0+cu132", True),
         ("2.15.3", True),
         ("2.14.0a0+nv26.06", False),  # built before the release
@@ -86,6 +87,17 @@ def test_calls_that_torch_2_12_lacks_are_refused_by_name(told: pytest.MonkeyPatc
     told.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
     missing = r"shard\(\) needs FSDPModule\.set_reduce_scatter_unused_params\(\), which"
     with rankwise.join(), pytest.raises(TorchTooOld, match=missing):
+        rankwise.shard(torch.nn.Linear(2, 2))
+
+
+def test_the_installed_torch_runs_what_it_has_and_refuses_what_it_lacks() -> None:
+    if torch_versions.is_at_least((2, 13)):
+        assert schedule_of("zbv_zero_bubble").splits_backward
+        return
+    with pytest.raises(TorchTooOld, match=r"^The schedule zbv_zero_bubble needs .* added in torch 2\.13\."):
+        schedule_of("zbv_zero_bubble")
+    message = r"^rankwise\.shard\(\) needs .* added in torch 2\.13\.\n.*pip install 'torch>=2\.13,"
+    with rankwise.join(), pytest.raises(TorchTooOld, match=message):
         rankwise.shard(torch.nn.Linear(2, 2))
 
 
@@ -125,7 +137,7 @@ def test_importing_on_an_old_torch_fails_with_a_clear_error() -> None:
     done = imported("2.8.0")
     assert done.returncode == 1
     version = rankwise.__version__
-    assert f"TorchTooOld: rankwise {version} needs torch 2.12 or newer, but torch 2.8.0 is installed." in done.stderr
+    assert f"TorchTooOld: rankwise {version} needs torch 2.9 or newer, but torch 2.8.0 is installed." in done.stderr
     assert "pip install" in done.stderr
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from rankwise.errors import TorchTooOld, UntestedTorch
 from rankwise.version import VERSION
 
-OLDEST = (2, 8)
+OLDEST = (2, 9)
 """The first release with everything that rankwise always needs. Older ones are rejected."""
-TESTED = ((2, 13), (2, 14), (2, 15))
+TESTED = ((2, 11), (2, 13), (2, 15))
 """Releases on which CI runs the tests. On others the strategies check their gradients before use."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?")
 
 
 def requirement() -> str:
-    """Return the requirement for pip: ``torch>=2.8,<2.16``."""
+    """Return the requirement for pip: ``torch>=2.9,<2.16``."""
     major, minor = TESTED[-1]
     return f"torch>={_dotted(OLDEST)},<{major}.{minor + 1}"
 
