@@ -44,7 +44,8 @@ tqdm.tqdm.monitor_interval = 0
 
 
 REFUSED = re.compile(
-    r"(rankwise\.shard\(\)|The schedule \w+_zero_bubble) needs .+, which torch \S+ does not have; it was"
+    r"rankwise\.(pipeline|tensor_parallel)\(\) needs torch 2\.11 or newer, but"
+    r"|(rankwise\.shard\(\)|The schedule \w+_zero_bubble) needs .+, which torch \S+ does not have"
 )
 """What strategies say on a torch that lacks calls they need: ``test_torch_versions.py`` holds them to it."""
 

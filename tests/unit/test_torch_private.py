@@ -58,6 +58,8 @@ SINCE: dict[str, tuple[int, int]] = {}
 """Names whose meaning counts from a release on: what uses them is refused before."""
 SHARD = (2, 13)
 """The first release that shard() runs on."""
+SPLIT = (2, 11)
+"""The first that tensor_parallel() and pipeline() run on."""
 FSDP = "torch.distributed.fsdp._fully_shard"
 SPEC = "torch.distributed.tensor._dtensor_spec"
 SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -80,8 +82,9 @@ def test_a_private_name_means_what_it_did(name: str) -> None:
     if torch_versions.is_at_least(SINCE[name]):
         CANARIES[name]()
     else:
-        with rankwise.join(), pytest.raises(TorchTooOld, match=r"^rankwise\.shard\(\) needs "):
-            rankwise.shard(nn.Linear(2, 2))
+        strategy = rankwise.shard if SINCE[name] == SHARD else rankwise.tensor_parallel
+        with rankwise.join(), pytest.raises(TorchTooOld, match=rf"^rankwise\.{strategy.__name__}\(\) needs "):
+            strategy(nn.Linear(2, 2))
 
 
 def test_every_canary_is_of_a_name_in_the_table() -> None:
@@ -831,6 +834,7 @@ def check_dtensor() -> None:
     f"{SPEC}.ShardOrderEntry.tensor_dim",
     f"{SPEC}.ShardOrderEntry.mesh_dims",
     "torch.distributed.tensor.placement_types._StridedShard.split_factor",
+    since=SPLIT,
 )
 @alone()
 def check_shard_order() -> None:
@@ -855,6 +859,7 @@ def check_shard_order() -> None:
     f"{SCHEDULES}._Action.microbatch_index",
     f"{SCHEDULES}._ComputationType",
     f"{SCHEDULES}._add_send_recv",
+    since=SPLIT,
 )
 def check_actions() -> None:
     order = {stage: [pipelining.forward_action(stage, 0), pipelining.backward_action(stage, 0)] for stage in (0, 1)}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_newer_than_tested_is_warned_of(told: pytest.MonkeyPatch, version: str) 
     [
         ("2.12.1", False),  # runs, and checks itself
         ("2.11.0+cu130", True),
+        ("2.9.1", True),
         ("2.13.0+cpu", True),
         ("2.14.1", False),
         ("2.15.0+cu132", True),
@@ -99,6 +101,20 @@ def test_the_installed_torch_runs_what_it_has_and_refuses_what_it_lacks() -> Non
     message = r"^rankwise\.shard\(\) needs .* added in torch 2\.13\.\n.*pip install 'torch>=2\.13,"
     with rankwise.join(), pytest.raises(TorchTooOld, match=message):
         rankwise.shard(torch.nn.Linear(2, 2))
+
+
+def test_strategies_for_newer_versions_are_refused_in_one_sentence(told: pytest.MonkeyPatch) -> None:
+    told.setattr("torch.__version__", "2.10.0")
+    model = torch.nn.Linear(2, 2)
+    with rankwise.join():
+        for call in (partial(rankwise.tensor_parallel, model), partial(rankwise.pipeline, model, None, example=None)):
+            name = f"rankwise.{call.func.__name__}()"
+            with pytest.raises(TorchTooOld) as caught:
+                call()
+            assert str(caught.value).splitlines() == [
+                f"{name} needs torch 2.11 or newer, but torch 2.10.0 is installed.",
+                "  do        pip install 'torch>=2.11,<2.16', or use rankwise.replicate()",
+            ]
 
 
 def test_the_requirement_says_what_is_tested() -> None:

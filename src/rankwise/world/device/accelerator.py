@@ -240,6 +240,6 @@ def memory_reader(device: str) -> Callable[[], int] | None:
 
 
 def _of_memory(name: str, own: str = "") -> Callable[..., Any]:
-    """Return a function of torch.accelerator; before torch 2.10, which lacks some, the device's own of that name."""
+    """Return a function of torch.accelerator; before torch 2.11, which may lack some, the device's own of that name."""
     found = getattr(torch.accelerator, name, None)
     return found or getattr(torch.get_device_module(shown_kind().name), own or name)
