@@ -15,7 +15,7 @@ DOCS_READY := .venv-docs/ready
 LANES := $(BIN)/python tests/lanes.py
 CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
-VERSIONS := 3.13-2.15.0 3.12-2.14.1
+VERSIONS := 3.13-2.15.0 3.12-2.11.0 3.11-2.9.1
 
 .PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults slowdowns bench bench-peers docs docs-browser docs-links chart lock release-check clean
 
@@ -72,7 +72,7 @@ e2e: setup  ## commands and examples, as a user runs them
 frameworks: $(FRAMEWORKS_READY)  ## other frameworks' scripts under torchrun and rankwise, from .venv-frameworks
 	$(FRAMEWORKS_BIN)/python -m pytest tests/frameworks
 
-versions: $(VERSIONS:%=version-%)  ## what depends most on Python and torch, on the newer ones of both
+versions: $(VERSIONS:%=version-%)  ## what depends most on Python and torch, on other versions of both
 
 # version-3.13-2.15.0: Python, then torch.
 version-%:

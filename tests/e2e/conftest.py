@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -68,6 +69,8 @@ class Command:
             except BaseException:
                 running.kill()
                 raise
+        # Before torch 2.10 Gloo writes this there, whatever the script says.
+        stdout = re.sub(r"^\[Gloo\] Rank .*\n", "", stdout, flags=re.MULTILINE)
         return subprocess.CompletedProcess(running.args, running.wait(), stdout, stderr)
 
     def start(self, *words: str, env: dict[str, str] | None = None) -> Started:

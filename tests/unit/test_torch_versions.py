@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.8.0+cu128", "1.13.1", "2.11.0a0+git1"])
+@pytest.mark.parametrize("version", ["2.8.0", "2.8.1+cu126", "1.13.1", "2.8.0a0+git1"])
 def test_too_old_is_refused_with_what_to_install(told: pytest.MonkeyPatch, version: str) -> None:
     told.setattr("torch.__version__", version)
     with pytest.raises(TorchTooOld) as caught:
         torch_versions.check()
     assert version in str(caught.value)
-    assert "needs torch 2.12 or newer" in str(caught.value)
+    assert "needs torch 2.9 or newer" in str(caught.value)
     assert f"pip install '{torch_versions.requirement()}'" in str(caught.value)
     assert isinstance(caught.value, ImportError)
 
@@ -52,8 +53,10 @@ def test_newer_than_tested_is_warned_of(told: pytest.MonkeyPatch, version: str) 
     ("version", "is_tested"),
     [
         ("2.12.1", False),  # runs, and checks itself
+        ("2.11.0+cu130", True),
+        ("2.9.1", True),
         ("2.13.0+cpu", True),
-        ("2.14.1", True),
+        ("2.14.1", False),
         ("2.15.0+cu132", True),
         ("2.15.3", True),
         ("2.14.0a0+nv26.06", False),  # built before the release
@@ -87,6 +90,31 @@ def test_calls_that_torch_2_12_lacks_are_refused_by_name(told: pytest.MonkeyPatc
     missing = r"shard\(\) needs FSDPModule\.set_reduce_scatter_unused_params\(\), which"
     with rankwise.join(), pytest.raises(TorchTooOld, match=missing):
         rankwise.shard(torch.nn.Linear(2, 2))
+
+
+def test_the_installed_torch_runs_what_it_has_and_refuses_what_it_lacks() -> None:
+    if torch_versions.is_at_least((2, 13)):
+        assert schedule_of("zbv_zero_bubble").splits_backward
+        return
+    with pytest.raises(TorchTooOld, match=r"^The schedule zbv_zero_bubble needs .* added in torch 2\.13\."):
+        schedule_of("zbv_zero_bubble")
+    message = r"^rankwise\.shard\(\) needs .* added in torch 2\.13\.\n.*pip install 'torch>=2\.13,"
+    with rankwise.join(), pytest.raises(TorchTooOld, match=message):
+        rankwise.shard(torch.nn.Linear(2, 2))
+
+
+def test_strategies_for_newer_versions_are_refused_in_one_sentence(told: pytest.MonkeyPatch) -> None:
+    told.setattr("torch.__version__", "2.10.0")
+    model = torch.nn.Linear(2, 2)
+    with rankwise.join():
+        for call in (partial(rankwise.tensor_parallel, model), partial(rankwise.pipeline, model, None, example=None)):
+            name = f"rankwise.{call.func.__name__}()"
+            with pytest.raises(TorchTooOld) as caught:
+                call()
+            assert str(caught.value).splitlines() == [
+                f"{name} needs torch 2.11 or newer, but torch 2.10.0 is installed.",
+                "  do        pip install 'torch>=2.11,<2.16', or use rankwise.replicate()",
+            ]
 
 
 def test_the_requirement_says_what_is_tested() -> None:
@@ -125,7 +153,7 @@ def test_importing_on_an_old_torch_fails_with_a_clear_error() -> None:
     done = imported("2.8.0")
     assert done.returncode == 1
     version = rankwise.__version__
-    assert f"TorchTooOld: rankwise {version} needs torch 2.12 or newer, but torch 2.8.0 is installed." in done.stderr
+    assert f"TorchTooOld: rankwise {version} needs torch 2.9 or newer, but torch 2.8.0 is installed." in done.stderr
     assert "pip install" in done.stderr
 
 

@@ -42,13 +42,15 @@ def placed_as_shaped(template: Any, part: torch.Tensor, shape: tuple[int, ...]) 
 
     same = tuple(template.shape) == shape
     kept = template._spec  # noqa: SLF001 - where an order of the mesh dimensions is kept
-    order: Any = kept.shard_order if same and not kept.use_strided_shard_as_shard_order else None
+    # Before torch 2.10 there is none.
+    is_ordered = same and not getattr(kept, "use_strided_shard_as_shard_order", True)
+    order: dict[str, Any] = {"shard_order": kept.shard_order} if is_ordered else {}
     row_major = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
     spec = DTensorSpec(
         mesh=template.device_mesh,
         placements=tuple(template.placements if same else (Replicate(),) * len(template.placements)),
         tensor_meta=TensorMeta(torch.Size(shape), row_major, part.dtype),
-        shard_order=order,
+        **order,
     )
     return DTensor(part, spec, requires_grad=False)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of torch's private names, and the purpose of each. The oldest supported torch has all of them.
+"""The table of torch's private names, and the purpose of each.
 
-Data alone. ``tests/unit/test_torch_private.py`` exercises each name; ``tests/unit/test_private_names.py`` holds the
-table to what this room uses, and the other rooms to using none of it.
+Data alone. On a torch that lacks some of them, the strategy that needs them is refused.
+``tests/unit/test_torch_private.py`` exercises each name; ``tests/unit/test_private_names.py`` holds the table to what
+this room uses, and the other rooms to using none of it.
 """
 
 _FSDP = "torch.distributed.fsdp._fully_shard"

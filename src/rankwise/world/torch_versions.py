@@ -15,16 +15,16 @@ from pathlib import Path
 from rankwise.errors import TorchTooOld, UntestedTorch
 from rankwise.version import VERSION
 
-OLDEST = (2, 12)
+OLDEST = (2, 9)
 """The first release with everything that rankwise always needs. Older ones are rejected."""
-TESTED = ((2, 13), (2, 14), (2, 15))
+TESTED = ((2, 9), (2, 11), (2, 13), (2, 15))
 """Releases on which CI runs the tests. On others the strategies check their gradients before use."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?")
 
 
 def requirement() -> str:
-    """Return the requirement for pip: ``torch>=2.12,<2.16``."""
+    """Return the requirement for pip: ``torch>=2.9,<2.16``."""
     major, minor = TESTED[-1]
     return f"torch>={_dotted(OLDEST)},<{major}.{minor + 1}"
 
@@ -95,6 +95,19 @@ def check() -> None:
         )
 
 
+def require(release: tuple[int, int], who: str) -> None:
+    """Reject a torch that is older than ``release``, the first on which ``who`` computes what one rank does.
+
+    Raises:
+        TorchTooOld: it is older.
+    """
+    if not is_at_least(release):
+        raise TorchTooOld(
+            f"{who} needs torch {_dotted(release)} or newer, but torch {installed()} is installed.",
+            do=f"{_install(release)}, or use rankwise.replicate()",
+        )
+
+
 def lacks(call: str, since: tuple[int, int], who: str) -> TorchTooOld:
     """Return the error for torch's function ``call``, which was added in release ``since`` and is missing here.
 
@@ -102,8 +115,12 @@ def lacks(call: str, since: tuple[int, int], who: str) -> TorchTooOld:
     """
     return TorchTooOld(
         f"{who} needs {call}, which torch {installed()} does not have; it was added in torch {_dotted(since)}.",
-        do=f"pip install 'torch>={_dotted(since)},{requirement().rpartition(',')[2]}'",
+        do=_install(since),
     )
+
+
+def _install(release: tuple[int, int]) -> str:
+    return f"pip install 'torch>={_dotted(release)},{requirement().rpartition(',')[2]}'"
 
 
 def _parsed(version: str) -> tuple[tuple[int, int], bool]:

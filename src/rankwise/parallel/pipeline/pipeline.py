@@ -31,6 +31,7 @@ from rankwise.parallel.pipeline.stage_tensors import hold_own_stages
 from rankwise.parallel.pipeline.step_api import Pipeline
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part
+from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -94,11 +95,13 @@ def pipeline(
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
         ConfigurationError: the model cannot be cut in this way, or arguments differ between ranks; raised on every
             rank, and nothing has changed.
+        TorchTooOld: this version of torch has other schedules.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.pipelining, whose schedules order a step.
     """
     session = current()
+    torch_versions.require((2, 11), "rankwise.pipeline()")
     axes = axes_for("pipeline", "pp")
     with all_ranks_succeed("rankwise.pipeline()"):
         check_unregistered(model, "pipeline")

@@ -29,6 +29,7 @@ from rankwise.parallel.tensor_parallel.found_plan import find_plan
 from rankwise.parallel.tensor_parallel.given_plan import given_plan
 from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, tied
 from rankwise.torch_private.modules import own_parameters
+from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -74,11 +75,13 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
         ConfigurationError: the plan does not fit the model, sizes cannot be shared evenly, nothing to split was found,
             or the model went through another strategy before.
+        TorchTooOld: this version of torch splits layers in another way.
         WrongGradients: this version of torch is not a tested one, and a small model trained wrongly on it.
 
     Source: torch.distributed.tensor.parallel.parallelize_module; Shoeybi et al., "Megatron-LM" (2019), section 3.
     """
     session = current()
+    torch_versions.require((2, 11), "rankwise.tensor_parallel()")
     axes = axes_for("tensor_parallel", "tp")
     tp = axes.tp
     with all_ranks_succeed("rankwise.tensor_parallel()"):

@@ -11,7 +11,7 @@ import re
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -143,11 +143,11 @@ def free_bytes(index: int) -> int | None:
         own = torch.get_device_module(kind.name)
         return int(own.recommended_max_memory() - own.driver_allocated_memory())
     try:
-        free, _ = torch.accelerator.get_memory_info(index)
-    except RuntimeError:  # includes NotImplementedError
+        free, _ = _of_memory("get_memory_info", "mem_get_info")(index)
+        # Memory that torch caches and no tensor uses.
+        return free + _of_memory("memory_reserved")(index) - _of_memory("memory_allocated")(index)
+    except (AttributeError, RuntimeError):  # includes NotImplementedError
         return None
-    # Memory that torch caches and no tensor uses.
-    return free + torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
 
 
 def random_state(device: str | torch.device) -> torch.Tensor:
@@ -236,4 +236,10 @@ def memory_reader(device: str) -> Callable[[], int] | None:
 
     Source: torch.accelerator.memory_allocated.
     """
-    return partial(torch.accelerator.memory_allocated, torch.device(device)) if is_accelerator(device) else None
+    return partial(_of_memory("memory_allocated"), torch.device(device)) if is_accelerator(device) else None
+
+
+def _of_memory(name: str, own: str = "") -> Callable[..., Any]:
+    """Return a function of torch.accelerator; before torch 2.11, which may lack some, the device's own of that name."""
+    found = getattr(torch.accelerator, name, None)
+    return found or getattr(torch.get_device_module(shown_kind().name), own or name)
