@@ -36,6 +36,7 @@ WHERE_THEY_ARE = (
     # Most examples.
     "sklearn.datasets",
 )
+NEEDS_TRITON = {"rankwise.parallel.randomness.triton_philox"}
 HUGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25
 """Source: Linux's include/uapi/asm-generic/mman-common.h, from 6.1 on; others refuse it."""
@@ -60,7 +61,8 @@ for _name in MODULES:
     importlib.import_module(_name)
 for _name in PACKAGES:
     for _found in pkgutil.walk_packages(importlib.import_module(_name).__path__, f"{_name}."):
-        importlib.import_module(_found.name)
+        if _found.name not in NEEDS_TRITON:
+            importlib.import_module(_found.name)
 if importlib.util.find_spec("triton") is None:
     import_compiler()
     importlib.import_module("torch._inductor.lowering")
