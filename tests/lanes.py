@@ -29,6 +29,8 @@ def main() -> int:
     # Where Python may not write its bytecode (PYTHONDONTWRITEBYTECODE), every process would compile what has changed.
     for name in ("src", "tests"):
         compileall.compile_dir(ROOT / name, quiet=2)
+    if "tests/multiprocess" in sys.argv:
+        _build_standin()
     reason = _why_no_lanes()
     if reason:
         sys.stdout.write(f"One lane only: {reason}.\n")
@@ -38,6 +40,17 @@ def main() -> int:
     # pytest's own folder has too long a name for the sockets that tests make in it.
     with tempfile.TemporaryDirectory(prefix="lanes.") as folder:
         return _pytest("--tx", f"{number}*popen//python={python}", "--dist", "worksteal", "--basetemp", f"{folder}/t")
+
+
+def _build_standin() -> None:
+    """Compile the device of tests/standin: a test would reach its limit meanwhile, and each lane would do it."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import standin; standin.built(sys.argv[2])"
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    words = [sys.executable, "-c", code, str(ROOT / "tests" / "standin")]
+    builds = [subprocess.Popen([*words, part], env=env) for part in ("standin", "strict")]
+    exit_codes = [build.wait() for build in builds]
+    if any(exit_codes):
+        sys.exit("tests/standin could not be compiled")
 
 
 def _pytest(*options: str) -> int:

@@ -55,6 +55,7 @@ import subprocess
 import sys
 import sysconfig
 import types
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,8 @@ def built(part: str = "standin") -> Path:
     if not library.exists():
         BUILD.mkdir(exist_ok=True)
         root = Path(torch.__file__).parent
-        unfinished = library.with_suffix(f".{os.getpid()}")
+        # Not named by the process: lanes number their processes alike.
+        unfinished = BUILD / f"{part}-{uuid.uuid4().hex}"
         command = ["g++", "-std=c++20", "-O0", "-w", "-fPIC", "-shared", str(source), "-o", str(unfinished)]
         command += [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
         command += [f"-I{sysconfig.get_path('include')}"]
