@@ -2,7 +2,7 @@
 """Runs rankwise on a real GPU for at most eight minutes, and says what it saw: ``make gpu``.
 
 Needs no network and installs nothing: rankwise runs from this checkout, with the Python that runs this file. Each part
-runs in a process of its own, with a limit; it continues after a failed part. A line of result as each part ends, the most
+runs in a process of its own, with a limit; a failed part does not end it. A line of result as each part ends, the most
 important parts first. Writes ``devices.md`` (a table for ``docs/devices.md``), ``results.json`` with every traceback,
 and the output of each part into ``$OUT``, by default ``build/gpu``, again after each part. Exit status: 1 if a check
 failed, 2 if there is no such device.
