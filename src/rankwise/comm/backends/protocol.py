@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from rankwise.health.failure_detector import FailureDetector
 
-Amount = float | torch.Tensor
+Amount: TypeAlias = "float | torch.Tensor"
 """A number; on a device it may be a tensor of no dims, which the CPU does not read: that would wait for the device."""
 NOTE_BYTES = 256
 """Size of the note that a rank can send in the collective in which ranks agree on a call."""
