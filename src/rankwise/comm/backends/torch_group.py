@@ -40,7 +40,8 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-ALL_GATHER: Any = vars(dist).get("all_gather_single") or vars(dist)["all_gather_into_tensor"]
+_is_renamed = hasattr(dist, "all_gather_single")
+ALL_GATHER: Any = getattr(dist, "all_gather_single" if _is_renamed else "all_gather_into_tensor")
 """Renamed in torch 2.13."""
 CPU_CHANNEL_BYTES = 8 * 2**20
 OTHER_CHANNEL_BYTES = 25 * 2**20
