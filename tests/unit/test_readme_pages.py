@@ -74,7 +74,7 @@ def test_the_badges_are_true(page: str) -> None:
     pythons = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
     torches = {row[1].strip().rpartition(".")[0] for row in tables_of("docs/versions.md")[0]} - {""}
     assert f"badge/python-{'%20%7C%20'.join(pythons)}-" in text_of(page)
-    assert f"badge/torch-{'%20%7C%20'.join(sorted(torches))}-" in text_of(page)
+    assert f"badge/torch-{'%20%7C%20'.join(sorted(torches, key=lambda one: int(one[2:])))}-" in text_of(page)
     assert f"badge/license-{project['license'].replace('-', '--')}-" in text_of(page)
 
 

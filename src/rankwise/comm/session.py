@@ -116,6 +116,8 @@ class Session:
     ending: list[Callable[[], None]] = field(default_factory=list)
     saving: list[Callable[[], None]] = field(default_factory=list)
     """Called on every rank before state is saved, to make it one state."""
+    are_islands_averaged: bool = False
+    """Whether something averages what islands of ranks train."""
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
     _outer: dict[int, CurrentBatch | None] = field(default_factory=dict, init=False)
@@ -211,6 +213,10 @@ class Session:
     def before_save(self, action: Callable[[], None]) -> None:
         """Call ``action`` on every rank before each save: the save includes its changes."""
         self.saving.append(action)
+
+    def average_islands(self) -> None:
+        """Note that the caller averages what islands of ranks train."""
+        self.are_islands_averaged = True
 
     def prepare_save(self) -> None:
         """Call the actions registered with :meth:`before_save`. Called by: every rank."""

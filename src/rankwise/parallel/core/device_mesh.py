@@ -159,8 +159,7 @@ def _check_carried(world: World, caller: str) -> None:
 
 
 def _do_islands_meet() -> bool:
-    # local_sgd(), which averages them, registers a function before each save, as this file does.
-    return current().saving != [_check_islands_meet]
+    return current().are_islands_averaged
 
 
 def _check_islands_meet() -> None:

@@ -144,6 +144,7 @@ class LocalSGD:
         self._ids = {id(parameter) for _, parameter in self._all}
         self._stop_following = follow_steps(self, [parameter for _, parameter in self._all], patience=every)
         synchronize, leave = WeakMethod(self.synchronize), ref(self)
+        session.average_islands()
         session.before_save(lambda: None if (call := synchronize()) is None else call())
         session.on_leave(lambda: None if (one := leave()) is None else one._leave())  # noqa: SLF001 - its own
 

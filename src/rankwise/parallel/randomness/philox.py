@@ -19,6 +19,8 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
+from rankwise.world.device.kinds import kind_named
+from rankwise.world.device.streams import is_capturing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -151,11 +153,11 @@ class _Triton:
 
 def _triton(device: torch.device) -> Any:  # noqa: ANN401 - a module whose import may fail
     """Return the Triton kernels, if this device and this machine can run them."""
-    if device.type not in {"cuda", "xpu"}:
+    if not kind_named(device.type).has_triton:
         return None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise ConfigurationError(
-            "Random numbers were drawn while a CUDA graph was captured: each replay would repeat the same ones.",
+            "Random numbers were drawn while a graph was captured: each replay would repeat the same ones.",
             evidence="they are computed from a number that each forward pass takes from the CPU's generator",
             do="capture a part of the step that draws none, or set the dropout probability to 0",
         )

@@ -31,6 +31,8 @@ class DeviceKind:
     """Whether copies to it are faster from pinned memory."""
     has_streams: bool = True
     has_float64: bool = True
+    has_triton: bool = False
+    """Whether Triton compiles kernels for it."""
 
 
 KINDS = {
@@ -42,8 +44,9 @@ KINDS = {
             visible="CUDA_VISIBLE_DEVICES",
             driver_files="nvidia[0-9]*",
             examine="nvidia-smi; python -m torch.utils.collect_env",
+            has_triton=True,
         ),
-        DeviceKind(name="xpu", title="GPU", visible="ZE_AFFINITY_MASK"),
+        DeviceKind(name="xpu", title="GPU", visible="ZE_AFFINITY_MASK", has_triton=True),
         DeviceKind(name="mps", title="GPU", is_shared=True, pins=False, has_streams=False, has_float64=False),
         DeviceKind(
             name="npu", title="NPU", visible="ASCEND_RT_VISIBLE_DEVICES", package="torch_npu", has_float64=False
