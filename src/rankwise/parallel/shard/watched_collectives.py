@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from rankwise.comm.backends.torch_group import follow
+from rankwise.comm.backends.torch_group import ALL_GATHER, follow
 from rankwise.torch_private.fsdp import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from rankwise.health.failure_detector import FailureDetector
 
 # Renamed in torch 2.13, which deprecates the names that 2.12 has.
-_is_renamed = hasattr(dist, "all_gather_single")
-_all_gather: Any = getattr(dist, "all_gather_single" if _is_renamed else "all_gather_into_tensor")
+_is_renamed = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single" if _is_renamed else "reduce_scatter_tensor")
 
 
@@ -54,7 +53,7 @@ class WatchedAllGather(_Watched, AllGather):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - torch's signature; what runs next needs it
     ) -> None:
         """Gather, and wait."""
-        gather = partial(_all_gather, group=group, async_op=True)
+        gather = partial(ALL_GATHER, group=group, async_op=True)
         self._wait(input_tensor, lambda: gather(output_tensor, input_tensor))
 
 
