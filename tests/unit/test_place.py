@@ -64,6 +64,31 @@ def test_training_is_exact(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Halves(nn.Module):
+    """The model-parallel tutorials' shape: layers under their own names, and again in two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.fc = nn.Linear(4, 6), nn.Sequential(Block(6), Block(6)), nn.Linear(6, 3)
+        self.seq1 = nn.Sequential(self.first, self.blocks[0])
+        self.seq2 = nn.Sequential(self.blocks[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.seq2(self.seq1(x)))
+
+
+def test_layers_registered_twice_are_placed_by_either_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    one = Halves().double()
+    placed = place(copy.deepcopy(one), {"seq1": "disk", "seq2": "cpu", "": "cpu"}, offload_folder=tmp_path)
+    assert {part.module for part in placement(placed).parts if part.device == "disk"} == {"first", "blocks.0"}
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for model in (one, placed):
+        model(x).square().mean().backward()
+    for parameter, other in zip(one.parameters(), placed.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, other.grad, rtol=TOLERANCE)
+
+
 def test_tied_parts_are_known(tmp_path: Path) -> None:
     sizes = {size.name: size for size in sizes_of(units_of(net()), lambda slot: slot.tensor.nbytes)}
     assert list(sizes) == ["shift", "embed", "blocks.0", "blocks.1", "blocks.2", "attention", "lstm", "head"]

@@ -89,16 +89,28 @@ def test_arguments_that_do_not_fit_are_refused(policy: str) -> None:
         by_policy(policy, _sizes(10), {"cpu": 0})
 
 
+def _by_hand(plan: dict[str, str], parts: dict[str, list[list[str]]]) -> dict[str, str]:
+    return {name: choice.device for name, choice in by_hand(plan, parts, dict.fromkeys(parts, "it is a layer")).items()}
+
+
 def test_plans_by_hand_take_the_longest_prefix() -> None:
-    parts = {"a.0": ["a.0.weight", "a.0.bias"], "a.1": ["a.1.weight"], "a.10": ["a.10.weight"], "b": ["b"]}
-    whole = dict.fromkeys(parts, "it is a layer")
+    parts = {"a.0": [["a.0.weight"], ["a.0.bias"]], "a.1": [["a.1.weight"]], "a.10": [["a.10.weight"]], "b": [["b"]]}
     plan = {"": "disk", "a": "cpu", "a.1": "cuda:0", "b": "cuda:1"}
-    assert by_hand(plan, parts, whole) == {"a.0": "cpu", "a.1": "cuda:0", "a.10": "cpu", "b": "cuda:1"}
-    assert by_hand({"a": "cpu", "b": "cpu", "a.0.bias": "cpu"}, parts, whole)["a.0"] == "cpu"
+    assert _by_hand(plan, parts) == {"a.0": "cpu", "a.1": "cuda:0", "a.10": "cpu", "b": "cuda:1"}
+    assert _by_hand({"a": "cpu", "b": "cpu", "a.0.bias": "cpu"}, parts)["a.0"] == "cpu"
     with pytest.raises(ConfigurationError, match=r"splits a\.0, which must remain whole: it is a layer"):
-        by_hand({"": "cpu", "a.0.bias": "disk"}, parts, whole)
+        _by_hand({"": "cpu", "a.0.bias": "disk"}, parts)
     with pytest.raises(ConfigurationError, match=r"not cover 2 parameters and buffers.\n.*a\.10\.weight, b"):
-        by_hand({"a.0": "cpu", "a.1": "cpu"}, parts, whole)
+        _by_hand({"a.0": "cpu", "a.1": "cpu"}, parts)
+
+
+def test_plans_by_hand_may_use_any_name_of_a_module() -> None:
+    parts = {"conv": [["conv.weight", "half1.0.weight"]], "fc": [["fc.weight", "half2.0.weight", "half2.1.weight"]]}
+    assert _by_hand({"half1": "cuda:0", "half2": "cuda:1", "": "cpu"}, parts) == {"conv": "cuda:0", "fc": "cuda:1"}
+    assert _by_hand({"conv": "cuda:0", "": "cpu"}, parts) == {"conv": "cuda:0", "fc": "cpu"}
+    assert _by_hand({"half1": "cpu", "conv": "cpu", "half2": "disk"}, parts) == {"conv": "cpu", "fc": "disk"}
+    with pytest.raises(ConfigurationError, match=r"gives conv\.weight 2 devices(.*\n)+.*half1.*: 'cpu'"):
+        _by_hand({"conv": "disk", "half1": "cpu", "": "cpu"}, parts)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from rankwise.parallel.place.int8 import bytes_of_quantised, quantisable
 from rankwise.parallel.place.offload_files import OffloadFiles
 from rankwise.parallel.place.plan import (
     OFFLOADED,
-    PartDevice,
     PartSize,
     PlacedPart,
     Placement,
@@ -41,7 +40,6 @@ from rankwise.parallel.place.plan import (
     by_policy,
     bytes_text,
     executing,
-    key_of,
     parse_bytes,
 )
 from rankwise.parallel.place.units import joined, sizes_of, units_of
@@ -276,38 +274,30 @@ def _planned(
             do=f'plan="auto", or a mapping: {{"layers.0": "{example()}", "": "cpu"}}',
         )
     given = {name: device_name(device) for name, device in plan.items()}
-    first_of = _first_names(model)
+    names_of = _all_names(model)
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    known.update(name for names in names_of.values() for name in names)
     for name in given:
-        if name not in first_of:
+        if name not in known:
             raise ConfigurationError(
                 f"The plan names {name!r}, but {type(model).__name__} has no such module.",
-                evidence=near(str(name), first_of),
+                evidence=near(str(name), known),
                 do='correct the name; "" stands for everything else',
             )
-        if first_of[name] != name:
-            raise ConfigurationError(
-                f"The plan names {name!r}, which is another name of {first_of[name]!r}.",
-                do=f"use the name {first_of[name]!r}: a module has one device",
-            )
-    inside = {unit.name: [slot.name for slot in unit.slots] for unit in units}
-    device_of = by_hand(given, inside, {unit.name: unit.why_whole for unit in units})
-    choices = {
-        name: PartDevice(device, f"plan[{key_of(given, inside[name][0])!r}]") for name, device in device_of.items()
-    }
+    inside = {unit.name: [names_of[slot.module, slot.attribute] for slot in unit.slots] for unit in units}
+    choices = by_hand(given, inside, {unit.name: unit.why_whole for unit in units})
     planned = PlacementPlan(choices, executing([*(budgets or {}), *given.values()]))
     _check_budgets(planned, sizes, budgets)
     return planned
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return every name of a module, parameter or buffer, and the first name that its module has."""
-    first = {module: name for name, module in model.named_modules()}
-    found: dict[str, str] = {}
+def _all_names(model: nn.Module) -> dict[tuple[nn.Module, str], list[str]]:
+    """Return all names of each parameter and buffer; a module that is registered twice has two."""
+    names: dict[tuple[nn.Module, str], list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found[name] = first[module]
         for inner in (*own_parameters(module), *own_buffers(module)):
-            found[joined(name, inner)] = joined(first[module], inner)
-    return found
+            names.setdefault((module, inner), []).append(joined(name, inner))
+    return names
 
 
 def _check_budgets(plan: PlacementPlan, sizes: Sequence[PartSize], budgets: dict[str, int] | None) -> None:

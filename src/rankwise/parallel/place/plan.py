@@ -138,21 +138,24 @@ def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]
     return PlacementPlan(choices, executes, has_room_ahead=ahead)
 
 
-def by_hand(mapping: Mapping[str, str], names: Mapping[str, Sequence[str]], whole: Mapping[str, str]) -> dict[str, str]:
+def by_hand(
+    mapping: Mapping[str, str], names: Mapping[str, Sequence[Sequence[str]]], whole: Mapping[str, str]
+) -> dict[str, PartDevice]:
     """Return the device of every part by the longest fitting prefix; ``""`` stands for everything else.
 
     Args:
         mapping: from names of modules or parameters to devices.
-        names: the names of the parameters and buffers in each part.
+        names: for each part, all names of each of its parameters and buffers: a module that is registered twice has
+            two, and either may be in ``mapping``.
         whole: why each part is not split.
 
     Raises:
-        ConfigurationError: a parameter is not covered, or a part would be split.
+        ConfigurationError: a parameter is not covered or gets two devices, or a part would be split.
     """
-    device_of: dict[str, str] = {}
+    device_of: dict[str, PartDevice] = {}
     uncovered: list[str] = []
     for part, inside in names.items():
-        keys = {name: _longest(mapping, name) for name in inside}
+        keys = {tensor_names[0]: _key(mapping, tensor_names) for tensor_names in inside}
         uncovered += [name for name, key in keys.items() if key is None]
         found = {mapping[key]: key for key in keys.values() if key is not None}
         if len(found) > 1:
@@ -161,7 +164,8 @@ def by_hand(mapping: Mapping[str, str], names: Mapping[str, Sequence[str]], whol
                 evidence="\n".join(f"{key!r}: {device!r}" for device, key in found.items()),
                 do=f"assign it to one device: {{{part!r}: {next(iter(found))!r}}}, and omit the names inside it",
             )
-        device_of[part] = next(iter(found), "cpu")
+        device, key = next(iter(found.items()), ("cpu", ""))
+        device_of[part] = PartDevice(device, f"plan[{key!r}]")
     if uncovered:
         raise ConfigurationError(
             f"The plan does not cover {len(uncovered)} parameters and buffers.",
@@ -176,14 +180,21 @@ def executing(devices: Iterable[str]) -> str:
     return next((device for device in devices if device not in {*OFFLOADED, "meta"}), "cpu")
 
 
-def key_of(mapping: Mapping[str, str], name: str) -> str:
-    """Return the key of a mapping by hand that applies to a name."""
-    return _longest(mapping, name) or ""
+def _key(mapping: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """Return the key of a mapping that applies to a tensor with these names."""
+    found = [max(fitting, key=len) for name in names if (fitting := [key for key in mapping if _is_in(name, key)])]
+    named = [key for key in found if key] or found
+    if len({mapping[key] for key in named}) > 1:
+        raise ConfigurationError(
+            f"The plan gives {names[0]} {len(set(named))} devices, by {len(names)} names of its module.",
+            evidence="\n".join(f"{key!r}: {mapping[key]!r}" for key in dict.fromkeys(named)),
+            do="use one of the names: a module has one device",
+        )
+    return next(iter(named), None)
 
 
-def _longest(mapping: Mapping[str, str], name: str) -> str | None:
-    fitting = [key for key in mapping if key in {"", name} or name.startswith(f"{key}.")]
-    return max(fitting, key=len, default=None)
+def _is_in(name: str, key: str) -> bool:
+    return key in {"", name} or name.startswith(f"{key}.")
 
 
 def _groups(sizes: Sequence[PartSize]) -> list[list[PartSize]]:
