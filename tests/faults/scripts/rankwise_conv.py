@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images with rankwise: BatchNorm over all ranks, dropout, AdamW, gradients clipped, a log by rank 0."""
+"""Images with rankwise: BatchNorm over all ranks, dropout, AdamW, clipped gradients, a progress bar, a log file."""
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ with rw.join() as world:
     loader = rw.DataLoader(TensorDataset(images, labels), global_batch_size=24, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for epoch in range(2):
-        for batch, target in loader:
+        for batch, target in rw.progress(loader):
             loss = nn.functional.cross_entropy(model(batch), target)
             optimizer.zero_grad()
             loss.backward()

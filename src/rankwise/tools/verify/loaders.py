@@ -81,13 +81,12 @@ class Loaders:
     def _following(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @wraps(original)
         def iterate(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - any loader
-            number, epoch = self._place(loader)
             if self._plan.join:
-                return self._joined(number, epoch)
+                return self._joined(loader)
             if has_workers(loader):
                 with noting_draws(loader):
-                    return self._followed(original(loader), number, epoch, by_workers=True)
-            return self._followed(original(loader), number, epoch)
+                    return self._followed(loader, original(loader), by_workers=True)
+            return self._followed(loader, original(loader))
 
         return iterate
 
@@ -100,7 +99,9 @@ class Loaders:
         self._epochs[number] = epoch + 1
         return number, epoch
 
-    def _followed(self, batches: Iterator[Any], number: int, epoch: int, *, by_workers: bool = False) -> Generator[Any]:
+    def _followed(self, loader: Any, batches: Iterator[Any], *, by_workers: bool = False) -> Generator[Any]:  # noqa: ANN401 - any loader
+        # Counted at the first batch: tqdm.auto makes an iterator that it never uses.
+        number, epoch = self._place(loader)
         position = 0
         try:
             while True:
@@ -140,7 +141,8 @@ class Loaders:
         except Exception:  # noqa: BLE001 - objects of the script that cannot be pickled
             self.batches_kept = False
 
-    def _joined(self, number: int, epoch: int) -> Generator[Any]:
+    def _joined(self, loader: Any) -> Generator[Any]:  # noqa: ANN401 - any loader
+        number, epoch = self._place(loader)
         position = 0
         while True:
             paths = [Path(folder, f"{number}-{epoch}-{position}.pt") for folder in self._plan.join]
