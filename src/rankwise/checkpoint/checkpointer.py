@@ -7,6 +7,7 @@ write and read one checkpoint.
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import replace
 from functools import partial
@@ -18,18 +19,20 @@ import torch
 from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
-from rankwise.checkpoint.load import load_into, looks_complete, verify
+from rankwise.checkpoint.load import examine, load_into, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
 from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
-from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
 from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import CHECKPOINT
 from rankwise.log import log, warn
 from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.synced_folders import staged_file
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import pins, wait_for_copies
+from rankwise.world.environments.process import job_of_process
 
 if TYPE_CHECKING:
     import os
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 
     from rankwise.checkpoint.phases import CheckpointRanks
     from rankwise.comm.session import Session
+
+_START_FRESH = "To start from scratch, use another folder, or pass restore(fresh=True). Nothing was removed"
 
 
 class Checkpointer:
@@ -86,6 +91,11 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._talk: StoreRanks | None = None
         self._damaged: set[Path] = set()
+        self._own: set[Path] = set()
+        self._restored = -1
+        self._ignored = -1
+        """The newest checkpoint of an earlier run, if this one starts from scratch."""
+        self._names_foreign = True
         self._leaves: Session | None = None
         self._lock = FolderLock(self.directory)
         self._locked_in: Session | None = None
@@ -117,29 +127,39 @@ class Checkpointer:
         self._save_at_stop(objects, is_restored=False)
         return target
 
-    def restore(self, **objects: object) -> Path | None:
+    def restore(self, *, fresh: bool = False, **objects: object) -> Path | None:
         """Load the newest checkpoint that is complete and undamaged.
 
         Called by: every rank, with the same objects; any number of ranks.
 
-        Newer ones that are incomplete or damaged are reported and skipped. Objects as for :func:`rankwise.load`,
-        but each must be mutable: put a number in a dict.
+        Newer ones whose files are missing or differ from their checksums are reported and skipped. Checkpoints that
+        exist and cannot be read are an error, never a reason to start from scratch. Objects as for
+        :func:`rankwise.load`, but each must be mutable: put a number in a dict.
+
+        Args:
+            fresh: start from scratch, whatever an earlier run has left in the folder. Its checkpoints are ignored and
+                kept. A restart by ``rankwise run --max-restarts`` continues from what its own job has saved.
+            objects: what to restore, by the names they were saved under.
 
         Returns:
             The checkpoint's directory; ``None`` when there is none, and nothing has changed.
 
         Raises:
-            CheckpointError: the newest good checkpoint is from another model, or a loader is restored from a folder
-                where another job saves; nothing has changed.
+            CheckpointError: a checkpoint cannot be read on some rank, or needs a later rankwise; all are damaged; the
+                newest good one is from another model; or a loader is restored from a folder where another job saves.
+                Nothing has changed.
             PeerFailed: that happened on another rank.
         """
         _refuse_immutable(objects)
         self.wait()
         ranks = CollectiveRanks(current())
-        found, unfinished = folder_lock.refuse_other_job(ranks, self._lock, objects.values(), self._list_checkpoints)
-        for name in unfinished:
-            warn(f"skipping {self.directory / name}: it is an unfinished save")
-        path = self._restore(ranks, found, objects)
+        folder_lock.refuse_other_job(ranks, self._lock, objects.values(), lambda: None)
+        numbers = self._numbers_on_ranks(ranks)
+        if fresh:
+            self._ignored = ranks.confirm("choosing what to ignore", lambda: self._newest_to_ignore(numbers))[0]
+        path = self._restore(ranks, [number for number in numbers if number > self._ignored], objects)
+        if path is None and numbers:
+            log(f"starting from scratch: the checkpoints of earlier runs in {self.directory} are ignored, and kept")
         self._save_at_stop(objects, is_restored=True)
         return path
 
@@ -161,28 +181,45 @@ class Checkpointer:
             self._save(session, None, objects, asynchronous=False)
             session.preemption.stop()
 
-    def _restore(self, ranks: CheckpointRanks, found: list[str], objects: dict[str, object]) -> Path | None:
-        for name in found:
-            path = self.directory / name
-            saved, damage = verify(ranks, path)
+    def _restore(self, ranks: CheckpointRanks, found: list[int], objects: dict[str, object]) -> Path | None:
+        damages: dict[str, str] = {}
+        for number in found:
+            path = folder.find(self._path(number))
+            try:
+                saved, seen = verify(ranks, path)
+            except CheckpointError as error:
+                raise error.supplement(do=f"{error.do}.\n{_START_FRESH}") from None
             if saved is None:
                 self._damaged.add(path)
-                warn(f"skipping {path}: {damage}")
+                damages[path.name] = seen
+                warn(f"skipping {path}: {seen}")
                 continue
             load_into(ranks, path, saved, objects)
+            self._restored = number
             log(f"restored {path}")
             return path
-        if found:
-            warn(f"{self.directory} holds no good checkpoint; starting from scratch")
+        if damages:
+            raise _all_damaged(self.directory, damages)
         return None
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint with a manifest and files of the right sizes, or ``None``.
+        """Return the newest checkpoint with a manifest and files of the right sizes; ``None`` if there is none.
 
         Called by: any rank, alone. Checksums are compared by :meth:`restore` only.
+
+        Raises:
+            CheckpointError: one that may be the newest cannot be read, or all are damaged.
         """
-        paths = folder.list_numbered(self.directory).values()
-        return next((path for path in paths if path not in self._damaged and looks_complete(path)), None)
+        damages: dict[str, str] = {}
+        for number, path in self._list().items():
+            if number > self._ignored:
+                saved, seen = (None, "as restore() reported") if path in self._damaged else examine(path)
+                if saved is not None:
+                    return path
+                damages[path.name] = seen
+        if damages:
+            raise _all_damaged(self.directory, damages)
+        return None
 
     def wait(self) -> None:
         """Return when the save in the background is complete; raise its error on every rank.
@@ -323,30 +360,106 @@ class Checkpointer:
     # -- the folder --------------------------------------------------------------------------
 
     def _choose(self, step: int | None) -> Path:
-        numbers = list(folder.list_numbered(self.directory))
+        numbers = list(self._list())
         highest = max(numbers, default=0)
         number = highest + 1 if step is None else step
-        if number < highest and self.directory / folder.checkpoint_name(highest) not in self._damaged:
+        if number in numbers and number <= self._ignored:
+            raise CheckpointError(
+                f"Checkpoint {number} in {self.directory} is of an earlier run and was ignored: it is not replaced.",
+                do=f"save with a step above {self._ignored}, or use another folder",
+            )
+        if number < highest and self._path(highest) not in self._damaged:
             warn(f"saving checkpoint {number}, but restore() will load checkpoint {highest}, the newest")
+        return self._path(number)
+
+    def _path(self, number: int) -> Path:
         return self.directory / folder.checkpoint_name(number)
 
-    def _list_checkpoints(self) -> tuple[list[str], list[str]]:
-        found = [path.name for path in folder.list_numbered(self.directory).values()]
-        return found, [path.name for path in folder.list_unfinished(self.directory)]
+    def _list(self) -> dict[int, Path]:
+        try:
+            return folder.list_numbered(self.directory)
+        except NotADirectoryError:
+            return {}  # the save reports it
+        except OSError as error:
+            raise CheckpointError(f"The checkpoints in {self.directory} cannot be listed: {error}") from error
+
+    def _numbers_on_ranks(self, ranks: CheckpointRanks) -> list[int]:
+        """Return the numbers of the checkpoints, newest first; the same on every rank."""
+
+        def look() -> list[Any]:
+            try:
+                unfinished = [path.name for path in folder.list_unfinished(self.directory)]
+                return [list(folder.list_numbered(self.directory)), unfinished, None]
+            except OSError as error:
+                return [[], [], str(error)]
+
+        reports = ranks.confirm(f"listing {self.directory}", look)
+        errors = {rank: error for rank, (_, _, error) in enumerate(reports) if error is not None}
+        if errors:
+            raise CheckpointError(
+                f"The folder of checkpoints {self.directory} cannot be read.",
+                evidence=fold_values(errors),
+                do="check the disk and the permissions on every machine, then try again; or use another folder",
+            )
+        found, unfinished, _ = reports[0]
+        # Ranks may look before and after another job saves: only what has nothing in common is another folder.
+        if any(numbers and set(numbers).isdisjoint(found) for numbers, _, _ in reports):
+            seen = {rank: ", ".join(map(str, numbers)) or "none" for rank, (numbers, _, _) in enumerate(reports)}
+            raise CheckpointError(
+                f"Ranks see different checkpoints in {self.directory}.",
+                evidence=fold_values(seen),
+                do="use a folder on a file system that every rank sees, and check that it is mounted on every machine",
+            )
+        for name in unfinished:
+            warn(f"skipping {self.directory / name}: it is an unfinished save")
+        return list(found)
+
+    def _newest_to_ignore(self, numbers: list[int]) -> int:
+        """Return the newest checkpoint of earlier runs; rank zero notes it in the folder, for restarts of this job."""
+        newest, (job, _) = max(numbers, default=-1), job_of_process()
+        note = self.directory / ".rankwise-fresh"
+        if current().world.rank or not job or not self.directory.is_dir():
+            return newest
+        noted = json.loads(note.read_bytes()) if note.exists() else {}
+        if noted.get("job") == job:
+            return int(noted["newest"])
+        with staged_file(note) as staging:
+            staging.write_text(json.dumps({"job": job, "newest": newest}), encoding="utf-8")
+        return newest
 
     def _retire(self, newest: Path) -> None:
-        """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``."""
+        """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
+        self._own.add(newest)
         if self.keep is None:
             return
-        num_good = 0
-        for path in folder.list_numbered(self.directory).values():
+        num_good, foreign = 0, list[str]()
+        for number, path in self._list().items():
+            if path not in self._own | self._damaged and not self._ignored < number <= self._restored:
+                foreign.append(path.name)
+                continue
+            try:
+                saved, _ = examine(path)
+            except CheckpointError as error:
+                warn(f"the old checkpoint {path} is kept: {error.what}")
+                continue
             if num_good >= self.keep and path != newest:
                 try:
                     folder.remove(path, secrets.token_hex(8))
                 except OSError as error:
                     warn(f"the old checkpoint {path} could not be removed: {error}")
-            elif path not in self._damaged and looks_complete(path):
+            elif path not in self._damaged and saved is not None:
                 num_good += 1
+        if foreign and self._names_foreign:
+            self._names_foreign = False
+            warn(f"keep={self.keep} removes no checkpoint that this job has not restored: {', '.join(foreign)} remain")
+
+
+def _all_damaged(directory: Path, damages: dict[str, str]) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds checkpoints, and all are damaged.",
+        evidence="\n".join(f"{name}: {damage}" for name, damage in damages.items()),
+        do=f"restore their files from a copy.\n{_START_FRESH}",
+    )
 
 
 def _refuse_immutable(objects: dict[str, object]) -> None:

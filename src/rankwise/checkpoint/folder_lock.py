@@ -109,7 +109,11 @@ class FolderLock:
         """
         held = _held.get(os.path.realpath(self.folder))
         own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
-        for path in _locks(self.folder).values():
+        try:
+            locks = _locks(self.folder)
+        except OSError:
+            locks = {}  # reported where its checkpoints are listed
+        for path in locks.values():
             if not _is_lock_of(path, own):
                 verdict = yield from self._judge(path, own, watches=watches)
                 if verdict:
