@@ -7,7 +7,6 @@ write and read one checkpoint.
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import replace
 from functools import partial
@@ -17,22 +16,20 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint import files, folder, folder_lock
+from rankwise.checkpoint import earlier_saves, files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import examine, load_into, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
 from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
-from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
+from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
 from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import CHECKPOINT
 from rankwise.log import log, warn
 from rankwise.tensors.as_bytes import memory_of
-from rankwise.tensors.synced_folders import staged_file
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import pins, wait_for_copies
-from rankwise.world.environments.process import job_of_process
 
 if TYPE_CHECKING:
     import os
@@ -154,9 +151,14 @@ class Checkpointer:
         self.wait()
         ranks = CollectiveRanks(current())
         folder_lock.refuse_other_job(ranks, self._lock, objects.values(), lambda: None)
-        numbers = self._numbers_on_ranks(ranks)
+        numbers = earlier_saves.numbers_on_ranks(ranks, self.directory)
         if fresh:
-            self._ignored = ranks.confirm("choosing what to ignore", lambda: self._newest_to_ignore(numbers))[0]
+            self._ignored = earlier_saves.newest_to_ignore(ranks, self.directory, numbers)
+        elif not numbers and earlier_saves.were_here(ranks, self.directory):
+            raise CheckpointError(
+                f"An earlier attempt of this job used the checkpoints in {self.directory}, and none is there any more.",
+                do=f"restore or mount the folder.\n{_START_FRESH}",
+            )
         path = self._restore(ranks, [number for number in numbers if number > self._ignored], objects)
         if path is None and numbers:
             log(f"starting from scratch: the checkpoints of earlier runs in {self.directory} are ignored, and kept")
@@ -196,6 +198,7 @@ class Checkpointer:
                 continue
             load_into(ranks, path, saved, objects)
             self._restored = number
+            earlier_saves.note_use(self.directory)
             log(f"restored {path}")
             return path
         if damages:
@@ -383,53 +386,10 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointError(f"The checkpoints in {self.directory} cannot be listed: {error}") from error
 
-    def _numbers_on_ranks(self, ranks: CheckpointRanks) -> list[int]:
-        """Return the numbers of the checkpoints, newest first; the same on every rank."""
-
-        def look() -> list[Any]:
-            try:
-                unfinished = [path.name for path in folder.list_unfinished(self.directory)]
-                return [list(folder.list_numbered(self.directory)), unfinished, None]
-            except OSError as error:
-                return [[], [], str(error)]
-
-        reports = ranks.confirm(f"listing {self.directory}", look)
-        errors = {rank: error for rank, (_, _, error) in enumerate(reports) if error is not None}
-        if errors:
-            raise CheckpointError(
-                f"The folder of checkpoints {self.directory} cannot be read.",
-                evidence=fold_values(errors),
-                do="check the disk and the permissions on every machine, then try again; or use another folder",
-            )
-        found, unfinished, _ = reports[0]
-        # Ranks may look before and after another job saves: only what has nothing in common is another folder.
-        if any(numbers and set(numbers).isdisjoint(found) for numbers, _, _ in reports):
-            seen = {rank: ", ".join(map(str, numbers)) or "none" for rank, (numbers, _, _) in enumerate(reports)}
-            raise CheckpointError(
-                f"Ranks see different checkpoints in {self.directory}.",
-                evidence=fold_values(seen),
-                do="use a folder on a file system that every rank sees, and check that it is mounted on every machine",
-            )
-        for name in unfinished:
-            warn(f"skipping {self.directory / name}: it is an unfinished save")
-        return list(found)
-
-    def _newest_to_ignore(self, numbers: list[int]) -> int:
-        """Return the newest checkpoint of earlier runs; rank zero notes it in the folder, for restarts of this job."""
-        newest, (job, _) = max(numbers, default=-1), job_of_process()
-        note = self.directory / ".rankwise-fresh"
-        if current().world.rank or not job or not self.directory.is_dir():
-            return newest
-        noted = json.loads(note.read_bytes()) if note.exists() else {}
-        if noted.get("job") == job:
-            return int(noted["newest"])
-        with staged_file(note) as staging:
-            staging.write_text(json.dumps({"job": job, "newest": newest}), encoding="utf-8")
-        return newest
-
     def _retire(self, newest: Path) -> None:
         """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
         self._own.add(newest)
+        earlier_saves.note_use(self.directory)
         if self.keep is None:
             return
         num_good, foreign = 0, list[str]()
