@@ -117,7 +117,7 @@ class Commits:
         return _loaded(broadcast(sent, source).numpy().tobytes())
 
     def _newest_readable(self) -> tuple[tuple[CommitNumber, bytes] | None, CommitNumber | None, str]:
-        """Return this machine's newest undamaged commit, the newest that no disk gave, and what was found about both."""
+        """Return this machine's newest undamaged commit, the newest that cannot be read, and the reasons."""
         unread: CommitNumber | None = None
         reasons: list[str] = []
         for mark in self._found():
