@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import resource
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,8 +21,6 @@ from rankwise.errors import CheckpointError, PeerFailed, RankwiseError
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rankwise.world.facts import World
 
 
@@ -335,7 +334,8 @@ def _load_from_folders_of_their_own(world: World, path: str, odd: int) -> tuple[
     number = 2 if world.rank == odd else 1
     with pytest.raises(CheckpointError) as caught:
         load(f"{path}/{number}", model=model, extra={})
-    assert Checkpointer(f"{path}/folder-{number}").restore(model=model, extra={}) is None
+    with pytest.raises(CheckpointError, match="ranks see different files there"):
+        Checkpointer(f"{path}/folder-{number}").restore(model=model, extra={})
     return str(caught.value), model.weight.sum().item()
 
 
@@ -345,7 +345,8 @@ def test_checkpoints_that_differ_between_ranks_are_loaded_on_none(tmp_path: Path
     for message, total in (
         result.get() for result in run_ranks(_load_from_folders_of_their_own, 3, str(tmp_path), odd)
     ):
-        assert "ranks see different manifests there; is the folder on a file system they share?" in message
+        assert "ranks see different files there" in message
+        assert "use a folder on a file system that every rank sees" in message
         assert total not in {4.0, 8.0}, "nothing was loaded"
 
 
@@ -355,6 +356,47 @@ def _save_two(world: World, path: str) -> None:
         torch.nn.init.constant_(model.weight, float(number))
         save(f"{path}/{number}", model=model, extra={})
         Checkpointer(f"{path}/folder-{number}").save(model=model, extra={})
+
+
+def _restore_what_one_rank_cannot_read(world: World, path: str, odd: int, trouble: str) -> tuple[str, int]:
+    """Rank ``odd`` looks through a link of its own, as through the mount of its machine."""
+    own = Path(path) / f"seen-by-{world.rank}"
+    if world.rank != odd:
+        own.symlink_to(Path(path) / "folder-1")
+    elif trouble == "not mounted":
+        own.symlink_to("/nowhere/disk")
+    elif trouble == "another disk":
+        own.mkdir()
+    else:
+        (own / "checkpoint-000001").mkdir(parents=True)
+        for name in ("manifest.json", "part-00000.safetensors"):
+            there = Path(path) / "folder-1" / "checkpoint-000001" / name
+            (own / "checkpoint-000001" / name).symlink_to(there if name == "manifest.json" else name)
+    extra = {"n": 0}
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(own, keep=1).restore(extra=extra)
+    return str(caught.value), len(extra)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [
+        ("not mounted", "which does not exist here"),
+        ("another disk", ""),
+        ("a part", "Too many levels of symbolic links"),
+    ],
+)
+def test_what_one_rank_cannot_read_is_an_error_on_all(tmp_path: Path, odd: int, trouble: str, text: str) -> None:
+    run_ranks(_save_two, 1, str(tmp_path))[0].get()
+    before = sorted(path.name for path in (tmp_path / "folder-1").iterdir())
+    for message, num_entries in (
+        result.get() for result in run_ranks(_restore_what_one_rank_cannot_read, 2, str(tmp_path), odd, trouble)
+    ):
+        assert num_entries == 1
+        assert text in message
+        assert f"rank {odd}: " in message
+    assert sorted(path.name for path in (tmp_path / "folder-1").iterdir()) == before
 
 
 def _save_where_a_file_is_cut(world: World, path: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
+    from rankwise.world.facts import World
     from tests.warm import Started, WarmPython
 
 TRAIN = """
@@ -139,6 +140,45 @@ def test_a_killed_rank_changes_nothing(
         torch.testing.assert_close({**was, "resets": []}, undisturbed[rank], rtol=0, atol=0)
         assert sorted(was["seen"]) == sorted([*range(24)] * 2)
     assert list((tmp_path / "tmp").glob("rankwise-*")) == []
+
+
+def _continue_from_commits(world: World, folder: str, states: tuple[str, str]) -> object:
+    """Each rank is the first of a machine of its own, whose commits are in a state."""
+    own, state = Path(folder) / str(world.rank), states[world.rank]
+    own.mkdir()
+    first = Commits(own, run=0, attempt=0, is_writer=True)
+    for number in (1, 2):
+        first.write({"values": {"n": number}})
+    newest = own / "elastic-0-0-2.pt"
+    if state == "not readable":
+        newest.unlink()
+        newest.symlink_to(newest)
+    for path in [newest] * (state == "torn") or [*own.iterdir()] * (state == "all torn"):
+        path.write_bytes(path.read_bytes()[:-100])
+    try:
+        taken = Commits(own, run=0, attempt=1, is_writer=True).take_newest()
+    except CheckpointError as error:
+        return str(error)
+    return taken and taken["values"]["n"]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (("torn", "torn"), 1),
+        (("not readable", "whole"), 2),
+        (("all torn", "whole"), 2),
+        (("not readable", "not readable"), "Too many levels of symbolic links"),
+        (("not readable", "torn"), "Too many levels of symbolic links"),
+        (("all torn", "all torn"), "cannot continue from the elastic state"),
+    ],
+)
+def test_commits_that_cannot_be_read_are_an_error_on_all_ranks(
+    tmp_path: Path, states: tuple[str, str], expected: object
+) -> None:
+    for result in testing.run_ranks(_continue_from_commits, 2, str(tmp_path), states):
+        found = result.get()
+        assert found == expected if isinstance(expected, int) else str(expected) in str(found)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import hashlib
 import itertools
 import json
 import os
+import resource
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +23,6 @@ from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -107,6 +108,25 @@ def test_any_manifest_is_loaded_or_refused(tmp_path: Path) -> None:
                 failed.append((place, wrong, repr(error)))
     assert failed == []
     assert num_refused > 1000
+
+
+@pytest.mark.parametrize("shape", [[10**11], [3, 10**7], [2, 2**62]])
+def test_a_shape_larger_than_its_file_is_refused_before_memory_is_allocated(tmp_path: Path, shape: list[int]) -> None:
+    path = Checkpointer(tmp_path).save(extra={"t": torch.ones(3, 2)})
+    manifest = path / "manifest.json"
+    sections = json.loads(manifest.read_bytes())
+    del sections["checksum"]
+    sections["tensors"]["extra.t"]["shape"] = shape
+    manifest.write_bytes(_written(sections))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    # What is allocated beyond the file fails with another error.
+    resource.setrlimit(resource.RLIMIT_AS, (used + 64 * 2**20, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"part-00000.safetensors has \d+ bytes, too few for extra.t"):
+            load(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "part-00000.safetensors"])

@@ -82,14 +82,13 @@ def test_a_skipped_checkpoint_is_neither_the_latest_nor_kept(tmp_path: Path) -> 
     assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
 
 
-def test_without_a_good_checkpoint_it_starts_from_scratch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_good_checkpoint_it_is_an_error(tmp_path: Path) -> None:
     checkpoints, path = _two(tmp_path)
     for each in tmp_path.glob("checkpoint-*"):
         (each / "manifest.json").unlink()
     extra = {"n": 0}
-    assert checkpoints.restore(extra=extra) is None
+    with pytest.raises(CheckpointError, match="holds checkpoints, and all are damaged"):
+        checkpoints.restore(extra=extra)
     assert extra == {"n": 0}
-    assert checkpoints.latest() is None
-    assert "holds no good checkpoint" in caplog.text
     assert checkpoints.save(extra=extra).name == "checkpoint-000003"
     assert path.exists()

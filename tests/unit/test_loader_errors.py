@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -144,6 +145,36 @@ def test_a_dead_worker_is_an_error() -> None:
     assert "rank 0/1" in str(caught.value)
     assert "worker 0 exited with code -9 (SIGKILL)" in str(caught.value)
     assert "out-of-memory" in (caught.value.do or "")
+
+
+class WithoutSharedMemory(Squares):
+    """What a worker meets where /dev/shm is full: the kernel's signal, or torch's error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.text:
+            raise RuntimeError(self.text)
+        os.kill(os.getpid(), signal.SIGBUS)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)",
+        "unable to write to file </torch_1_2_0>: No space left on device (28)",
+    ],
+)
+def test_a_worker_without_shared_memory_names_its_size_and_the_fix(text: str) -> None:
+    # A stub: to make /dev/shm small takes a container.
+    with pytest.raises(DatasetError) as caught:
+        list(DataLoader(WithoutSharedMemory(text), global_batch_size=2, num_workers=1))
+    assert re.search(r"shm, which batches of workers pass through, has \d+ MiB, \d+ free", str(caught.value))
+    assert "--shm-size" in (caught.value.do or "")
 
 
 class Exiting(Squares):

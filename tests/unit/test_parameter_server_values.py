@@ -174,6 +174,24 @@ def _trained(
     return parameter, saved
 
 
+def test_a_saved_state_that_cannot_be_read_is_an_error_and_is_kept(tmp_path: Path) -> None:
+    _trained(tmp_path, 7, save_at=(2, 4))
+    newest = max(tmp_path.iterdir())
+    data = newest.read_bytes()
+    newest.unlink()
+    newest.symlink_to(newest)
+    with pytest.raises(CheckpointError, match=f"{newest.name} cannot be read"):
+        _trained(tmp_path, 9)
+    newest.unlink()
+    newest.write_bytes(data)
+    for path in tmp_path.iterdir():
+        path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match=r"All saved states of parameter server 0 in .* are damaged") as caught:
+        _trained(tmp_path, 9)
+    assert newest.name in str(caught.value)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_saved_state_resumes_bitwise(tmp_path: Path) -> None:
     whole, _ = _trained(tmp_path / "none", 9)
     tmp_path /= "some"

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint import files, folder, folder_lock
+from rankwise.checkpoint import earlier_saves, files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
-from rankwise.checkpoint.load import load_into, looks_complete, verify
+from rankwise.checkpoint.load import examine, load_into, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
 from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
-from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
 from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import CHECKPOINT
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from rankwise.checkpoint.phases import CheckpointRanks
     from rankwise.comm.session import Session
+
+_START_FRESH = "To start from scratch, use another folder, or pass restore(fresh=True). Nothing was removed"
 
 
 class Checkpointer:
@@ -86,6 +88,11 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._talk: StoreRanks | None = None
         self._damaged: set[Path] = set()
+        self._own: set[Path] = set()
+        self._restored = -1
+        self._ignored = -1
+        """The newest checkpoint of an earlier run, if this one starts from scratch."""
+        self._names_foreign = True
         self._leaves: Session | None = None
         self._lock = FolderLock(self.directory)
         self._locked_in: Session | None = None
@@ -117,29 +124,44 @@ class Checkpointer:
         self._save_at_stop(objects, is_restored=False)
         return target
 
-    def restore(self, **objects: object) -> Path | None:
+    def restore(self, *, fresh: bool = False, **objects: object) -> Path | None:
         """Load the newest checkpoint that is complete and undamaged.
 
         Called by: every rank, with the same objects; any number of ranks.
 
-        Newer ones that are incomplete or damaged are reported and skipped. Objects as for :func:`rankwise.load`,
-        but each must be mutable: put a number in a dict.
+        Newer ones whose files are missing or differ from their checksums are reported and skipped. Checkpoints that
+        exist and cannot be read are an error, never a reason to start from scratch. Objects as for
+        :func:`rankwise.load`, but each must be mutable: put a number in a dict.
+
+        Args:
+            fresh: start from scratch, whatever an earlier run has left in the folder. Its checkpoints are ignored and
+                kept. A restart by ``rankwise run --max-restarts`` continues from what its own job has saved.
+            objects: what to restore, by the names they were saved under.
 
         Returns:
             The checkpoint's directory; ``None`` when there is none, and nothing has changed.
 
         Raises:
-            CheckpointError: the newest good checkpoint is from another model, or a loader is restored from a folder
-                where another job saves; nothing has changed.
+            CheckpointError: a checkpoint cannot be read on some rank, or needs a later rankwise; all are damaged; the
+                newest good one is from another model; or a loader is restored from a folder where another job saves.
+                Nothing has changed.
             PeerFailed: that happened on another rank.
         """
         _refuse_immutable(objects)
         self.wait()
         ranks = CollectiveRanks(current())
-        found, unfinished = folder_lock.refuse_other_job(ranks, self._lock, objects.values(), self._list_checkpoints)
-        for name in unfinished:
-            warn(f"skipping {self.directory / name}: it is an unfinished save")
-        path = self._restore(ranks, found, objects)
+        folder_lock.refuse_other_job(ranks, self._lock, objects.values(), lambda: None)
+        numbers = earlier_saves.numbers_on_ranks(ranks, self.directory)
+        if fresh:
+            self._ignored = earlier_saves.newest_to_ignore(ranks, self.directory, numbers)
+        elif not numbers and earlier_saves.were_here(ranks, self.directory):
+            raise CheckpointError(
+                f"An earlier attempt of this job used the checkpoints in {self.directory}, and none is there any more.",
+                do=f"restore or mount the folder.\n{_START_FRESH}",
+            )
+        path = self._restore(ranks, [number for number in numbers if number > self._ignored], objects)
+        if path is None and numbers:
+            log(f"starting from scratch: the checkpoints of earlier runs in {self.directory} are ignored, and kept")
         self._save_at_stop(objects, is_restored=True)
         return path
 
@@ -161,28 +183,46 @@ class Checkpointer:
             self._save(session, None, objects, asynchronous=False)
             session.preemption.stop()
 
-    def _restore(self, ranks: CheckpointRanks, found: list[str], objects: dict[str, object]) -> Path | None:
-        for name in found:
-            path = self.directory / name
-            saved, damage = verify(ranks, path)
+    def _restore(self, ranks: CheckpointRanks, found: list[int], objects: dict[str, object]) -> Path | None:
+        damages: dict[str, str] = {}
+        for number in found:
+            path = folder.find(self._path(number))
+            try:
+                saved, seen = verify(ranks, path)
+            except CheckpointError as error:
+                raise error.supplement(do=f"{error.do}.\n{_START_FRESH}") from None
             if saved is None:
                 self._damaged.add(path)
-                warn(f"skipping {path}: {damage}")
+                damages[path.name] = seen
+                warn(f"skipping {path}: {seen}")
                 continue
             load_into(ranks, path, saved, objects)
+            self._restored = number
+            earlier_saves.note_use(self.directory)
             log(f"restored {path}")
             return path
-        if found:
-            warn(f"{self.directory} holds no good checkpoint; starting from scratch")
+        if damages:
+            raise _all_damaged(self.directory, damages)
         return None
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint with a manifest and files of the right sizes, or ``None``.
+        """Return the newest checkpoint with a manifest and files of the right sizes; ``None`` if there is none.
 
         Called by: any rank, alone. Checksums are compared by :meth:`restore` only.
+
+        Raises:
+            CheckpointError: one that may be the newest cannot be read, or all are damaged.
         """
-        paths = folder.list_numbered(self.directory).values()
-        return next((path for path in paths if path not in self._damaged and looks_complete(path)), None)
+        damages: dict[str, str] = {}
+        for number, path in self._list().items():
+            if number > self._ignored:
+                saved, seen = (None, "as restore() reported") if path in self._damaged else examine(path)
+                if saved is not None:
+                    return path
+                damages[path.name] = seen
+        if damages:
+            raise _all_damaged(self.directory, damages)
+        return None
 
     def wait(self) -> None:
         """Return when the save in the background is complete; raise its error on every rank.
@@ -323,30 +363,63 @@ class Checkpointer:
     # -- the folder --------------------------------------------------------------------------
 
     def _choose(self, step: int | None) -> Path:
-        numbers = list(folder.list_numbered(self.directory))
+        numbers = list(self._list())
         highest = max(numbers, default=0)
         number = highest + 1 if step is None else step
-        if number < highest and self.directory / folder.checkpoint_name(highest) not in self._damaged:
+        if number in numbers and number <= self._ignored:
+            raise CheckpointError(
+                f"Checkpoint {number} in {self.directory} is of an earlier run and was ignored: it is not replaced.",
+                do=f"save with a step above {self._ignored}, or use another folder",
+            )
+        if number < highest and self._path(highest) not in self._damaged:
             warn(f"saving checkpoint {number}, but restore() will load checkpoint {highest}, the newest")
+        return self._path(number)
+
+    def _path(self, number: int) -> Path:
         return self.directory / folder.checkpoint_name(number)
 
-    def _list_checkpoints(self) -> tuple[list[str], list[str]]:
-        found = [path.name for path in folder.list_numbered(self.directory).values()]
-        return found, [path.name for path in folder.list_unfinished(self.directory)]
+    def _list(self) -> dict[int, Path]:
+        try:
+            return folder.list_numbered(self.directory)
+        except NotADirectoryError:
+            return {}  # the save reports it
+        except OSError as error:
+            raise CheckpointError(f"The checkpoints in {self.directory} cannot be listed: {error}") from error
 
     def _retire(self, newest: Path) -> None:
-        """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``."""
+        """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
+        self._own.add(newest)
+        earlier_saves.note_use(self.directory)
         if self.keep is None:
             return
-        num_good = 0
-        for path in folder.list_numbered(self.directory).values():
+        num_good, foreign = 0, list[str]()
+        for number, path in self._list().items():
+            if path not in self._own | self._damaged and not self._ignored < number <= self._restored:
+                foreign.append(path.name)
+                continue
+            try:
+                saved, _ = examine(path)
+            except CheckpointError as error:
+                warn(f"the old checkpoint {path} is kept: {error.what}")
+                continue
             if num_good >= self.keep and path != newest:
                 try:
                     folder.remove(path, secrets.token_hex(8))
                 except OSError as error:
                     warn(f"the old checkpoint {path} could not be removed: {error}")
-            elif path not in self._damaged and looks_complete(path):
+            elif path not in self._damaged and saved is not None:
                 num_good += 1
+        if foreign and self._names_foreign:
+            self._names_foreign = False
+            warn(f"keep={self.keep} removes no checkpoint that this job has not restored: {', '.join(foreign)} remain")
+
+
+def _all_damaged(directory: Path, damages: dict[str, str]) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds checkpoints, and all are damaged.",
+        evidence="\n".join(f"{name}: {damage}" for name, damage in damages.items()),
+        do=f"restore their files from a copy.\n{_START_FRESH}",
+    )
 
 
 def _refuse_immutable(objects: dict[str, object]) -> None:

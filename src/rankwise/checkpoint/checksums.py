@@ -57,15 +57,26 @@ def plain(path: Path) -> Path:
     """Return a path unless it is a pipe or a device, which ``open`` may block on.
 
     Raises:
-        OSError: it is one, or does not exist.
+        FileNotFoundError: nothing has this name.
+        OSError: it is a pipe, a device, a folder or a link that leads nowhere, or cannot be looked at.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise OSError("it is a link to a file that does not exist here") from None
+        raise
+    if not stat.S_ISREG(mode):
         raise OSError("it is not a regular file")
     return path
 
 
 def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
-    """Return how a file is damaged, or ``None``: its size, and the checksums of some pieces by number."""
+    """Return how a file is damaged, or ``None``: its size, and the checksums of some pieces by number.
+
+    Raises:
+        OSError: it cannot be read, so that nothing is known about its bytes.
+    """
     try:
         found = plain(path).stat().st_size
         if found < entry.size_bytes:
@@ -78,13 +89,11 @@ def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | No
                 length = min(PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES)
                 file.seek(number * PIECE_BYTES)
                 if file.readinto(buffer[:length]) < length:
-                    raise EOFError("the file ended early")  # noqa: TRY301 - reported below
+                    raise OSError("the file ended early")
                 if f"{zlib.crc32(buffer[:length]):08x}" != entry.checksums[number]:
                     first = number * PIECE_BYTES
                     where = f"bytes {first}-{first + length - 1}"
                     return f"{path.name} is damaged: its checksum differs in {where}"
     except FileNotFoundError:
         return f"{path.name} is missing"
-    except (OSError, EOFError) as error:
-        return f"{path.name} cannot be read: {error}"
     return None

@@ -6,6 +6,7 @@ Every change a reader can see is one rename. Knows nothing of tensors and ranks;
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -47,18 +48,22 @@ def path_of(path: object, *, call: str) -> Path:
 
 def find(target: Path) -> Path:
     """Return the path of the complete checkpoint ``target``: another one if the process died while replacing it."""
-    if not target.exists():
-        for path in _hidden(target.parent, "replaced"):
-            if _name_of(path) == target.name:
-                return path
+    # An error of the disk is reported where the checkpoint is read.
+    with contextlib.suppress(OSError):
+        if not target.exists():
+            for path in _hidden(target.parent, "replaced"):
+                if _name_of(path) == target.name:
+                    return path
     return target
 
 
 def list_numbered(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints of a folder by number, newest first; none if it is not there."""
-    if not folder.is_dir():
-        return {}
-    names = {path.name for path in folder.iterdir()} | {_name_of(path) for path in _hidden(folder, "replaced")}
+    """Return the checkpoints of a folder by number, newest first; none if it does not exist.
+
+    Raises:
+        OSError: it cannot be listed, so that it is not known whether there are any.
+    """
+    names = set(_listed(folder)) | {_name_of(path) for path in _hidden(folder, "replaced")}
     numbers = {int(match[1]): name for name in names if (match := _NUMBERED.fullmatch(name))}
     return {number: find(folder / numbers[number]) for number in sorted(numbers, reverse=True)}
 
@@ -116,14 +121,20 @@ def remove(path: Path, token: str) -> None:
     shutil.rmtree(hidden)
 
 
-def _hidden(folder: Path, state: str) -> list[Path]:
-    if not folder.is_dir():
+def _listed(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        # Such as the place of a disk that is not mounted: a folder made there would be another one.
+        for path in (folder, *folder.parents):
+            if path.is_symlink() and not path.exists():
+                raise OSError(f"{path} is a link to {path.readlink()}, which does not exist here") from None
         return []
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if (match := _HIDDEN.fullmatch(path.name)) and match["state"] == state and path.is_dir()
-    )
+
+
+def _hidden(folder: Path, state: str) -> list[Path]:
+    found = [name for name in _listed(folder) if (match := _HIDDEN.fullmatch(name)) and match["state"] == state]
+    return [folder / name for name in sorted(found) if (folder / name).is_dir()]
 
 
 def _name_of(hidden: Path) -> str:

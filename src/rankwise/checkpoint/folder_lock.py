@@ -65,11 +65,14 @@ class FolderLock:
         """Take the lock, a step at a time; the last step has the verdict.
 
         Raises:
+            CheckpointError: the disk on which this process holds the lock is no longer there.
             OSError: the folder cannot be made or written to.
         """
         key = os.path.realpath(self.folder)
         held = _held.get(key)
         own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
+        if held is not None and own is held.owner and not _is_lock_of(held.path, own):
+            held.check_folder()
         make_folder(self.folder)
         path = None
         while True:
@@ -109,7 +112,11 @@ class FolderLock:
         """
         held = _held.get(os.path.realpath(self.folder))
         own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
-        for path in _locks(self.folder).values():
+        try:
+            locks = _locks(self.folder)
+        except OSError:
+            locks = {}  # reported where its checkpoints are listed
+        for path in locks.values():
             if not _is_lock_of(path, own):
                 verdict = yield from self._judge(path, own, watches=watches)
                 if verdict:
@@ -166,6 +173,7 @@ class _HeldLock:
         self.path = path
         self.owner = owner
         self.users = users
+        self._disk = path.parent.stat().st_dev
         self._num_refreshes = 0
         self._ends = False
         # Held whenever the thread does more than wait, so that no fork happens in between.
@@ -178,6 +186,24 @@ class _HeldLock:
     def is_of_this_process(self) -> bool:
         """Whether it is not the lock of a process that this one was forked from."""
         return self.owner.pid == os.getpid()
+
+    def check_folder(self) -> None:
+        """Warn about a folder that was removed together with the lock; raise if its disk is not there either.
+
+        The state that is saved next may be the only copy, so that a removed folder is created again.
+        """
+        folder = self.path.parent
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if nearest.stat().st_dev != self._disk:
+            raise CheckpointError(
+                f"{folder} is no longer on the disk that this job saves to.",
+                evidence=f"{self.path} is missing, and {nearest} is on another file system than it was",
+                do="mount that disk again: saving would fill another one",
+            )
+        if nearest != folder:
+            warn(
+                f"{folder} was removed with its checkpoints while this job saves there: it is created and locked again"
+            )
 
     def stop(self) -> None:
         """End the thread."""

@@ -21,10 +21,12 @@ from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, 
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from rankwise.checkpoint.manifest import Manifest
+    from rankwise.checkpoint.manifest import FileEntry, Manifest
     from rankwise.checkpoint.phases import CheckpointRanks
+
+_TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
 
 
 def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, Any]:
@@ -67,63 +69,109 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     return load_into(ranks, path, saved, objects)
 
 
-def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str | None]:
+def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str]:
     """Check a checkpoint's files, each rank a share of their bytes; all reach the same verdict.
 
     Called by: every rank.
 
     Returns:
-        The manifest and ``None``; or ``None`` and the problem, the same on every rank.
+        The manifest; or ``None`` and how the files are damaged, the same on every rank.
+
+    Raises:
+        CheckpointError: it exists, but a rank cannot read it, or ranks see different files; on every rank.
     """
     own: list[Manifest] = []
 
-    def look() -> list[str | None]:
+    def look() -> list[Any]:
         try:
-            data = read_manifest_bytes(path)
-            own.append(manifest.decode(data))
-            saved_tree.check(own[0])
+            saved, seen = examine(path)
+            if saved is None:
+                return [seen, None, None]
+            own.append(saved)
+            pieces_of = manifest.pieces_to_check(saved.files, ranks.rank, ranks.world_size)
+            damages = (_find_damage(path / name, saved.files[name], pieces_of[name]) for name in pieces_of)
+            return [seen, next(filter(None, damages), None), None]
         except CheckpointError as error:
-            return [error.what.rstrip("."), None]
-        pieces_of = manifest.pieces_to_check(own[0].files, ranks.rank, ranks.world_size)
-        damages = (checksums.find_damage(path / name, own[0].files[name], pieces_of[name]) for name in pieces_of)
-        return [next(filter(None, damages), None), hashlib.sha256(data).hexdigest()]
+            return [None, None, [error.what.rstrip("."), error.do or _TRY_AGAIN]]
 
     reports = ranks.confirm(f"verifying {path}", look)
-    damages = {rank: damage for rank, (damage, _) in enumerate(reports) if damage is not None}
+    unread = {rank: why for rank, (_, _, why) in enumerate(reports) if why is not None}
+    if unread:
+        reasons = {rank: what for rank, (what, _) in unread.items()}
+        is_same = len(unread) == ranks.world_size and len(set(reasons.values())) == 1
+        raise CheckpointError(
+            f"{path} cannot be loaded: {reasons[0]}." if is_same else f"{path} cannot be read on every rank.",
+            evidence=None if is_same else fold_values(reasons),
+            do=min(unread.items())[1][1],
+        )
+    seen = {rank: what for rank, (what, _, _) in enumerate(reports)}
+    if len(set(seen.values())) > 1:
+        raise CheckpointError(
+            f"{path} cannot be loaded: ranks see different files there.",
+            evidence=fold_values(seen),
+            do="use a folder on a file system that every rank sees",
+        )
+    if not own:
+        return None, str(seen[0])
+    damages = {rank: damage for rank, (_, damage, _) in enumerate(reports) if damage is not None}
     if damages:
-        return None, (fold_values(damages) if len(set(damages.values())) > 1 else min(damages.items())[1])
-    if len({digest for _, digest in reports}) > 1:
-        return None, "ranks see different manifests there; is the folder on a file system they share?"
-    return own[0], None
+        return None, fold_values(damages) if len(set(damages.values())) > 1 else min(damages.items())[1]
+    return own[0], str(seen[0])
 
 
-def read_manifest_bytes(path: Path) -> bytes:
-    """Return the bytes of a checkpoint's manifest.
+def examine(path: Path) -> tuple[Manifest | None, str]:
+    """Return a checkpoint's manifest and what identifies it; ``None`` and the damage if it is seen to be damaged.
+
+    Compares the manifest with its checksum, and the files with their sizes.
 
     Raises:
-        CheckpointError: there is none; the error names what is there instead.
+        CheckpointError: it exists and cannot be read, or not by this rankwise: nothing is known about its bytes.
     """
+    data = _manifest_bytes(path)
+    if data is None:
+        return None, f"{manifest.MANIFEST_NAME} is missing: it is unfinished or not a checkpoint"
+    damage = manifest.find_damage(data)
+    if damage is not None:
+        return None, damage
+    saved = manifest.decode(data)
+    saved_tree.check(saved)
+    damages = (_find_damage(path / name, entry, ()) for name, entry in saved.files.items())
+    damage = next(filter(None, damages), None)
+    if damage is not None:
+        return None, damage
+    return saved, f"complete, with the manifest {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return a checkpoint's manifest, without a look at its other files.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    data = _manifest_bytes(path)
+    if data is None:
+        raise CheckpointError(f"{path} has no {manifest.MANIFEST_NAME}.", do="pass the directory of a checkpoint")
+    return manifest.decode(data)
+
+
+def _manifest_bytes(path: Path) -> bytes | None:
+    """Return the bytes of a checkpoint's manifest; ``None`` if its directory has none."""
     try:
         return checksums.plain(path / manifest.MANIFEST_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        if not path.exists():
-            what = "there is no such directory"
-        elif not path.is_dir():
-            what = "it is not a directory"
-        else:
-            what = f"{manifest.MANIFEST_NAME} is missing: it is unfinished or not a checkpoint"
+        if path.is_dir():
+            return None
+        what = "it is not a directory" if path.exists() else "there is no such directory"
     except OSError as error:
         what = f"{manifest.MANIFEST_NAME} cannot be read: {error}"
-    raise CheckpointError(what)
+    raise CheckpointError(what, do=_TRY_AGAIN)
 
 
-def looks_complete(path: Path) -> bool:
-    """Return whether a checkpoint has its manifest and files of the right sizes."""
+def _find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
     try:
-        saved = manifest.decode(read_manifest_bytes(path))
-    except CheckpointError:
-        return False
-    return all(checksums.find_damage(path / name, entry, ()) is None for name, entry in saved.files.items())
+        return checksums.find_damage(path, entry, pieces)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}", do=_TRY_AGAIN) from error
 
 
 def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:

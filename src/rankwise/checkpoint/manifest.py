@@ -6,6 +6,7 @@ Pure: values in, values out, no file, no torch, no process group.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -209,32 +210,49 @@ def _tensor_json(name: str, entry: TensorEntry) -> dict[str, Json]:
     }
 
 
+def find_damage(data: bytes) -> str | None:
+    """Return how the bytes of a manifest's file are damaged, or ``None``: they have their checksum.
+
+    Raises:
+        CheckpointError: they have none because they are of a format that this rankwise does not know.
+    """
+    first = _FIRST_LINE.match(data)
+    if first is not None:
+        found = hashlib.sha256(data[first.end() :]).hexdigest()
+        return None if found == first[1].decode() else f"{MANIFEST_NAME} is damaged: its checksum differs"
+    # What names no version is no manifest.
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        _refuse_other_versions(json.loads(data))
+    return f"{MANIFEST_NAME} is not a rankwise manifest"
+
+
 def decode(data: bytes) -> Manifest:
     """Return the manifest that a file's bytes encode.
 
     Raises:
-        CheckpointError: they are not a manifest, are damaged, have a format that this rankwise does not
-            know, or name a file outside the checkpoint.
+        CheckpointError: they are damaged, have a format that this rankwise does not know, or name a file outside the
+            checkpoint.
     """
-    first = _FIRST_LINE.match(data)
-    if first is None:
-        raise CheckpointError(f"{MANIFEST_NAME} is not a rankwise manifest.", do=_WHAT_TO_DO)
-    found = hashlib.sha256(data[first.end() :]).hexdigest()
-    if found != first[1].decode():
-        raise CheckpointError(f"{MANIFEST_NAME} is damaged: its checksum differs.", do=_WHAT_TO_DO)
+    damage = find_damage(data)
+    if damage is not None:
+        raise CheckpointError(f"{damage}.", do=_WHAT_TO_DO)
     try:
         sections = json.loads(data)
-        version = sections["format_version"]
-        if version not in FORMAT_VERSIONS:
-            raise CheckpointError(
-                f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSIONS[-1]} and older.",
-                do="install the rankwise version that wrote it: " + str(sections["rankwise_version"]),
-            )
+        _refuse_other_versions(sections)
         return _manifest_of(sections)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{MANIFEST_NAME} cannot be read: {type(error).__name__}: {error}", do=_WHAT_TO_DO
         ) from error
+
+
+def _refuse_other_versions(sections: dict[str, Any]) -> None:
+    version = sections["format_version"]
+    if version not in FORMAT_VERSIONS:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSIONS[-1]} and older.",
+            do="install the rankwise version that wrote it: " + str(sections["rankwise_version"]),
+        )
 
 
 def _manifest_of(sections: dict[str, Any]) -> Manifest:

@@ -157,6 +157,7 @@ def check(saved: Manifest) -> None:
     Raises:
         CheckpointError: it cannot.
     """
+    _check_sizes(saved)
     for name in saved.objects:
         try:
             SavedTree(name, saved)
@@ -166,6 +167,20 @@ def check(saved: Manifest) -> None:
             raise CheckpointError(
                 f"{MANIFEST_NAME} cannot be read: the state of {name} is malformed: {type(error).__name__}: {error}"
             ) from error
+
+
+def _check_sizes(saved: Manifest) -> None:
+    """Raise if tensors are larger than the files that hold them: their memory is allocated before they are read."""
+    num_bytes = dict.fromkeys(saved.files, 0)
+    for name, entry in saved.tensors.items():
+        # Without a dtype nothing is allocated: it is an error when the tensor is loaded.
+        for part in entry.parts if isinstance(getattr(torch, entry.dtype, None), torch.dtype) else ():
+            num_bytes[part.file] += part.region.num_elements * files.dtype_of(entry.dtype).itemsize
+            if num_bytes[part.file] > (size := saved.files[part.file].size_bytes):
+                raise CheckpointError(
+                    f"{MANIFEST_NAME} cannot be read: {part.file} has {size} bytes, too few for {name} of "
+                    f"{entry.dtype}{list(entry.shape)}"
+                )
 
 
 def read(folder: Path, trees: Sequence[SavedTree]) -> None:

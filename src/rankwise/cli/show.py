@@ -56,7 +56,7 @@ def _page(options: argparse.Namespace) -> Page:
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
 
     folder = find(Path(options.what))
-    newest = next(iter(list_numbered(folder).values()), folder)
+    newest = next(iter(list_numbered(folder).values()), folder) if folder.is_dir() else folder
     if (newest / MANIFEST_NAME).is_file():
         return page_of_checkpoint(newest, options.language)
     if any(folder.glob(f"*{SUFFIX}")):

@@ -9,11 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
+import shutil
 import signal
 import threading
 import traceback
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,6 +35,13 @@ if TYPE_CHECKING:
 
 _END_SECONDS = 5.0
 """How long a worker may take to exit when asked; torch waits as long before it terminates it."""
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is shown
+_SHARED_MEMORY_IS_FULL = re.compile(r"shared memory\(shm\)|</torch_\w+>: No space left on device")
+_MORE_SHARED_MEMORY = (
+    f"give {_SHARED_MEMORY} more room: docker run --shm-size=8g ... (or --ipc=host), in Kubernetes an emptyDir with "
+    f"medium: Memory at {_SHARED_MEMORY}; or read with fewer or no workers (num_workers=0)"
+)
+_ENOUGH_BYTES = 2**30
 
 
 class WorkerOptions(NamedTuple):
@@ -181,7 +191,10 @@ class Workers:
             if isinstance(answer, WorkerFailure):
                 # Now: code that keeps the error would otherwise keep the workers with it.
                 self._end(answers)
-                raise answer.error()
+                error = answer.error()
+                if _SHARED_MEMORY_IS_FULL.search(error.what):
+                    error.supplement(evidence=f"{_shared_memory()}\n{error.evidence}", do=_MORE_SHARED_MEMORY)
+                raise error
             try:
                 yield answer
             except DatasetError:
@@ -206,6 +219,9 @@ def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> Dat
         evidence = "\n".join(ends)
         if -signal.SIGKILL in exit_codes.values():
             do = "check dmesg for the kernel's out-of-memory killer; a smaller num_workers= needs less memory"
+        elif -signal.SIGBUS in exit_codes.values():
+            evidence += f"\n{_shared_memory()}"
+            do = _MORE_SHARED_MEMORY
         elif min(exit_codes.values()) < 0:
             do = "num_workers=0 with PYTHONFAULTHANDLER=1 shows the crash where it happens"
         else:
@@ -214,7 +230,16 @@ def _unanswered(error: Exception, exit_codes: dict[int, int], where: str) -> Dat
         what = "The worker processes of the loader did not answer in time, or could not start."
         evidence = f"{type(error).__name__}: {error}"
         do = "timeout_seconds= sets the limit for one batch; num_workers=0 shows where reading blocks (rankwise stacks)"
+        if Path(_SHARED_MEMORY).is_dir() and shutil.disk_usage(_SHARED_MEMORY).total < _ENOUGH_BYTES:
+            evidence += f"\n{_shared_memory()}: a batch that finds no room there never arrives"
+            do += f"; {_MORE_SHARED_MEMORY}"
     return DatasetError(what, where=where, evidence=evidence, do=do)
+
+
+def _shared_memory() -> str:
+    """Return the size of the memory that workers pass batches through."""
+    total, _, free = (size // 2**20 for size in shutil.disk_usage(_SHARED_MEMORY))
+    return f"{_SHARED_MEMORY}, which batches of workers pass through, has {total} MiB, {free} free"
 
 
 def _end_workers(answers: Iterator[Any]) -> dict[int, int]:

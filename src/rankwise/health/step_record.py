@@ -18,7 +18,7 @@ import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rankwise.errors import ReportError
 from rankwise.log import warn
@@ -71,6 +71,11 @@ _CHUNK = struct.Struct("<cI")
 _STEPS = struct.Struct("<IId")
 """Number of records, number of the first, when the chunk began."""
 _STEP_CHUNK, _NOTE = b"s", b"n"
+LEAST_NOTES_BYTES = 64 * 2**20
+MOST_TIMES_PACKED = 50
+"""How large all notes may be: as much, and so many times the file. What rankwise writes shrinks to a tenth at most."""
+_DAMAGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error, zlib.error)
+"""What reading raises where bytes have changed."""
 
 
 class Step(NamedTuple):
@@ -308,7 +313,7 @@ def parse(data: bytes, name: str) -> Record:
     facts = _facts(name, data)
     try:
         return _parsed(facts, data)
-    except (ValueError, LookupError, struct.error, zlib.error) as error:
+    except _DAMAGE as error:
         raise ReportError(f"{name} is damaged: {error}.", do="move it out of the folder") from error
 
 
@@ -316,12 +321,22 @@ def _parsed(facts: dict[str, Any], data: bytes) -> Record:
     steps: list[Step] = []
     notes: list[dict[str, Any]] = []
     unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
+    room = LEAST_NOTES_BYTES + MOST_TIMES_PACKED * len(data)
     for kind, payload in _chunks(data, _MAPPED_BYTES):
         if kind == _NOTE:
-            notes.append(json.loads(zlib.decompress(payload)))
+            text = _unpacked(payload, room)
+            room -= len(text)
+            notes.append(json.loads(text))
+            if not isinstance(notes[-1]["kind"], str):
+                raise ValueError("a note is of no kind")
         else:
             count, first, base = _STEPS.unpack_from(payload)
-            columns = unpacker.decompress(payload[_STEPS.size :])
+            if count > TAIL_RECORDS or not math.isfinite(base):
+                raise ValueError("a chunk is not one of steps")
+            # One byte more than it may hold, so that all of the input is used up.
+            columns = unpacker.decompress(payload[_STEPS.size :], count * _RECORD.size + 1)
+            if len(columns) != count * _RECORD.size:
+                raise ValueError(f"a chunk of {count} steps holds {len(columns)} bytes or more")
             rows = bytes(columns[place * count + row] for row in range(count) for place in range(_RECORD.size))
             steps += _steps(rows, first, base)
     tail, now = _tail(data)
@@ -329,6 +344,21 @@ def _parsed(facts: dict[str, Any], data: bytes) -> Record:
     last = steps[-1].number if steps else 0
     steps += [step for step in tail if step.number > last]
     return Record(facts=facts, steps=steps, notes=notes, now=now, values=_values(data))
+
+
+def _unpacked(payload: bytes, room: int) -> bytes:
+    """Return what was compressed.
+
+    Raises:
+        ValueError: it takes more than ``room`` bytes, or is incomplete.
+    """
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(payload, room + 1)
+    if len(text) > room:
+        raise ValueError(f"its notes take more than {room} bytes")
+    if not unpacker.eof:
+        raise ValueError("a note is incomplete")
+    return text
 
 
 def read_latest(path: Path) -> Record:
@@ -340,7 +370,10 @@ def read_latest(path: Path) -> Record:
     with path.open("rb") as file:
         data = file.read(_MAPPED_BYTES)
     facts = _facts(str(path), data)
-    steps, now = _tail(data)
+    try:
+        steps, now = _tail(data)
+    except _DAMAGE as error:
+        raise ReportError(f"{path} is damaged: {error}.", do="move it out of the folder") from error
     return Record(facts=facts, steps=steps, notes=[], now=now, values=_values(data))
 
 
@@ -348,10 +381,12 @@ def _facts(name: str, data: bytes) -> dict[str, Any]:
     if not data.startswith(MAGIC) or len(data) < _MAPPED_BYTES:
         raise ReportError(f"{name} is not the record of a rank.", do="pass the folder that --report was given")
     try:
-        facts: dict[str, Any] = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
-    except ValueError as error:
+        facts = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
+        if not isinstance(facts, dict):
+            raise TypeError("its header describes no rank")
+    except _DAMAGE as error:
         raise ReportError(f"{name} is damaged: {error}.", do="move it out of the folder") from error
-    return facts
+    return cast("dict[str, Any]", facts)
 
 
 def _tail(data: bytes) -> tuple[list[Step], Now]:
@@ -359,6 +394,8 @@ def _tail(data: bytes) -> tuple[list[Step], Now]:
     rows = _ROW.iter_unpack(data[_ROWS_AT : _ROWS_AT + count * _ROW.size])
     steps = [_step(number, row) for number, row in enumerate(rows, first)]
     (num_ended,) = _ENDED.unpack_from(data, _ENDED_AT)
+    if data[_NOW_AT] >= len(PARTS) or not all(math.isfinite(time) for step in steps for time in step[1:2] + step.parts):
+        raise ValueError("its last steps are not steps")
     return steps, Now(part=data[_NOW_AT], step_began=began, num_steps=max(num_ended, first + count - 1))
 
 

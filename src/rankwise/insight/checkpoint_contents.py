@@ -11,8 +11,7 @@ import torch
 from rankwise.charts.colors import NUM_KEYS
 from rankwise.charts.shapes import Bar, stacked_bars
 from rankwise.charts.units import memory
-from rankwise.checkpoint.load import read_manifest_bytes
-from rankwise.checkpoint.manifest import decode
+from rankwise.checkpoint.load import read_manifest
 from rankwise.insight import words
 from rankwise.insight.html import Page, Section, Table, rendered
 from rankwise.insight.titles import TITLES
@@ -37,7 +36,7 @@ def page_of_checkpoint(folder: Path, language: Language) -> Page:
     Raises:
         CheckpointError: the folder is no complete checkpoint.
     """
-    saved = decode(read_manifest_bytes(folder))
+    saved = read_manifest(folder)
     whole = sum(one.size_bytes for one in saved.files.values())
     headline = words.checkpoint_headline(
         num_objects=len(saved.objects),

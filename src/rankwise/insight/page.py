@@ -321,7 +321,7 @@ def _events(run: RunRecords, language: Language) -> Section:
 def _environment(run: RunRecords, language: Language) -> Section:
     titles = TITLES[language]
     rows = tuple(
-        (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts[name]) for name in _FACTS))
+        (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts.get(name, "")) for name in _FACTS))
         for record in run.ranks
     )
     return Section(

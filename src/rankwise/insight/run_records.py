@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ReportError, fold_ranks
-from rankwise.health.step_record import SUFFIX, Record, read
+from rankwise.health.step_record import FAILURE, SUFFIX, Record, read
 from rankwise.launch.report.recorded_events import EVENTS
 from rankwise.log import warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+MOST_RANKS = 2**20
+"""More are not the number of ranks of a run: the header is damaged."""
+LATEST_SECONDS = 1e11
+"""The latest time that can be shown as a date."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +113,7 @@ def _readable(paths: Sequence[Path]) -> list[Record]:
     errors: list[ReportError] = []
     for path in paths:
         try:
-            records.append(read(path))
+            records.append(_checked(read(path), path))
         except ReportError as error:
             errors.append(error)
         except OSError as error:
@@ -125,7 +130,14 @@ def _events(folder: Path) -> list[dict[str, Any]]:
         lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    return [event for line in lines if (event := _event(line)) is not None]
+    except OSError as error:
+        warn(f"left out of the report: {folder / EVENTS} cannot be read: {error.strerror}")
+        return []
+    found = [_event(line) for line in lines]
+    events = [event for event in found if event is not None]
+    if len(events) < len(found):
+        warn(f"left out of the report: {len(found) - len(events)} damaged lines of {folder / EVENTS}")
+    return events
 
 
 def _is_of_job(event: dict[str, Any], of_job: Sequence[Record], of_all: Sequence[Record]) -> bool:
@@ -143,9 +155,26 @@ def _event(line: str) -> dict[str, Any] | None:
     """Return an event; ``None`` for a line that was written in part, or by something else."""
     try:
         event = json.loads(line)
-    except ValueError:
+        is_whole = _is_time(event["time"]) and isinstance(event["text"], str)
+        is_whole = is_whole and isinstance(event.get("launcher", ""), str)
+        return event if is_whole and (event["kind"] != FAILURE or type(event["rank"]) is int) else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("time"), int | float) else None
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < LATEST_SECONDS
+
+
+def _checked(record: Record, path: Path) -> Record:
+    """Return a record whose facts are of the right kinds; raise a ReportError for another one."""
+    facts = record.facts
+    kinds = {"job": str, "hostname": str, "script": str, "rank": int, "world_size": int, "attempt": int}
+    is_whole = all(type(facts.get(name)) is kind for name, kind in kinds.items())
+    is_whole = is_whole and _is_time(facts.get("started")) and isinstance(facts.get("monotonic"), int | float)
+    if not is_whole or not 0 <= facts["rank"] < facts["world_size"] <= MOST_RANKS or facts["attempt"] < 0:
+        raise ReportError(f"{path} is damaged: its header does not describe a rank.", do="move it out of the folder")
+    return record
 
 
 def _check_one_run(folder: Path, ranks: Sequence[Record]) -> None:

@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from rankwise.launch.options import LaunchOptions
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
 from rankwise.world.environments.process import device_mask, nodes_of_job, read_launcher
+from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from rankwise.launch.agent.controller_link import ControllerLink
@@ -87,7 +87,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     # Before the fork below: one import serves the launcher and every rank.
     importlib.import_module("torch")
 
-    folder = tempfile.mkdtemp(prefix="rankwise-")
+    folder = str(make_temporary_folder())
     # Readable when a rank has recorded a failure.
     notify_read_end, notify_write_end = os.pipe()
     # A rank also returns through here: code around this call runs once in each of them.
@@ -105,7 +105,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     finally:
         server.close()
         # Done by the server, unless it was killed.
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_temporary_folder(Path(folder))
 
 
 def _unused_nodes() -> str:

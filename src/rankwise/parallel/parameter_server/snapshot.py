@@ -68,10 +68,12 @@ class ServerSnapshots:
         """Return the updates of which there are undamaged files of this server, oldest first.
 
         Raises:
-            CheckpointError: the folder belongs to another number of servers, or cannot be written to.
+            CheckpointError: the folder belongs to another number of servers, or cannot be written to; a file cannot be
+                read; or all are damaged.
         """
         self._check_room()
         found: list[int] = []
+        damaged: list[int] = []
         for path in sorted(self._folder.glob("server-*.safetensors")):
             name = FILE.fullmatch(path.name)
             if name is None:
@@ -83,8 +85,14 @@ class ServerSnapshots:
                     f"{self._num_servers}.",
                     do=f"pass servers={num_servers}, or another directory=",
                 )
-            if server == self._server and self._read(update) is not None:
-                found.append(update)
+            if server == self._server:
+                (damaged if self._read(update) is None else found).append(update)
+        if damaged and not found:
+            raise CheckpointError(
+                f"All saved states of parameter server {self._server} in {self._folder} are damaged.",
+                evidence="\n".join(str(self._path(update)) for update in damaged),
+                do="restore one of these files from a copy, or start over with another directory=",
+            )
         return sorted(found)
 
     def load(self, update: int) -> dict[str, Any]:
@@ -211,7 +219,11 @@ class ServerSnapshots:
         return self._folder / f"server-{self._server}-of-{self._num_servers}-update-{update:012d}.safetensors"
 
     def _read(self, update: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-        """Return a file's tensors, and the rest as JSON; warn and return ``None`` if it is damaged."""
+        """Return a file's tensors, and the rest as JSON; warn and return ``None`` if it is damaged.
+
+        Raises:
+            CheckpointError: it cannot be read, so that nothing is known about its bytes.
+        """
         path = self._path(update)
         try:
             with safe_open(path, framework="pt") as opened:  # type: ignore[no-untyped-call]
@@ -221,7 +233,12 @@ class ServerSnapshots:
                 tensors |= {name: torch.view_as_complex(tensors[name]) for name in reported["complex"]}
                 return tensors, reported
             reason = "its bytes differ from those that were written"
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error}",
+                do="check the disk and the permissions, then try again; or start over with another directory=",
+            ) from error
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             reason = str(error)
         warn(f"{path} is damaged and was skipped: {reason}", all_ranks=True)
         return None

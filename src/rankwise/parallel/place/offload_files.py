@@ -6,13 +6,11 @@ Knows nothing of models. Imported by place.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import shutil
 import struct
-import tempfile
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +20,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.place.plan import bytes_text
 from rankwise.tensors.files import CODES, SUFFIX
+from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +41,7 @@ class OffloadFiles:
     def __init__(self, parent: str | os.PathLike[str]) -> None:
         try:
             Path(parent).mkdir(parents=True, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(prefix="rankwise-place-", dir=parent))
+            self.folder = make_temporary_folder("place", Path(parent))
         except OSError as error:
             raise ConfigurationError(
                 f"Cannot store weights in {parent}: {error.strerror}.", do="pass offload_folder= a writable folder"
@@ -110,5 +109,4 @@ class OffloadFiles:
 def _remove(folder: Path, owner: int) -> None:
     # A process forked while the model existed does not own its files.
     if os.getpid() == owner:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
+        remove_temporary_folder(folder)

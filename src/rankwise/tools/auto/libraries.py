@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial, wraps
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ConfigurationError
@@ -16,6 +14,7 @@ from rankwise.tools.auto.hdf5_files import HDF5OfRankZero
 from rankwise.tools.auto.trackers import events_of_rank_zero, folder_of_rank_zero, wandb_of_rank_zero
 from rankwise.tools.auto.videos import videos_of_rank_zero
 from rankwise.tools.replacing import replace_attributes
+from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -61,10 +60,10 @@ _MODE = 1
 def libraries_replaced(shared: SharedCalls) -> Generator[None]:
     """Write on rank zero alone inside the block what the libraries named here write; raise where that cannot be."""
     with shared.alone():
-        own = TemporaryDirectory()
+        own = make_temporary_folder("auto")
     changes: dict[str, list[Change]] = {
-        "cv2": [videos_of_rank_zero(shared, Path(own.name))],
-        "h5py": [HDF5OfRankZero(shared, Path(own.name)).change],
+        "cv2": [videos_of_rank_zero(shared, own)],
+        "h5py": [HDF5OfRankZero(shared, own).change],
         "tensorboardX.writer": [events_of_rank_zero(shared), folder_of_rank_zero()],
         "torch.utils.tensorboard.writer": [events_of_rank_zero(shared), folder_of_rank_zero()],
         "wandb": [wandb_of_rank_zero(shared)],
@@ -78,7 +77,7 @@ def libraries_replaced(shared: SharedCalls) -> Generator[None]:
             yield
         finally:
             with shared.alone():
-                own.cleanup()
+                remove_temporary_folder(own)
 
 
 def _all_of(changes: list[Change], module: ModuleType) -> Replaced:

@@ -127,7 +127,7 @@ class RankZeroFiles:
 
     def _stand_in(self, earlier: bytes, mode: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
         """Return a file with the same content that nobody else sees."""
-        handle, path = tempfile.mkstemp()
+        handle, path = tempfile.mkstemp(prefix="rankwise-auto-")
         os.write(handle, earlier)
         os.close(handle)
         try:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.tools.verify import compare, conclude, mistakes
 from rankwise.tools.verify.compare import Floor
 from rankwise.tools.verify.runs import LEAST_LIMIT_SECONDS, TIMES_SLOWER, Workspace
 from rankwise.tools.verify.verdict import Report
-from rankwise.tools.verify.working_copy import PREFIX
+from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,9 +40,9 @@ def verify(script: Script, numbers_of_ranks: Sequence[int], *, as_is: bool, show
         ConfigurationError: the working folder cannot be copied.
     """
     began = time.monotonic()
-    folder, pid = tempfile.mkdtemp(prefix=PREFIX), os.getpid()
+    folder, pid = make_temporary_folder("verify"), os.getpid()
     try:
-        verification = _Verification(script, Workspace(Path(folder), script), show)
+        verification = _Verification(script, Workspace(folder, script), show)
         verdicts = None if as_is else verification.verdicts(numbers_of_ranks, float64=True)
         has_failed = verdicts is None and not as_is
         if verdicts is None:
@@ -53,7 +50,7 @@ def verify(script: Script, numbers_of_ranks: Sequence[int], *, as_is: bool, show
     finally:
         # Ranks leave through here too.
         if os.getpid() == pid:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_temporary_folder(folder)
     return Report(
         script=shlex.join([*["-m"] * script.is_module, script.target, *script.arguments]),
         dtype="its own precision" if as_is or has_failed else "float64",

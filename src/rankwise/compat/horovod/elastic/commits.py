@@ -13,7 +13,7 @@ import itertools
 import pickle
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +21,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rankwise.comm.collectives import broadcast, gather_json
 from rankwise.comm.session import current
-from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.log import log, warn
 from rankwise.tensors.synced_folders import staged_file
 from rankwise.world.environments.process import read_process, stack_file
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NUM_KEPT = 2
 """The newest, and the one before it in case the newest is damaged."""
@@ -89,10 +86,26 @@ class Commits:
         """Return the newest undamaged commit of all machines; ``None`` if there is none.
 
         Called by: every rank, at the start of an attempt that is not the first.
+
+        Raises:
+            CheckpointError: there are commits, and all are damaged, or the newest cannot be read; on every rank.
         """
-        own = next(self._readable(), None) if self._is_writer else None
-        reported = gather_json(None if own is None else [own[0].attempt, own[0].number], what="hvd.elastic.run()")
-        marks = {rank: CommitNumber(*one) for rank, one in enumerate(reported) if one is not None}
+        own, unread, text = self._newest_readable() if self._is_writer else (None, None, "")
+        reported = gather_json([None if own is None else own[0], unread, text], what="hvd.elastic.run()")
+        marks = {rank: CommitNumber(*mark) for rank, (mark, _, _) in enumerate(reported) if mark is not None}
+        newest = max(marks.values(), default=None)
+        lost = {
+            rank: text
+            for rank, (_, unread, text) in enumerate(reported)
+            if text and (newest is None or (unread is not None and CommitNumber(*unread) > newest))
+        }
+        if lost:
+            raise CheckpointError(
+                "This attempt cannot continue from the elastic state that an earlier one has committed.",
+                evidence=fold_values(lost),
+                do="check the disk of the job's temporary folder, and start the job again; "
+                "TMPDIR=... rankwise run puts the folder on another disk",
+            )
         if not marks:
             return None
         # If several ranks have it, the lowest one sends it.
@@ -103,19 +116,21 @@ class Commits:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
         return _loaded(broadcast(sent, source).numpy().tobytes())
 
-    def _readable(self) -> Iterator[tuple[CommitNumber, bytes]]:
-        """Yield this machine's undamaged commits, the newest first."""
+    def _newest_readable(self) -> tuple[tuple[CommitNumber, bytes] | None, CommitNumber | None, str]:
+        """Return this machine's newest undamaged commit, the newest that cannot be read, and the reasons."""
+        unread: CommitNumber | None = None
+        reasons: list[str] = []
         for mark in self._found():
             try:
                 data = self._path(mark).read_bytes()
                 _loaded(data)
             except Exception as error:  # noqa: BLE001 - torch raises many kinds for a damaged file
-                warn(
-                    f"the elastic commit {self._path(mark)} is skipped: {str(error).partition(chr(10))[0]}",
-                    all_ranks=True,
-                )
+                reasons.append(f"{self._path(mark)}: {str(error).partition(chr(10))[0]}")
+                warn(f"the elastic commit {reasons[-1].replace(': ', ' is skipped: ', 1)}", all_ranks=True)
+                unread = unread or (mark if isinstance(error, OSError) else None)
                 continue
-            yield mark, data
+            return (mark, data), unread, "\n".join(reasons)
+        return None, unread, "\n".join(reasons)
 
     def _found(self) -> list[CommitNumber]:
         """Return the commits of this run that the folder holds, the newest first."""

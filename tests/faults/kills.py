@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kill a training at random moments of its saves and restores until it ends; nothing may be lost, hang or differ.
+
+``python tests/faults/kills.py [--kills 30] [--seed 0]``. Each kill ends one rank or the whole job with SIGKILL. After
+each, the folder's newest checkpoint must be whole and at least as new as every one that a rank has reported; at the end
+the parameters must equal those of a training that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rankwise.checkpoint.checkpointer import Checkpointer
+from rankwise.checkpoint.folder import list_numbered
+from rankwise.comm.join import join
+
+TRAIN = """
+import os, sys
+import torch
+import rankwise as rw
+
+asynchronous, strategy, steps = sys.argv[1] == "asynchronous", sys.argv[2], int(sys.argv[3])
+with rw.join() as world:
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(40, 64).double(), torch.randn(40, 64).double())
+    model = getattr(rw, strategy)(torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)).double())
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    loader = rw.DataLoader(data, global_batch_size=8, shuffle=True)
+    checkpoints = rw.Checkpointer("net", keep=2, asynchronous=asynchronous)
+    extra = {"steps": 0}
+    objects = {"model": model, "optimizer": optimizer, "loader": loader, "extra": extra}
+    with open(f"pid-{world.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    checkpoints.restore(**objects)
+    while extra["steps"] < steps:
+        for x, y in loader:
+            if extra["steps"] == steps:
+                break
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            extra["steps"] += 1
+            path = checkpoints.save(**objects)
+            if not asynchronous and world.rank == 0:
+                with open("reported", "w") as file:
+                    file.write(path.name)
+    checkpoints.close()
+    rw.save("end", model=model, optimizer=optimizer)
+"""
+LIMIT_SECONDS = 120.0
+
+
+def _start(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "rankwise", "run", "-n", "2", "train.py", *words]
+    with (folder / "output.txt").open("ab") as output:
+        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+
+
+def _wait_for_ranks(job: subprocess.Popen[bytes], folder: Path) -> None:
+    """Return when both ranks are about to restore, or the job has ended."""
+    while job.poll() is None and not all((folder / f"pid-{rank}").exists() for rank in (0, 1)):
+        time.sleep(0.02)
+
+
+def _kill(job: subprocess.Popen[bytes], folder: Path, draw: random.Random) -> str:
+    """Kill one rank, or the launcher and all ranks; return which."""
+    whom = draw.choice(["rank 0", "rank 1", "the job"])
+    pid = folder / f"pid-{whom[-1]}"
+    try:
+        if whom == "the job" or not pid.exists():
+            whom = "the job"
+            os.killpg(job.pid, signal.SIGKILL)
+        else:
+            os.kill(int(pid.read_text(encoding="utf-8") or "0") or job.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        whom += ", which had ended"
+    job.wait(LIMIT_SECONDS)
+    for left in folder.glob("pid-*"):
+        left.unlink()
+    return whom
+
+
+def _newest_whole(folder: Path) -> int:
+    """Return the number of the checkpoint that restore() takes; 0 without one."""
+    taken = Checkpointer(folder / "net").restore(extra={})
+    numbers = {path.name: number for number, path in list_numbered(folder / "net").items()}
+    return 0 if taken is None else numbers[taken.name]
+
+
+def _train_to_the_end(folder: Path, words: list[str]) -> float:
+    """Train undisturbed; return the seconds from the restore to the end."""
+    (folder / "train.py").write_text(TRAIN, encoding="utf-8")
+    job = _start(folder, words)
+    _wait_for_ranks(job, folder)
+    began = time.monotonic()
+    if job.wait(LIMIT_SECONDS):
+        raise RuntimeError((folder / "output.txt").read_text(encoding="utf-8"))
+    return time.monotonic() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    draw, num_kills, lost = random.Random(options.seed), 0, 0
+    join(device="cpu")
+    while num_kills < options.kills:
+        words = [draw.choice(["synchronous", "asynchronous"]), draw.choice(["replicate", "shard"]), str(options.steps)]
+        with tempfile.TemporaryDirectory() as undisturbed, tempfile.TemporaryDirectory() as disturbed:
+            whole, folder = Path(undisturbed), Path(disturbed)
+            seconds = _train_to_the_end(whole, words)
+            (folder / "train.py").write_text(TRAIN, encoding="utf-8")
+            newest = 0
+            while True:
+                job = _start(folder, words)
+                try:
+                    _wait_for_ranks(job, folder)
+                    ended = job.wait(draw.uniform(0.0, 0.5) * seconds)
+                except subprocess.TimeoutExpired:
+                    whom = _kill(job, folder, draw)
+                else:
+                    if ended:
+                        raise RuntimeError((folder / "output.txt").read_text(encoding="utf-8"))
+                    break
+                num_kills += 1
+                reported = folder / "reported"
+                least = int(reported.read_text(encoding="utf-8").rpartition("-")[2] or 0) if reported.exists() else 0
+                found = _newest_whole(folder)
+                is_whole = found >= max(least, newest)
+                lost += not is_whole
+                newest = found
+                print(
+                    f"{'ok' if is_whole else 'LOST':5}kill {num_kills} of {whom}: {found} of {options.steps}",
+                    flush=True,
+                )
+            files = sorted(path.name for path in (whole / "end").glob("*.safetensors"))
+            is_equal = all(
+                (whole / "end" / name).read_bytes() == (folder / "end" / name).read_bytes() for name in files
+            )
+            lost += not (files and is_equal)
+            print(f"{'ok' if files and is_equal else 'NOT':5}{' '.join(words)}: bit-equal at the end", flush=True)
+    print(f"{num_kills} kills, {lost} with a loss or a difference")
+    return int(lost > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
