@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +66,26 @@ def is_compiled(module: torch.nn.Module) -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     return any(module_within(one) is not None or one._compiled_call_impl is not None for one in module.modules())  # noqa: SLF001
+
+
+class GraphSplit:
+    """Splits graphs that are compiled in a model's forward at its buckets: each part returns its gradients by itself.
+
+    The compiler reads the size of a bucket from the DistributedDataParallel whose forward is running, for which this
+    stands in. It splits nothing if ``torch._dynamo.config.optimize_ddp`` is false.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes_cap = bucket_bytes
+
+    def begin(self, *_: object) -> None:
+        """Split what is compiled from now on. Called before forward."""
+        if torch.is_grad_enabled():
+            DistributedDataParallel._active_ddp_module = self  # type: ignore[assignment] # noqa: SLF001
+
+    def end(self, *_: object) -> None:
+        """Split no more. Called after forward."""
+        DistributedDataParallel._active_ddp_module = None  # noqa: SLF001
 
 
 def is_transforming() -> bool:

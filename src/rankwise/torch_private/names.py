@@ -28,6 +28,8 @@ NAMES = {
     "torch._C._functorch.peek_interpreter_stack": "whether a transform of torch.func is running",
     "torch._dynamo": "whether the compiler is imported; import it before ranks are forked",
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "the module that torch.compile wrapped",
+    "torch._dynamo.config.optimize_ddp": "named in documents: whether graphs are split at buckets",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "have the compiler split graphs at buckets",
     "torch._inductor.config.fallback_random": "named in messages: random numbers in compiled code",
     # foreach
     "torch._foreach_copy_": "copy many tensors in one call",
