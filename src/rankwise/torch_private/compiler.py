@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_compiler: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+_SKIP = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)  # noqa: SLF001
 
 OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
 """The setting that makes compiled code use torch's random operations, as named in messages."""
@@ -34,6 +37,8 @@ def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
 
+    # The compiler would compile this for every function and kind of arguments, and give up on it with a warning.
+    _compiler.set_code_exec_strategy(call.__code__, _SKIP)
     return call
 
 
@@ -72,7 +77,7 @@ class GraphSplit:
     """Splits graphs that are compiled in a model's forward at its buckets: each part returns its gradients by itself.
 
     The compiler reads the size of a bucket from the DistributedDataParallel whose forward is running, for which this
-    stands in. It splits nothing if ``torch._dynamo.config.optimize_ddp`` is false.
+    stands in. The user's setting ``optimize_ddp`` of the compiler turns it off.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
