@@ -82,7 +82,7 @@ def _compiled(model: Blocks, how: str) -> nn.Module:
     return rw.replicate(model)
 
 
-def _buckets_sent_before_the_last_block(world: World, how: str, splits: bool) -> int:  # noqa: FBT001 - of a test
+def _buckets_sent_before_the_last_block(world: World, how: str, splits: bool) -> int:
     """Return how many buckets of the second step are sent when backward reaches the first block, which is last."""
     gradient_buckets.FIRST_BUCKET_BYTES = torch_group.CPU_CHANNEL_BYTES = BUCKET_BYTES
     dynamo_config.optimize_ddp = splits
@@ -118,7 +118,7 @@ def test_the_users_setting_keeps_a_compiled_model_whole() -> None:
         assert result.get() == 0
 
 
-def _train_unequal_batches(world: World, compiled: bool) -> tuple[list[int], torch.Tensor]:  # noqa: FBT001 - of a test
+def _train_unequal_batches(world: World, compiled: bool) -> tuple[list[int], torch.Tensor]:
     """Return how many graphs each step compiled, and the weights after all steps."""
     gradient_buckets.FIRST_BUCKET_BYTES = torch_group.CPU_CHANNEL_BYTES = BUCKET_BYTES
     graphs: list[object] = []
