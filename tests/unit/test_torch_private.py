@@ -302,6 +302,43 @@ def check_module_within() -> None:
     assert compiler.module_within(module) is None
 
 
+@canary(
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame._FrameAction",
+)
+def check_skipped_wrapper() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    from torch._dynamo.utils import counters
+
+    before = counters["frames"]["total"]
+    torch.compile(compiler.uncompiled(double), backend="eager")(torch.ones(2))
+    assert counters["frames"]["total"] == before
+
+
+@canary("torch.nn.parallel.DistributedDataParallel._active_ddp_module")
+def check_graph_split() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph
+
+    split = compiler.GraphSplit(2**20)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    split.begin()
+    try:
+        torch.compile(model, backend=backend)(torch.ones(1, 512))
+    finally:
+        split.end()
+    assert len(graphs) == 2
+    torch.compiler.reset()
+    torch.compile(model, backend=backend)(torch.ones(1, 512))
+    assert len(graphs) == 3
+
+
 @canary("torch._inductor.config.fallback_random")
 def check_fallback_random() -> None:
     from torch._inductor import config

@@ -27,6 +27,7 @@ from rankwise.parallel.one_copy.choice import share_parameters
 from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.scope import check_randomness
 from rankwise.parallel.state_guard.guard import StateGuard, shared_statistics
+from rankwise.torch_private.compiler import GraphSplit
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
@@ -144,6 +145,9 @@ def replicate(
         buffers = BufferSync(model, exchange, DivergedBuffers(model, exchange, type(model).__name__))
         model.register_forward_pre_hook(OwnHook(buffers.before_training))
     if group is not None:
+        split = GraphSplit(group.channel_bytes(parameters[0].device))
+        model.register_forward_pre_hook(OwnHook(split.begin))
+        model.register_forward_hook(OwnHook(split.end), always_call=True)
         statistics = shared_statistics(model, SYNCHRONISED)
         sync.loss.guard_by(
             StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))

@@ -6,16 +6,20 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_compiler: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+_SKIP = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)  # noqa: SLF001
 
 OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
 """The setting that makes compiled code use torch's random operations, as named in messages."""
@@ -33,6 +37,8 @@ def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
 
+    # The compiler would compile this for every function and kind of arguments, and give up on it with a warning.
+    _compiler.set_code_exec_strategy(call.__code__, _SKIP)
     return call
 
 
@@ -65,6 +71,26 @@ def is_compiled(module: torch.nn.Module) -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     return any(module_within(one) is not None or one._compiled_call_impl is not None for one in module.modules())  # noqa: SLF001
+
+
+class GraphSplit:
+    """Splits graphs that are compiled in a model's forward at its buckets: each part returns its gradients by itself.
+
+    The compiler reads the size of a bucket from the DistributedDataParallel whose forward is running, for which this
+    stands in. The user's setting ``optimize_ddp`` of the compiler turns it off.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes_cap = bucket_bytes
+
+    def begin(self, *_: object) -> None:
+        """Split what is compiled from now on. Called before forward."""
+        if torch.is_grad_enabled():
+            DistributedDataParallel._active_ddp_module = self  # type: ignore[assignment] # noqa: SLF001
+
+    def end(self, *_: object) -> None:
+        """Split no more. Called after forward."""
+        DistributedDataParallel._active_ddp_module = None  # noqa: SLF001
 
 
 def is_transforming() -> bool:

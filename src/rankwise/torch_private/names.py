@@ -24,10 +24,14 @@ NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "call the hooks around one's own",
     # compiler
     "torch._disable_dynamo": "torch.compiler.disable without importing the compiler",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": "have the compiler skip a wrapper of ours",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": "what it does with code, and with what that calls",
+    "torch._C._dynamo.eval_frame._FrameAction": "the kinds",
     "torch.autograd.forward_ad._current_level": "whether forward mode is on",
     "torch._C._functorch.peek_interpreter_stack": "whether a transform of torch.func is running",
     "torch._dynamo": "whether the compiler is imported; import it before ranks are forked",
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "the module that torch.compile wrapped",
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "have the compiler split graphs at buckets",
     "torch._inductor.config.fallback_random": "named in messages: random numbers in compiled code",
     # foreach
     "torch._foreach_copy_": "copy many tensors in one call",
