@@ -16,6 +16,7 @@ import torch
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.loss.amounts import is_zero
 from rankwise.parallel.loss.reports import (
     MOST_TERMS,
     Mode,
@@ -208,8 +209,29 @@ class LossOnRanks:
         """Whether the next backward is one of several that make one gradient."""
         return self._accumulation.is_continued or self._accumulation.is_open
 
-    def expect(self, verdict: Verdict, call: ForwardCall | None) -> None:
-        """Take in the verdict on the loss whose backward is about to run; it comes from the outputs of ``call``."""
+    def check_calls(self, *unlike: ForwardCall) -> None:
+        """Raise if calls of one loss have been given numbers of which one is zero: the loss has one weight.
+
+        Args:
+            unlike: two calls of different numbers; nothing if there are none.
+        """
+        if not unlike or self._given_weight is not None or not self.is_given_by_forward:
+            return
+        amounts = [call.num_samples for call in unlike]
+        if any(isinstance(amount, torch.Tensor) for amount in amounts):
+            first, second = (torch.as_tensor(amount, device=self._device) for amount in amounts)
+            check_later((first == 0) != (second == 0), partial(_report_calls, self._model_name, self._num_begun))
+        elif 0.0 in amounts:
+            raise _two_amounts(self._model_name)
+
+    def expect(self, verdict: Verdict, call: ForwardCall | None, *, is_empty: bool | None) -> None:
+        """Take in the verdict on the loss whose backward is about to run.
+
+        Args:
+            verdict: of this rank.
+            call: from whose outputs the loss comes.
+            is_empty: whether this rank has no samples for any part of the loss; ``None``: as the model's last forward.
+        """
         self._expected_weight = self.forward_weight if call is None else call.num_samples
         self._batch = batch_in_hand()
         self._rows = None
@@ -217,7 +239,9 @@ class LossOnRanks:
             session = current_or_none()
             batch = None if session is None else session.latest_batch
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
-        self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
+        if is_empty is None:
+            is_empty = self._expected_weight is not None and is_zero(self._expected_weight)
+        self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
             # Later it may be unknown: on a GPU another thread runs backward.
             self._place = user_call_site()
@@ -267,6 +291,9 @@ class LossOnRanks:
         """
         if self._is_reported:
             return
+        if self._expected_weight is not None:
+            # A loss of several forwards has one weight, whichever of them backward reaches first.
+            forward_weight = self._expected_weight
         self._num_begun += 1
         num_samples = 0.0 if forward_weight is None or isinstance(forward_weight, torch.Tensor) else forward_weight
         self.num_samples = num_samples + (self.num_samples if self._accumulation.is_open else 0.0)
@@ -362,9 +389,10 @@ class LossOnRanks:
 
     def end(self) -> None:
         """Forget the loss of a backward that has ended, or did not reach this model."""
-        if self.is_sum and not self.is_accumulated:
+        if (self.is_sum or self.is_empty) and not self.is_accumulated:
             self._accumulation.give_back_earlier()
         self._verdict = _SAMPLES
+        self._expected_weight = None
         self._batch = 0
         self._combined = None
         self._is_reported = False
@@ -409,6 +437,21 @@ def _known(weight: float | None) -> float:
     if not (math.isfinite(weight) and weight >= 0):
         raise _not_a_weight(weight)
     return float(weight)
+
+
+def _two_amounts(model_name: str, where: str | None = None) -> ConfigurationError:
+    return ConfigurationError(
+        f"A loss of several forward passes of {model_name} has samples for one of them and none for another, by the "
+        "function given as weight=.",
+        where=where,
+        do="omit weight=, so that each mean in the loss counts by its own samples; or call backward() within "
+        "`with rankwise.weight(model, amount):`",
+    )
+
+
+def _report_calls(model_name: str, number: int) -> None:
+    """Raise for calls whose numbers are on a device, once one is known to be zero and another not."""
+    raise _two_amounts(model_name, f"found after backward {number} of the model")
 
 
 def _not_a_weight(weight: float, where: str | None = None) -> ConfigurationError:

@@ -150,6 +150,8 @@ class RowLengthsInSteps:
         """
         if call is None or not num_samples or len(call.sizes) < 2 or call.sizes[0] != num_samples:  # noqa: PLR2004
             return None
+        if any(term.kind in ("mean", "sum") and not term.num_rows for term in terms):
+            return None  # Other ranks add up the rows of more terms.
         of_samples = [term for term in terms if term.per_row and term.num_rows == num_samples]
         if not of_samples:
             return None
