@@ -8,7 +8,6 @@ saved are freed: ``torch.autograd.backward`` is wrapped from the first strategy 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -58,14 +57,21 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     if torch.autograd.backward is not _backward:
         torch.autograd.backward = _backward
         session.at_end(_undo)
-        session.on_leave(partial(run_checks, waits=True))
-        session.before_save(partial(run_checks, waits=True))
+        session.on_leave(_check_all)
+        session.before_save(_check_all)
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
 
 def _living() -> list[LossOnRanks]:
     return [one for reference in _subscribers if (one := reference()) is not None]
+
+
+def _check_all() -> None:
+    """Raise what is known to be wrong once the device and the other ranks are done with every step so far."""
+    run_checks(waits=True)
+    for one in _living():
+        one.settle()
 
 
 def _undo() -> None:
@@ -171,7 +177,7 @@ def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) ->
     """Return the factor of each term that makes the mean over ranks with samples equal to one rank's result."""
     factors: list[Amount] = []
     for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
-        factor: Amount = float(combined.num_active)
+        factor: Amount = combined.num_active * 1.0
         if model.reading(number) in ("mean", "share"):
             factor *= ratio(term.amount, on_ranks.amount)
         factors.append(factor)
