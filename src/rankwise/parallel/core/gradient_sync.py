@@ -265,6 +265,8 @@ class GradientSync:
         own = 1.0 if self._accumulation.is_open else share
         if self.loss.is_sum:
             return Weights(own, self.loss.weight)
+        if self.loss.is_empty and not self.loss.reads_amounts and self.loss.is_sum_on_ranks():
+            return Weights(own, 1.0 / self.num_ranks)
         scale = self._unit.scale
         return Weights(scale * own, scale * (self._accumulation.carried + share))
 
@@ -311,11 +313,9 @@ class GradientSync:
 
     def _hand_back(self, group: Exchange, buckets: GradientBuckets) -> None:
         buckets.take_back()
-        is_sum = self.loss.is_sum_on_ranks()
-        if self.loss.guard is not None:
-            self.loss.guard.check()
+        is_sum = self.loss.end_step()
         total = buckets.total() / self._unit.scale
-        if is_sum and (self.loss.is_empty_somewhere() if isinstance(total, torch.Tensor) else total != 1.0):
+        if is_sum and not isinstance(total, torch.Tensor) and total != 1.0:
             # Ranks without samples sent weights as if the others' losses were no sums.
             self._multiply(total)
         if self._on_mean is not None:

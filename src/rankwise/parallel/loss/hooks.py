@@ -8,7 +8,6 @@ saved are freed: ``torch.autograd.backward`` is wrapped from the first strategy 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from rankwise.comm.session import Session
     from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
     from rankwise.parallel.loss.reports import GlobalLoss
-    from rankwise.parallel.loss.terms import ForwardCall, Term
+    from rankwise.parallel.loss.terms import Term
 
 
 _subscribers: list[ref[LossOnRanks]] = []
@@ -58,14 +57,21 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     if torch.autograd.backward is not _backward:
         torch.autograd.backward = _backward
         session.at_end(_undo)
-        session.on_leave(partial(run_checks, waits=True))
-        session.before_save(partial(run_checks, waits=True))
+        session.on_leave(_check_all)
+        session.before_save(_check_all)
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
 
 def _living() -> list[LossOnRanks]:
     return [one for reference in _subscribers if (one := reference()) is not None]
+
+
+def _check_all() -> None:
+    """Raise what is known to be wrong once the device and the other ranks are done with every step so far."""
+    run_checks(waits=True)
+    for one in _living():
+        one.settle()
 
 
 def _undo() -> None:
@@ -93,11 +99,12 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     given = args[0] if args else kwargs.get("grad_tensors")
     _check_inputs(kwargs.get("inputs"), subscribers)
-    verdict, calls = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    verdict, reader = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    calls = reader.calls
     with ExitStack() as scaling:
         try:
             for one in subscribers:
-                one.expect(verdict, calls.get(one.number))
+                one.expect(verdict, calls.get(one.number), is_empty=reader.is_empty)
             reached = [one for one in subscribers if one.number in calls]
             for one in reached:
                 one.report_at_start()
@@ -125,21 +132,23 @@ def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
 
 def _read(
     roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
-) -> tuple[Verdict, dict[int, ForwardCall | None]]:
-    """Return the verdict on a loss, and the calls of models it comes from; warn of a loss that cannot be read."""
+) -> tuple[Verdict, LossReader]:
+    """Return the verdict on a loss, and what was read; warn of a loss that cannot be read."""
     reader = LossReader(subscribers)
     for root in roots:
         reader.read(root)
     reached = [one for one in subscribers if one.number in reader.calls]
     if not reached or any(one.is_given for one in reached):
-        return Verdict(Mode.SAMPLES), reader.calls
+        for one in reached:
+            one.check_calls(*reader.unlike.get(one.number, ()))
+        return Verdict(Mode.SAMPLES), reader
     if has_gradients and any(root.dim() for root in roots):
         _warn_unread("backward() was called with gradients")
-        return Verdict(Mode.SAMPLES), reader.calls
+        return Verdict(Mode.SAMPLES), reader
     verdict = verdict_of(reader.terms)
     if any(one.reads_amounts for one in reached):
         verdict = verdict.read()
-    return _followed(verdict, reached), reader.calls
+    return _followed(verdict, reached), reader
 
 
 def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
@@ -168,7 +177,7 @@ def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) ->
     """Return the factor of each term that makes the mean over ranks with samples equal to one rank's result."""
     factors: list[Amount] = []
     for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
-        factor: Amount = float(combined.num_active)
+        factor: Amount = combined.num_active * 1.0
         if model.reading(number) in ("mean", "share"):
             factor *= ratio(term.amount, on_ranks.amount)
         factors.append(factor)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rankwise.comm.session import current_or_none
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.loss.amounts import is_zero
 from rankwise.parallel.loss.reports import (
     MOST_TERMS,
     Mode,
@@ -23,6 +24,7 @@ from rankwise.parallel.loss.reports import (
     RowLengthsInSteps,
     TermReadings,
     Verdict,
+    as_expected,
     batch_in_hand,
     check_same_batch,
     combine,
@@ -47,12 +49,26 @@ _COUNTED_IN = {
     Mode.MEAN: "the number that the mean in the loss is over",
     Mode.SUM: "nothing, because the loss is a sum",
 }
+STEPS_HEARD = 3
+"""How many of the first steps wait for the reports of the other ranks, whatever their losses are."""
 _SAMPLES = Verdict(Mode.SAMPLES)
 _NOTHING = Verdict(Mode.NOTHING)
 
 
 model_numbers = itertools.count()
 """Numbers for models. Ranks train their models with the same strategies in one order, so they are the same on each."""
+
+
+_Kind = tuple[Mode, tuple[tuple[str, str], ...]]
+
+
+class _Left(NamedTuple):
+    """What errors of a step say whose reports are received later."""
+
+    verdict: Verdict
+    rows: RowLengths | None
+    place: CallSite | None
+    number: int
 
 
 class Microsteps:
@@ -141,6 +157,16 @@ class LossOnRanks:
         self._rows: RowLengths | None = None
         """Of the reduced tensors, if their rows are the samples."""
         self._is_reported = False
+        self._is_heard = False
+        """Whether the reports of this step have been received."""
+        self._num_heard = 0
+        self._kind: _Kind | None = None
+        """Of the loss of the backward under way, as far as it must be the same on all ranks; ``None``: not read."""
+        self._kind_before: _Kind | None = None
+        self._followers: dict[_Kind | None, _Kind | None] = {}
+        """By kind, the kind of the loss that followed it: losses may alternate, as those of a GAN."""
+        self._left: _Left | None = None
+        """Of the step before, if its reports have not been received."""
         self.guard: StateGuard | None = None
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
@@ -208,8 +234,29 @@ class LossOnRanks:
         """Whether the next backward is one of several that make one gradient."""
         return self._accumulation.is_continued or self._accumulation.is_open
 
-    def expect(self, verdict: Verdict, call: ForwardCall | None) -> None:
-        """Take in the verdict on the loss whose backward is about to run; it comes from the outputs of ``call``."""
+    def check_calls(self, *unlike: ForwardCall) -> None:
+        """Raise if calls of one loss have been given numbers of which one is zero: the loss has one weight.
+
+        Args:
+            unlike: two calls of different numbers; nothing if there are none.
+        """
+        if not unlike or self._given_weight is not None or not self.is_given_by_forward:
+            return
+        amounts = [call.num_samples for call in unlike]
+        if any(isinstance(amount, torch.Tensor) for amount in amounts):
+            first, second = (torch.as_tensor(amount, device=self._device) for amount in amounts)
+            check_later((first == 0) != (second == 0), partial(_report_calls, self._model_name, self._num_begun))
+        elif 0.0 in amounts:
+            raise _two_amounts(self._model_name)
+
+    def expect(self, verdict: Verdict, call: ForwardCall | None, *, is_empty: bool | None) -> None:
+        """Take in the verdict on the loss whose backward is about to run.
+
+        Args:
+            verdict: of this rank.
+            call: from whose outputs the loss comes.
+            is_empty: whether this rank has no samples for any part of the loss; ``None``: as the model's last forward.
+        """
         self._expected_weight = self.forward_weight if call is None else call.num_samples
         self._batch = batch_in_hand()
         self._rows = None
@@ -217,8 +264,11 @@ class LossOnRanks:
             session = current_or_none()
             batch = None if session is None else session.latest_batch
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
-        self._verdict = _SAMPLES if self.is_given else _NOTHING if self._expected_weight == 0 else verdict
-        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING):
+        if is_empty is None:
+            is_empty = self._expected_weight is not None and is_zero(self._expected_weight)
+        self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
+        self._kind = _kind_of(self._verdict)
+        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (self._is_queued and self._rows is not None):
             # Later it may be unknown: on a GPU another thread runs backward.
             self._place = user_call_site()
         if (self.is_sum or self.is_empty) and not self.is_accumulated:
@@ -244,17 +294,64 @@ class LossOnRanks:
             return None
         self.begin(self._expected_weight)
         self.report()
+        if self._is_as_before and self._group is not None and self._device is not None:
+            self._combined = as_expected(self._verdict.terms, self._sums_on_device(self._group, self._device))
         return self.receive()
+
+    @property
+    def _is_queued(self) -> bool:
+        """Whether what ranks send of a step is queued on the device, so that no CPU need wait for another."""
+        if self._group is None or self._device is None or self.reports_at_start:
+            return False
+        return self._group.detector.queue is not None
+
+    @property
+    def _is_as_before(self) -> bool:
+        """Whether nothing but an error would follow from the reports of this step, which can be received later.
+
+        Up to the step before all ranks had losses of one kind: if one of them has another now, it waits.
+        """
+        is_known = self._kind is not None and self._kind == self._followers.get(self._kind_before)
+        return is_known and self._num_heard >= STEPS_HEARD and self._is_queued
+
+    def end_step(self) -> bool:
+        """Return whether the ranks that have samples add their gradients up; check their reports, now or later.
+
+        Called by: every rank, at the end of a backward that has reduced gradients.
+        """
+        if self._is_as_before and not self._is_heard:
+            if self.guard is not None:
+                self.guard.end_step()
+            self._left = _Left(self._verdict, self._rows, self._place, self._num_begun)
+            self._kind_before = self._kind
+            return self.is_sum
+        is_sum = self.is_sum_on_ranks()
+        if self.is_empty:
+            self._followers.clear()
+        else:
+            self._followers[self._kind_before] = self._kind
+        self._kind_before = self._kind
+        if self.guard is not None:
+            self.guard.check()
+        return is_sum
+
+    def settle(self) -> None:
+        """Check the reports of the step before, unless this rank has waited for them."""
+        left, self._left = self._left, None
+        if left is None or self._group is None or self._channel is None:
+            return
+        try:
+            self._hear(self._group, self._channel, left)
+            if self.guard is not None:
+                self.guard.check()
+        except (ConfigurationError, CollectiveMismatch) as error:
+            where = f"found after backward {left.number} of {self._model_name}, whose gradients were used"
+            raise error.supplement(where=error.where or where)  # noqa: B904 - the same one
 
     def is_sum_on_ranks(self) -> bool:
         """Return whether the ranks that have samples add their gradients up. Waits for their reports."""
         combined = self.receive()
         return self.is_sum if combined is None else combined.mode is Mode.SUM
-
-    def is_empty_somewhere(self) -> bool:
-        """Return whether a rank has no samples. Waits for the reports of all ranks."""
-        combined = self.receive()
-        return combined is not None and combined.num_active < self._num_ranks
 
     def begin(self, forward_weight: Amount | None) -> None:
         """Set the weight of the backward under way.
@@ -267,6 +364,10 @@ class LossOnRanks:
         """
         if self._is_reported:
             return
+        self.settle()
+        if self._expected_weight is not None:
+            # A loss of several forwards has one weight, whichever of them backward reaches first.
+            forward_weight = self._expected_weight
         self._num_begun += 1
         num_samples = 0.0 if forward_weight is None or isinstance(forward_weight, torch.Tensor) else forward_weight
         self.num_samples = num_samples + (self.num_samples if self._accumulation.is_open else 0.0)
@@ -312,20 +413,29 @@ class LossOnRanks:
             ConfigurationError: their losses are of different kinds, or over samples of different lengths.
         """
         if self._channel is not None and self._group is not None and self._is_reported and self._combined is None:
-            reports = self._channel.receive()
-            are_all_ranks = self._num_ranks == self._group.detector.world_size
-            check_same_batch(reports.batches, self._model_name, are_all_ranks=are_all_ranks)
-            if self.guard is not None:
-                self.guard.take(*reports.guards)
-            self._combined = combine(reports.losses)
-            if not self._combined.is_alike:
-                raise self._unlike()
+            step = _Left(self._verdict, self._rows, self._place, self._num_begun)
+            combined = self._hear(self._group, self._channel, step)
             if self._device is not None:
-                self._combined = self._added_up(self._combined, self._group, self._device)
-            self._readings.check(self._combined, self._place)
-            if self._combined.elements is not None:
-                raise unequal_lengths(self._rows, self._combined.elements, words(self._place or user_call_site()))
+                combined = self._added_up(combined, self._group, self._device)
+            self._combined = combined
+            self._is_heard = True
+            self._num_heard += 1
         return self._combined
+
+    def _hear(self, group: Exchange, channel: ReportChannel, step: _Left) -> GlobalLoss:
+        """Wait for the reports of all ranks of a step, and check them."""
+        reports = channel.receive()
+        are_all_ranks = self._num_ranks == group.detector.world_size
+        check_same_batch(reports.batches, self._model_name, are_all_ranks=are_all_ranks)
+        if self.guard is not None:
+            self.guard.take(*reports.guards)
+        combined = combine(reports.losses)
+        if not combined.is_alike:
+            raise self._unlike(step.verdict)
+        self._readings.check(combined, step.place)
+        if combined.elements is not None:
+            raise unequal_lengths(step.rows, combined.elements, words(step.place or user_call_site()))
+        return combined
 
     def _added_up(self, combined: GlobalLoss, group: Exchange, device: torch.device) -> GlobalLoss:
         """Return the losses of all ranks with the numbers that ranks have on their devices.
@@ -333,16 +443,22 @@ class LossOnRanks:
         Called by: every rank of the group that needs them: all, or those of a loss of several terms and those without
         samples.
         """
-        has_terms = combined.mode is Mode.TERMS and any(math.isnan(term.amount) for term in combined.terms)
+        is_of_terms = combined.mode is Mode.TERMS
+        has_terms = is_of_terms and (self._is_queued or any(math.isnan(term.amount) for term in combined.terms))
         if not (has_terms or (self.reports_at_start and math.isnan(combined.weight))):
             return combined
-        own = torch.zeros(1 + MOST_TERMS, dtype=torch.float64, device=device)
-        amounts = [term.amount for term in self._verdict.terms] if self._verdict.mode is Mode.TERMS else []
-        for place, amount in zip(own, (self._accumulation.carried + self.weight, *amounts), strict=False):
-            place.fill_(amount)
-        sums = group.all_reduce(own, what=f"weights of the loss of {self._model_name}")
-        terms = tuple(term._replace(amount=sums[1 + number]) for number, term in enumerate(combined.terms))
+        sums = self._sums_on_device(group, device)
+        terms = tuple(term._replace(amount=sums[2 + number]) for number, term in enumerate(combined.terms))
         return combined._replace(weight=sums[0], terms=terms)
+
+    def _sums_on_device(self, group: Exchange, device: torch.device) -> torch.Tensor:
+        """Return [2 + MOST_TERMS]: of all ranks the weights, how many have samples, and the amounts of the terms."""
+        own = torch.zeros(2 + MOST_TERMS, dtype=torch.float64, device=device)
+        amounts = [term.amount for term in self._verdict.terms] if self._verdict.mode is Mode.TERMS else []
+        numbers = (self._accumulation.carried + self.weight, float(not self.is_empty), *amounts)
+        for place, amount in zip(own, numbers, strict=False):
+            place.fill_(amount)
+        return group.all_reduce(own, what=f"weights of the loss of {self._model_name}")
 
     def _checked(self, weight: Amount | None) -> Amount:
         if isinstance(weight, torch.Tensor):
@@ -362,12 +478,14 @@ class LossOnRanks:
 
     def end(self) -> None:
         """Forget the loss of a backward that has ended, or did not reach this model."""
-        if self.is_sum and not self.is_accumulated:
+        if (self.is_sum or self.is_empty) and not self.is_accumulated:
             self._accumulation.give_back_earlier()
         self._verdict = _SAMPLES
+        self._expected_weight = None
         self._batch = 0
         self._combined = None
-        self._is_reported = False
+        self._is_reported = self._is_heard = False
+        self._kind = None
 
     def reading(self, number: int) -> TermReading:
         """Return how a term of the loss under way is read, in this step or in earlier ones."""
@@ -376,11 +494,8 @@ class LossOnRanks:
             return "mean"
         return self._readings.of(combined, number, self._place)
 
-    def _unlike(self) -> ConfigurationError:
-        own = (
-            ", ".join(f"{term.kind} ({term.operation})" for term in self._verdict.terms)
-            or self._verdict.mode.name.lower()
-        )
+    def _unlike(self, verdict: Verdict) -> ConfigurationError:
+        own = ", ".join(f"{term.kind} ({term.operation})" for term in verdict.terms) or verdict.mode.name.lower()
         return ConfigurationError(
             f"The loss of {self._model_name} does not have the same terms on all ranks.",
             evidence=f"on this rank: {own}",
@@ -399,6 +514,15 @@ def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
     )
 
 
+def _kind_of(verdict: Verdict) -> _Kind | None:
+    """Return what must be the same on all ranks; ``None`` if this rank alone cannot tell what its gradients count."""
+    terms = verdict.terms if verdict.mode is Mode.TERMS else ()
+    is_to_compare = any(term.kind == "sum" and (term.divisor or term.is_odd) for term in terms)
+    if verdict.mode is Mode.NOTHING or is_to_compare:
+        return None
+    return verdict.mode, tuple((term.kind, term.operation) for term in terms)
+
+
 def _known(weight: float | None) -> float:
     if weight is None:
         raise ConfigurationError(
@@ -409,6 +533,21 @@ def _known(weight: float | None) -> float:
     if not (math.isfinite(weight) and weight >= 0):
         raise _not_a_weight(weight)
     return float(weight)
+
+
+def _two_amounts(model_name: str, where: str | None = None) -> ConfigurationError:
+    return ConfigurationError(
+        f"A loss of several forward passes of {model_name} has samples for one of them and none for another, by the "
+        "function given as weight=.",
+        where=where,
+        do="omit weight=, so that each mean in the loss counts by its own samples; or call backward() within "
+        "`with rankwise.weight(model, amount):`",
+    )
+
+
+def _report_calls(model_name: str, number: int) -> None:
+    """Raise for calls whose numbers are on a device, once one is known to be zero and another not."""
+    raise _two_amounts(model_name, f"found after backward {number} of the model")
 
 
 def _not_a_weight(weight: float, where: str | None = None) -> ConfigurationError:

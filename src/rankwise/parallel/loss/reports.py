@@ -150,6 +150,8 @@ class RowLengthsInSteps:
         """
         if call is None or not num_samples or len(call.sizes) < 2 or call.sizes[0] != num_samples:  # noqa: PLR2004
             return None
+        if any(term.kind in ("mean", "sum") and not term.num_rows for term in terms):
+            return None  # Other ranks add up the rows of more terms.
         of_samples = [term for term in terms if term.per_row and term.num_rows == num_samples]
         if not of_samples:
             return None
@@ -223,7 +225,7 @@ class GlobalLoss(NamedTuple):
     """What the gradients weigh together."""
     num_samples: float
     """Samples of the forwards together."""
-    num_active: int
+    num_active: Amount
     """Ranks that have samples."""
     is_alike: bool
     """Whether their losses have the same terms."""
@@ -257,6 +259,20 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
     mode, code = Mode(round(modes / active)), round(codes / active)
     elements = _unequal_elements(active, sums[9:_HEADER])
     return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), elements, rows)
+
+
+def as_expected(terms: Sequence[Term], sums: torch.Tensor) -> GlobalLoss:
+    """Return a loss of several terms on all ranks, if all of them have these terms, none of which needs to be compared.
+
+    Args:
+        terms: of this rank.
+        sums: [2 + MOST_TERMS] of the gradients' weights, of the ranks that have samples, and of the terms' amounts.
+    """
+    on_ranks = [
+        GlobalTerm("sum" if term.kind == "sum" else "mean", amount, 0.0, has_one_divisor=True)
+        for term, amount in zip(terms, sums[2:], strict=False)
+    ]
+    return GlobalLoss(sums[0], math.nan, sums[1], True, Mode.TERMS, _code(terms), tuple(on_ranks))
 
 
 def _reading(active: int, num_rows: float, part: Sequence[float]) -> TermReading:

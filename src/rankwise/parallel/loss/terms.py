@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from rankwise.parallel.loss.amounts import amount_of
+from rankwise.parallel.loss.amounts import amount_of, is_zero
 from rankwise.parallel.loss.operations import ADDING, COUPLING, LOOKUPS, PASSING, PRODUCTS, REDUCING, SCALING
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import is_of_python, is_of_strategy, metadata_of, saved, shape_of
@@ -52,6 +52,11 @@ class ForwardCall:
     """The number that its loss is a mean over, as far as the call shows."""
     sizes: tuple[int, ...] = ()
     """The shape of its first input."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known to have no samples."""
+        return self.num_samples is not None and is_zero(self.num_samples)
 
 
 def forward_call(
@@ -97,6 +102,12 @@ def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
             if not one.is_nested:
                 noted.setdefault(SHAPES, {})[one.output_nr] = one.shape
     return found
+
+
+def have_same_samples(one: ForwardCall, other: ForwardCall) -> bool:
+    """Return whether two calls are known to have equal numbers of samples."""
+    first, second = one.num_samples, other.num_samples
+    return not isinstance(first, torch.Tensor) and not isinstance(second, torch.Tensor) and first == second
 
 
 def inputs_of(node: Node) -> list[Edge]:
@@ -247,7 +258,10 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     factor = abs(math.prod(path.times_python))
     num_rows = rows[0] if rows else 1
     has_constants = bool(path.by_python or path.times_python)
-    sizes = {num_rows * one for one in (1, *rows[1:], math.prod(rows[1:]))} if has_constants else ()
+    sizes = {num_rows * one for one in (1, *rows[1:], math.prod(rows[1:]))} if has_constants else set[int]()
+    is_nothing = math.prod(rows) == 0
+    if is_nothing and has_constants:
+        sizes.add(1)  # as in max(len(x), 1)
     kind: TermKind = "mean" if deciding.kind == "mean" or path.by_data else "sum"
     shares = [abs(one) for one in path.by_python if abs(one) in sizes]
     if kind == "mean":
@@ -265,6 +279,8 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
             is_something = is_something & ((math.prod(path.by_data) != 1.0) | mask.any())
         amount = torch.where(is_something, amount, 0.0)
     elif not math.isfinite(amount) or (math.prod(path.by_data) == 1.0 and not all(bool(one.any()) for one in masks)):
+        amount = 0.0
+    if is_nothing:
         amount = 0.0
     return Term(
         kind,
@@ -335,11 +351,21 @@ class LossReader:
     """Whose samples the terms are over."""
     terms: list[Term] = field(default_factory=list)
     calls: dict[int, ForwardCall | None] = field(default_factory=dict)
-    """By number of the model, the call whose outputs the terms come from first; ``None`` where they come from its
-    parameters alone."""
+    """By number of the model, the call whose outputs the terms come from first, of those that have samples if some do;
+    ``None`` where they come from its parameters alone."""
+    unlike: dict[int, tuple[ForwardCall, ForwardCall]] = field(default_factory=dict)
+    """By number of the model, two of its calls whose numbers of samples differ, or are on a device."""
+    has_others: bool = False
+    """Whether there are samples that come from no call: by a method, or through the gradient of an output."""
     _leads: dict[Node, Lead] = field(default_factory=dict)
     _shapes: dict[Edge, tuple[int, ...]] = field(default_factory=dict)
     """Shapes that are known: asking a node takes as long as everything else."""
+
+    @property
+    def is_empty(self) -> bool | None:
+        """Whether there are no samples at all; ``None`` if no call shows it."""
+        calls = [call for call in self.calls.values() if call is not None]
+        return all(call.is_empty for call in calls) and not self.has_others if calls else None
 
     def read(self, root: torch.Tensor) -> None:
         """Note the terms of one root of backward."""
@@ -419,6 +445,8 @@ class LossReader:
     def _end(self, edge: Edge, path: GraphPath, unknown: str | None) -> None:
         """Note the term whose reductions are all on the path."""
         coupling, deciding = self._note_marks(edge[0]), path.deciding()
+        if self._lead(edge[0]) is not Lead.OUTPUT and math.prod(self._shape(edge)):
+            self.has_others = True
         if unknown is not None:
             term = Term("unknown", unknown, path.reductions[-1].node if path.reductions else edge[0])
         elif deciding is None:
@@ -469,7 +497,11 @@ class LossReader:
         call: ForwardCall | None = metadata_of(node).get(MARK)
         if call is None:
             return False
-        self.calls[call.model] = self.calls.get(call.model) or call
+        known = self.calls.get(call.model)
+        if known is not None and known is not call and not have_same_samples(known, call):
+            self.unlike.setdefault(call.model, (known, call))
+        if known is None or known.is_empty:
+            self.calls[call.model] = call
         return True
 
     def _shape(self, edge: Edge) -> tuple[int, ...]:

@@ -159,6 +159,10 @@ class StateGuard:
         """Whether the latest report has a checksum of values."""
         self._facts: list[HeldFact] = []
         self._sums = (0.0, 0.0)
+        self._has_ended = False
+        """Whether the step is over whose reports have not been compared."""
+        self._stepped = 0, list[Optimizer]()
+        """How often optimizers have stepped up to that step since the comparison before, and which."""
         session.on_leave(unfollow)
         session.on_leave(forget_facts)
 
@@ -201,17 +205,32 @@ class StateGuard:
         """Take in the sums of all ranks' reports."""
         self._sums = sum_of_checksums, sum_of_squares
 
+    def end_step(self) -> None:
+        """Make facts equal that differ as expected; keep what :meth:`check` needs of the step if it is called later.
+
+        Called by: every rank, at the end of the same backward.
+        """
+        self._has_ended = True
+        for fact in self._all_facts():
+            if isinstance(fact.repair, Repair) and fact.repair.is_expected():
+                fact.repair.put_right(self._exchange, is_expected=True)
+        settings = self._num_steps >= self._settings.next
+        if settings or self._has_values:
+            self._stepped = self._optimizers.num_steps, self._optimizers.stepped()
+        if settings:
+            self._optimizers.start_over()
+
     def check(self) -> None:
         """Raise the same error on every rank if the replicas have diverged.
 
-        Called by: every rank, at the end of the same backward.
+        Called by: every rank, at the end of the same backward or at the beginning of the next.
 
         Raises:
             ReplicasDiffer: names what differs, and what each rank has.
         """
-        for fact in self._all_facts():
-            if isinstance(fact.repair, Repair) and fact.repair.is_expected():
-                fact.repair.put_right(self._exchange, is_expected=True)
+        if not self._has_ended:
+            self.end_step()
+        self._has_ended = False
         step = self._num_steps
         self._num_steps += 1
         settings, values = step >= self._settings.next, self._has_values
@@ -221,8 +240,8 @@ class StateGuard:
             if not are_equal(self._exchange.world_size, *self._sums):
                 self._diagnose(step, values=values)
         finally:
+            self._stepped = 0, []
             if settings:
-                self._optimizers.start_over()
                 self._compared_at = step + 1
                 self._settings.advance(step)
             if values:
@@ -231,7 +250,8 @@ class StateGuard:
     def _diagnose(self, step: int, *, values: bool) -> None:
         tensors = self._tensors() if values else {}
         steps = (self._compared_at, step + 1)
-        optimizers = self._optimizers.num_steps, self._optimizers.groups()
+        num_steps, stepped = self._stepped
+        optimizers = num_steps, self._optimizers.groups(stepped)
         replicas = DivergedReplicas(self._model_name, self._names, *optimizers, self._facts, tensors, steps=steps)
         found = diagnose(replicas, self._exchange)
         if found is Harmless.ROUNDING:
@@ -292,12 +312,12 @@ class OptimizersOf:
 
     def checksum(self) -> int:
         """Return a checksum of the current hyperparameters; the order of the optimizers does not matter."""
-        return sum(map(settings_checksum, self._optimizers()))
+        return sum(map(settings_checksum, self.stepped()))
 
-    def groups(self) -> list[OptimizerGroup]:
-        """Return the parameter groups with parameters of the model, in JSON-able form."""
+    def groups(self, optimizers: Iterable[Optimizer]) -> list[OptimizerGroup]:
+        """Return the parameter groups of optimizers with parameters of the model, in JSON-able form."""
         found: list[OptimizerGroup] = []
-        for optimizer in self._optimizers():
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 numbers = [self.number_of[id(p)] for p in group["params"] if id(p) in self.number_of]
                 if numbers:
@@ -305,7 +325,8 @@ class OptimizersOf:
                     found.append({"optimizer": type(optimizer).__name__, "parameters": numbers, "values": values})
         return found
 
-    def _optimizers(self) -> Iterable[Optimizer]:
+    def stepped(self) -> list[Optimizer]:
+        """Return the optimizers that have stepped since ranks last compared."""
         # A replaced optimizer is not kept alive; one rank may collect it earlier than another.
         return [one for reference in self._stepped.values() if (one := reference()) is not None]
 
