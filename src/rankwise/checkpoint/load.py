@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import checksums, folder, manifest, saved_tree
+from rankwise.checkpoint import checksums, folder, generators, manifest, saved_tree
 from rankwise.checkpoint.compare import first_difference
 from rankwise.checkpoint.content import unwrapped
 from rankwise.checkpoint.phases import joined_ranks
@@ -21,7 +21,7 @@ from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, 
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.checkpoint.manifest import Manifest
     from rankwise.checkpoint.phases import CheckpointRanks
@@ -129,6 +129,7 @@ def looks_complete(path: Path) -> bool:
 def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:
     """Load a verified checkpoint into objects, as :func:`load`. Called by: every rank."""
     trees: dict[str, saved_tree.SavedTree] = {}
+    restore_generators: list[Callable[[], None]] = []
 
     def compare_and_read() -> tuple[list[str], list[str]]:
         names = objects or saved.objects
@@ -147,6 +148,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
         order = sorted(objects, key=lambda name: _late(objects[name]))
         elsewhere = [place for tree in trees.values() for place in tree.elsewhere]
         saved_tree.read(path, list(trees.values()))
+        restore_generators.append(generators.restoring(ranks, saved.generators, objects))
         return order, elsewhere
 
     reported = ranks.confirm(f"comparing {path} with the objects and reading it", compare_and_read)
@@ -171,6 +173,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
     for name in reported[0][0]:
         ranks.confirm(f"loading {name} from {path}", partial(change, name))
         done.append(name)
+    restore_generators[0]()
     return results
 
 

@@ -153,6 +153,7 @@ def write_manifest(job: SaveJob) -> None:
         files={entry.name: entry for entry in entries},
         tensors=job.content.entries,
         objects=job.content.objects,
+        generators=job.content.generators,
     )
     checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
 
