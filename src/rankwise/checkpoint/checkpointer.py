@@ -123,7 +123,8 @@ class Checkpointer:
         Called by: every rank, with the same objects; any number of ranks.
 
         Newer ones that are incomplete or damaged are reported and skipped. Objects as for :func:`rankwise.load`,
-        but each must be mutable: put a number in a dict.
+        but each must be mutable: put a number in a dict. Call it right before the loop, since it restores the states
+        of random number generators too.
 
         Returns:
             The checkpoint's directory; ``None`` when there is none, and nothing has changed.

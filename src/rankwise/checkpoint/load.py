@@ -38,6 +38,7 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     dict or list becomes what was saved, in place. Its tensors, like a tensor passed directly, are
     copied into if shape and dtype are the same. Each rank reads only what the objects hold on it, however
     they are distributed now and were when saved: replicated, sharded, split by tensor parallelism, in a pipeline.
+    With an optimizer, a loader or a sampler among the objects, the global generators get their saved states, last.
 
     Args:
         directory: of one checkpoint, as :func:`save` returned it.
