@@ -126,7 +126,7 @@ class DrawsOfModel:
         if not self._open:
             return
         kind, scope, follower = self._open.pop()
-        if scope.made:
+        if scope.made and not scope.is_per_rank:
             _since.has_drawn = True
             self._masks[kind] = scope.masks
         if not (self._has_warned or scope.made or scope.is_per_rank) and module.training:

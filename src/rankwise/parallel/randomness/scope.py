@@ -111,7 +111,9 @@ class DrawScope:
             self.on_first_draw()
             self.on_first_draw = None
         if self.rows is None or self.randomness == "per_rank":
-            return PlannedDraw(operation, len(shape), None, ())
+            # Noted, since the number of the draw makes its numbers differ from those of the others in the pass.
+            self.made.append(PlannedDraw(operation, len(shape), None, ()))
+            return self.made[-1]
         number, num_samples = len(self.made), self.rows.num
         self.num_single += math.prod(shape) == 1
         if (
