@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from rankwise.health.call_site import user_call_site, words
@@ -24,12 +25,10 @@ from rankwise.parallel.randomness.batch_tracer import (
 )
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.parallel.randomness.scope import current_scope
-from rankwise.torch_private.dtensor import local_of
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from rankwise.parallel.randomness.batch_tracer import Identity
     from rankwise.parallel.randomness.scope import DrawScope
@@ -111,8 +110,8 @@ def warn_of_parts() -> None:
 def follow_layer(layer: nn.Module, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     """Note the output of a layer that is split, whose operations the tracers do not see. A forward hook."""
     scope = current_scope()
-    if scope is None or not scope.tracers or not inputs:
+    if scope is None or not scope.tracers or not inputs or not isinstance(inputs[0], torch.Tensor):
         return
     is_part = isinstance(layer, nn.Linear) and output.shape[-1] != layer.out_features
     for tracer in scope.tracers:
-        tracer.through_layer(local_of(inputs[0]), output, is_part=is_part)
+        tracer.through_layer(own_part(inputs[0]), output, is_part=is_part)
