@@ -16,7 +16,8 @@ import rankwise as rw
 with rw.join() as world:
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(37, 5).double(), torch.randn(37, 2).double())
-    model = rw.replicate(torch.nn.Linear(5, 2).double())
+    layers = torch.nn.Linear(5, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2)
+    model = rw.replicate(torch.nn.Sequential(*layers).double())
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     loader = rw.DataLoader(data, global_batch_size=8, shuffle=True)
     checkpoints = rw.Checkpointer("run-" + sys.argv[1], keep=2)

@@ -499,3 +499,23 @@ def test_dropout_that_is_drawn_elsewhere_is_named_once() -> None:
     (_, said), (_, other) = (one.get() for one in testing.run_ranks(_compiled, 2, _ElsewhereDropout))
     check_said(said, ["1 draws its own mask on each rank (dropout)"])
     assert other == []
+
+
+class _DrawsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(1, 1), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.drop(self.layer(x)), self.drop(self.layer(x))])
+
+
+def _masks_of_one_pass(_: World, randomness: str) -> bool:
+    model = rw.replicate(_DrawsTwice(), randomness=randomness)  # type: ignore[arg-type]
+    first, second = model(torch.ones(100, 1)).detach()
+    return torch.equal(first, second)
+
+
+@pytest.mark.parametrize("randomness", ["counter", "per_rank"])
+def test_two_layers_draw_two_masks_without_a_loader(randomness: str) -> None:
+    assert one_rank(_masks_of_one_pass, randomness) is False

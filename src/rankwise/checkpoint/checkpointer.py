@@ -131,7 +131,8 @@ class Checkpointer:
 
         Newer ones whose files are missing or differ from their checksums are reported and skipped. Checkpoints that
         exist and cannot be read are an error, never a reason to start from scratch. Objects as for
-        :func:`rankwise.load`, but each must be mutable: put a number in a dict.
+        :func:`rankwise.load`, but each must be mutable: put a number in a dict. Call it right before the loop, since it
+        restores the states of random number generators too.
 
         Args:
             fresh: start from scratch, whatever an earlier run has left in the folder. Its checkpoints are ignored and

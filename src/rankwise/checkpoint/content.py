@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import dtensor_layout, files, manifest, state
+from rankwise.checkpoint import dtensor_layout, files, generators, manifest, state
 from rankwise.checkpoint.manifest import ObjectEntry, Region, TensorEntry, TensorPart, whole
 from rankwise.checkpoint.rank_regions import (
     StateReport,
@@ -49,6 +49,8 @@ class Content:
     """The manifest's entry of each tensor."""
     own: dict[str, torch.Tensor]
     """The tensors that this rank writes, by name in its file and in the order of its file, in the objects' memory."""
+    generators: dict[str, Json]
+    """The states of random number generators."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +132,12 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
         )
         for name, layout in gathered.layouts.items()
     }
-    return Content(objects=gathered.objects, entries=entries, own=files.in_file_order(own))
+    return Content(
+        objects=gathered.objects,
+        entries=entries,
+        own=files.in_file_order(own),
+        generators=generators.read(ranks, objects),
+    )
 
 
 def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:

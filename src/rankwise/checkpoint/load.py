@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import checksums, folder, manifest, saved_tree
+from rankwise.checkpoint import checksums, folder, generators, manifest, saved_tree
 from rankwise.checkpoint.compare import first_difference
 from rankwise.checkpoint.content import unwrapped
 from rankwise.checkpoint.phases import joined_ranks
@@ -21,7 +21,7 @@ from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, 
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rankwise.checkpoint.manifest import FileEntry, Manifest
     from rankwise.checkpoint.phases import CheckpointRanks
@@ -40,6 +40,7 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
     dict or list becomes what was saved, in place. Its tensors, like a tensor passed directly, are
     copied into if shape and dtype are the same. Each rank reads only what the objects hold on it, however
     they are distributed now and were when saved: replicated, sharded, split by tensor parallelism, in a pipeline.
+    With an optimizer, a loader or a sampler among the objects, the global generators get their saved states, last.
 
     Args:
         directory: of one checkpoint, as :func:`save` returned it.
@@ -177,6 +178,7 @@ def _find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | N
 def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:
     """Load a verified checkpoint into objects, as :func:`load`. Called by: every rank."""
     trees: dict[str, saved_tree.SavedTree] = {}
+    restore_generators: list[Callable[[], None]] = []
 
     def compare_and_read() -> tuple[list[str], list[str]]:
         names = objects or saved.objects
@@ -195,6 +197,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
         order = sorted(objects, key=lambda name: _late(objects[name]))
         elsewhere = [place for tree in trees.values() for place in tree.elsewhere]
         saved_tree.read(path, list(trees.values()))
+        restore_generators.append(generators.restoring(ranks, saved.generators, objects))
         return order, elsewhere
 
     reported = ranks.confirm(f"comparing {path} with the objects and reading it", compare_and_read)
@@ -219,6 +222,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
     for name in reported[0][0]:
         ranks.confirm(f"loading {name} from {path}", partial(change, name))
         done.append(name)
+    restore_generators[0]()
     return results
 
 

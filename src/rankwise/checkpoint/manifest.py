@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -136,6 +136,8 @@ class Manifest:
     """By name: the path of the tensor's first place in the state."""
     objects: Mapping[str, ObjectEntry]
     """By the name given to ``save``."""
+    generators: Mapping[str, Json] = field(default_factory=dict[str, "Json"])
+    """The states of random number generators; empty in checkpoints of older versions, which ignore them."""
 
 
 def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int]]) -> dict[K, int]:
@@ -186,6 +188,8 @@ def encode(manifest: Manifest) -> bytes:
         "tensors": tensors,
         "objects": {name: {"kind": entry.kind, "state": entry.state} for name, entry in manifest.objects.items()},
     }
+    if manifest.generators:
+        sections["generators"] = dict(manifest.generators)
     lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in sections.items()]
     rest = (",\n".join(lines) + "\n}\n").encode()
     return b'{"checksum": "sha256:' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
@@ -269,7 +273,16 @@ def _manifest_of(sections: dict[str, Any]) -> Manifest:
             name: ObjectEntry(kind=_text(entry["kind"]), state=entry["state"])
             for name, entry in sections["objects"].items()
         },
+        generators=_generators(sections.get("generators", {})),
     )
+
+
+def _generators(section: dict[str, Any]) -> dict[str, Json]:
+    if section:
+        tuple(map(_text, section["in_loop"]))
+        if not all(isinstance(of_ranks, list) and of_ranks for of_ranks in section["states"].values()):
+            raise ValueError("generators without states")
+    return section
 
 
 def _file_entry(name: str, entry: dict[str, Any]) -> FileEntry:

@@ -82,9 +82,8 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
     a sharded one, or on some ranks only, as those of a pipeline. Each rank writes only what it holds, and what several
     hold is written by one of them. Worker groups (:func:`rankwise.local_sgd`) are averaged first, and the state of
     the first group is written. Everything else must be the same on every rank, and is compared. A checkpoint
-    that ``directory`` already holds is replaced at the very end. Random number generators are not saved: their state
-    belongs to a rank, and is not valid on another number of ranks; rankwise's loaders derive their randomness from
-    the sample instead.
+    that ``directory`` already holds is replaced at the very end. The states of torch's, NumPy's and Python's global
+    generators are saved too, each once if it is the same on all ranks.
 
     Args:
         directory: of this one checkpoint, on a file system that every rank sees. Only one job at a
@@ -153,6 +152,7 @@ def write_manifest(job: SaveJob) -> None:
         files={entry.name: entry for entry in entries},
         tensors=job.content.entries,
         objects=job.content.objects,
+        generators=job.content.generators,
     )
     checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
 

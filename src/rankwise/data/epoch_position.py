@@ -32,11 +32,27 @@ class EpochPosition:
     _given: GivenOrder | None
     """A sampler's order, if there is one."""
     _cursor: EpochCursor
+    _when_resumed: Callable[[], object] | None = None
 
     @property
     def epoch(self) -> int:
         """The current epoch or, between iterations, the next one; from 0."""
         return self._cursor.epoch
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a ``for`` over it has begun and not reached the end of its epoch."""
+        return self._cursor.is_running
+
+    def when_resumed(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once, when the next ``for`` continues from the loaded position."""
+        self._when_resumed = action
+
+    def _continue(self) -> None:
+        """Call the action of :meth:`when_resumed`. Called by a ``for``, before its first step."""
+        action, self._when_resumed = self._when_resumed, None
+        if action is not None:
+            action()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the next ``for`` where ``state`` was taken.

@@ -250,6 +250,7 @@ class DataLoader(StepSource, EpochPosition):
         batches = self._fetched(self._cursor.epoch, position)
         if self.device.type != "cpu":
             batches = to_device(batches, self.device)
+        self._continue()
         while True:
             # Here the previous step is done and the next one not begun; the end of an epoch is such a point too.
             session = current_or_none()

@@ -121,6 +121,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
         iteration = self._cursor.begin()
         self._began = epoch, start = self._cursor.epoch, self._cursor.start
         order = self._order(epoch)
+        self._continue()
         for batch in local_batches(self._shards, order, epoch, start):
             self._cursor.take(iteration, batch.stop)
             yield batch.indices.tolist()

@@ -224,6 +224,8 @@ class EpochCursor:
         self.position = 0
         self.start = 0
         """Position at which the current iteration began, or the next one will begin."""
+        self.is_running = False
+        """Whether an iteration has begun and not reached the end of its epoch."""
         self._taken = 0
         self._iteration = 0
 
@@ -233,6 +235,7 @@ class EpochCursor:
             self._turn_to(self.epoch + 1, 0)
         else:
             self._turn_to(self.epoch, self.start)
+        self.is_running = True
         self._iteration += 1
         return self._iteration
 
@@ -262,6 +265,7 @@ class EpochCursor:
 
     def _turn_to(self, epoch: int, position: int) -> None:
         self.epoch, self.start, self.position = epoch, position, position
+        self.is_running = False
         self._taken = 0
 
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     Identity = tuple[int, object, tuple[int, ...], tuple[int, ...]]
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
-_SIZED = {"empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
+SIZED = {"empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
 _SLICES = {"select", "slice", "narrow"}
-_RESHAPES = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+RESHAPES = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 """Views in place."""
 _FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 
@@ -114,7 +114,7 @@ class BatchTracer(DispatchMode):
             self._note_new(call, out)
             return out
         layouts = self._settle(call, found)
-        if call.name in _RESHAPES:
+        if call.name in RESHAPES:
             return self._reshape(call, layouts)
         out = func(*args, **call.given)
         self._note(call, layouts, out)
@@ -157,7 +157,7 @@ class BatchTracer(DispatchMode):
     def _note_new(self, call: TracedCall, out: object) -> None:
         """Note the results of an operation without followed inputs: the same on all ranks, unless sizes differ."""
         for one in outputs_of(out):
-            layouts = layouts_of(one.shape, self._num) if call.name in _SIZED else []
+            layouts = layouts_of(one.shape, self._num) if call.name in SIZED else []
             self.set_fact(one, KnownLayout(None, Guess([None, *layouts]), is_direct=True) if layouts else None)
 
     def _settle(
@@ -258,7 +258,7 @@ class BatchTracer(DispatchMode):
             return [_broadcast(known, one) for one in outputs]
         if call.name in _SLICES and call.dim(first) == layout.dim:
             return [layout if one.shape == first.shape else None for one in outputs]
-        if call.name in _SIZED:
+        if call.name in SIZED:
             return [layout_of(one.shape, self._num) for one in outputs]
         grown = self._grown(call, layouts)
         if grown is None or len(grown) != len(outputs):
@@ -284,6 +284,13 @@ class BatchTracer(DispatchMode):
             return [one.shape for one in outputs_of(call.func(*args, **given))]
         except Exception:  # noqa: BLE001 - it cannot take one more sample, or has no meta kernel
             return None
+
+    def through_layer(self, x: torch.Tensor, out: torch.Tensor, *, is_part: bool) -> None:
+        """Note that a layer that is split along ``tp``, whose operations are not seen, gave ``out``."""
+        del is_part
+        fact = self._facts.get(identity_of(x))
+        is_kept = fact is not None and fact.layout is not None and fact.layout.dim < out.dim() - 1
+        self.set_fact(out, replace(fact, is_direct=False) if fact is not None and is_kept else None)
 
     def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None) -> None:
         """Note where the samples are in a tensor; ``None``: it holds none."""

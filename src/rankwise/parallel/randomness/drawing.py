@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
 from rankwise.parallel.randomness.scope import drawing
 from rankwise.parallel.randomness.source import is_checkpointing, key_of_pass
@@ -67,6 +69,10 @@ def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any],
 
 def _by_position(operation: str, like: torch.Tensor, args: Sequence[Any], source: NumberSource) -> torch.Tensor:
     """Return numbers of the shape of ``like``, which has elements."""
+    if source.part is not None:
+        # All parts: the positions of one are not consecutive.
+        everything = like.new_empty(source.part.whole(like.shape))
+        return source.part.of(_by_position(operation, everything, args, _of_whole_layer(source)))
     layout, rows, count = source.layout, source.rows, like.numel()
     first = 0 if rows is None else rows.start * (count // rows.num)
     numbers = SAMPLERS[operation](source.full_key, range(first, first + count), like.dtype, args, like.device)
@@ -77,6 +83,12 @@ def _by_position(operation: str, like: torch.Tensor, args: Sequence[Any], source
 
 def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
     """Draw for the whole batch; keep this rank's rows."""
+    if source.part is not None:
+        refuse_part(source, args)
+        everything = _like(out, source.part.whole(out.shape), source.order or range(out.dim()))
+        _fill_whole(kernel, everything, args, _of_whole_layer(source))
+        out.copy_(source.part.of(everything))
+        return
     generator, layout, rows = source.own_generator(out.device), source.layout, source.rows
     if layout is None or rows is None or not source.is_part:
         kernel(out, *args, generator=generator)
@@ -84,6 +96,25 @@ def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: 
     whole = _like(out, layout.resized(out.shape, rows.num_global), source.order)
     kernel(whole, *[_widened(one, out.shape, source) for one in args], generator=generator)
     out.copy_(layout.part(whole, rows.num_global, rows.start, rows.num))
+
+
+def _of_whole_layer(source: NumberSource) -> NumberSource:
+    """Return the source of the numbers of all parts of a layer."""
+    part, layout, rows = source.part, source.layout, source.rows
+    if part is not None and rows is not None:
+        layout = part.samples_in_whole(layout, rows.num)
+    return replace(source, layout=layout, part=None)
+
+
+def refuse_part(source: NumberSource, args: Sequence[Any]) -> None:
+    """Raise if numbers for a part of a layer depend on values, which other ranks have for the other parts."""
+    if source.part is not None and any(isinstance(one, torch.Tensor) for one in args):
+        raise ConfigurationError(
+            f"Random numbers at {words(user_call_site())} depend on the values of a layer that is split.",
+            evidence=f"this rank has part {source.part.number} of {source.part.count}",
+            do='draw them from whole values, or leave that layer whole: tensor_parallel(model, {..., "name": '
+            '"replicate"})',
+        )
 
 
 def main_of(args: Sequence[Any]) -> torch.Tensor:
@@ -97,6 +128,7 @@ def draw_by_sample(kernel: Kernel, args: Sequence[Any], source: NumberSource) ->
 
     Each sample has a generator of its own, since this rank does not know how many the samples of other ranks need.
     """
+    refuse_part(source, args)
     main, layout, rows = main_of(args), source.layout, source.rows
     if layout is None or rows is None:
         drawn: torch.Tensor = kernel(*args, generator=source.own_generator(main.device))
@@ -119,6 +151,7 @@ def _as_parts(value: Any, shape: Sequence[int], layout: SampleLayout, rows: Curr
 
 def draw_from_tensors(kernel: Kernel, args: Sequence[Any], source: NumberSource) -> torch.Tensor:
     """Return the numbers of an operation that draws from tensors of probabilities, means or counts."""
+    refuse_part(source, args)
     main, layout, rows = main_of(args), source.layout, source.rows
     generator = source.own_generator(main.device)
     if layout is None or rows is None or not source.is_part:
@@ -134,6 +167,7 @@ def draw_dropout(
     """Return the output and the mask of a fused dropout."""
     layout, rows = source.layout, source.rows
     if source.key is None:
+        refuse_part(source, [inputs])
         if layout is None or rows is None or not source.is_part:
             alone: tuple[torch.Tensor, torch.Tensor] = kernel(inputs, probability, True)
             return alone

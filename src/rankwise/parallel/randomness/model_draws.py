@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,6 +22,7 @@ from rankwise.parallel.randomness.kernels import install
 from rankwise.parallel.randomness.sample_layout import SampleLayout, layouts_of
 from rankwise.parallel.randomness.scope import DrawScope, enter, leave
 from rankwise.parallel.randomness.source import default_generator
+from rankwise.parallel.randomness.split_tracer import SplitTracer, warn_of_parts
 from rankwise.parallel.state_guard.guard import Repair, add_fact
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import in_backward
@@ -46,6 +48,9 @@ LARGEST_SEED = 2**32
 """Seeds that users choose are smaller; those that torch takes from the system are larger, but for one in 4e9."""
 
 
+_draws_of: WeakKeyDictionary[nn.Module, DrawsOfModel] = WeakKeyDictionary()
+
+
 def draw_as_one_rank(
     model: nn.Module,
     session: Session,
@@ -65,14 +70,16 @@ def draw_as_one_rank(
         randomness: the way to draw.
         needs_loader: whether samples that come from no loader leave torch to draw by itself.
     """
-    if exchange is None and randomness == "torch":
+    draws = _draws_of.get(model)
+    if exchange is None and randomness == "torch" and draws is None:
         return  # torch's own numbers
-    if session.axes is not None and session.axes.tp > 1:
-        return  # ranks along tp hold parts of one sample
     if exchange is not None and randomness != "per_rank":
         agree_on_generators(exchange, torch.device(session.world.device))
         compare_generators(exchange, torch.device(session.world.device))
-    draws = DrawsOfModel(session, randomness, type(model).__name__, needs_loader=needs_loader)
+    if draws is not None:
+        draws.draw_by(randomness)
+        return
+    _draws_of[model] = draws = DrawsOfModel(session, randomness, type(model).__name__, needs_loader=needs_loader)
     session.at_end(forget_draws)
     # Next to forward: draws of other hooks are not the model's.
     model.register_forward_pre_hook(OwnHook(draws.before), with_kwargs=True)
@@ -88,12 +95,24 @@ class DrawsOfModel:
         self._randomness: Randomness = randomness
         self._name = name
         self._needs_loader = needs_loader
+        axes = session.axes
+        self._rank = session.world.rank if axes is None else axes.data_rank(session.world.rank)
+        self._is_data_divided = (session.world.world_size if axes is None else axes.data_world_size) > 1
+        is_split = axes is not None and axes.tp > 1
+        self._part = (axes.coordinate(session.world.rank, "tp"), axes.tp) if axes is not None and is_split else None
+        self._splits: dict[object, tuple[SampleLayout | None, ...]] = {}
+        self._sized: set[PassKind] = set()
+        """Kinds of passes in which the place of a part depends on the sizes of the inputs."""
         self._plans: dict[PassKind, tuple[PlannedDraw, ...]] = {}
         self._masks: dict[PassKind, Sequence[DropoutMask]] = {}
         self._num_followed = 0
         self._has_warned = False
-        self._open: list[tuple[PassKind, DrawScope, BatchTracer | None]] = []
+        self._open: list[tuple[PassKind, DrawScope, BatchTracer | None, SplitTracer | None, object]] = []
         install(session)
+
+    def draw_by(self, randomness: Randomness) -> None:
+        """Draw in another way from now on."""
+        self._randomness = randomness
 
     def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Draw as one rank would from now on. Called by torch, before a forward pass."""
@@ -106,27 +125,34 @@ class DrawsOfModel:
         scope = DrawScope(
             rows,
             self._randomness,
-            self._session.world.rank,
+            self._rank,
             self._plans.get(kind, ()),
             self._masks.get(kind, ()),
             has_graph=torch.is_grad_enabled(),
             on_first_draw=self._warn_of_own_draws if has_own_draws and not self._has_warned else None,
         )
-        follower = None
+        sizes = tuple(leaf.shape for leaf in leaves)
+        scope.part, scope.splits = self._part, self._splits.get((kind, sizes)) or self._splits.get(kind, ())
+        follower = splitter = None
         if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
             follower = BatchTracer(scope, rows.num, [(one, input_layouts(one, rows)) for one in leaves])
-        self._open.append((kind, scope, follower))
-        enter(None if self._needs_loader and rows is None else scope)
-        if follower is not None:
-            follower.__enter__()
+        is_known = (kind, sizes) in self._splits or (kind in self._splits and kind not in self._sized)
+        if self._part is not None and not is_known and self._can_follow(module):
+            self._num_followed += 1
+            splitter = SplitTracer(scope)
+        scope.tracers = [one for one in (follower, splitter) if one is not None]
+        self._open.append((kind, scope, follower, splitter, (kind, sizes)))
+        enter(None if self._needs_loader and rows is None and self._part is None else scope)
+        for tracer in scope.tracers:
+            tracer.__enter__()
 
     def after(self, module: nn.Module, *_: object) -> None:
         """Draw as before the forward pass. Called by torch, also after one that raised."""
         if not self._open:
             return
-        kind, scope, follower = self._open.pop()
-        if scope.made:
+        kind, scope, follower, splitter, sized_kind = self._open.pop()
+        if scope.made and not scope.is_per_rank:
             _since.has_drawn = True
             self._masks[kind] = scope.masks
         if not (self._has_warned or scope.made or scope.is_per_rank) and module.training:
@@ -134,8 +160,17 @@ class DrawsOfModel:
             self._has_warned = True
             if self._session.world.world_size > 1:
                 warn_of_dropout(module)
-        if follower is not None:
-            follower.__exit__(None, None, None)
+        for tracer in reversed(scope.tracers):
+            tracer.__exit__(None, None, None)
+        if splitter is not None:
+            draws = zip(scope.made, scope.made_splits, strict=False)
+            if any(split and made.layout and split.dim == made.layout.dim for made, split in draws):
+                self._sized.add(kind)
+            self._splits[sized_kind if kind in self._sized else kind] = tuple(scope.made_splits)
+        elif scope.is_off_splits:
+            warn_of_parts()
+            for key in (kind, sized_kind):
+                self._splits.pop(key, None)
         if follower is None and scope.is_off_plan and self._can_follow(module):
             # Other draws than in the traced pass: trace the next one.
             self._plans.pop(kind, None)
@@ -146,9 +181,9 @@ class DrawsOfModel:
     def _abandon(self) -> None:
         """Leave a forward pass that was interrupted: Ctrl-C calls no hook."""
         while self._open:
-            _, _, follower = self._open.pop()
-            if follower is not None:
-                follower.__exit__(None, None, None)
+            scope = self._open.pop()[1]
+            for tracer in reversed(scope.tracers):
+                tracer.__exit__(None, None, None)
             leave()
 
     def _can_follow(self, module: nn.Module) -> bool:
@@ -156,7 +191,7 @@ class DrawsOfModel:
 
     def _warn_of_own_draws(self) -> None:
         self._has_warned = True
-        if self._session.world.world_size > 1:
+        if self._is_data_divided:
             warn(
                 f"{self._name} draws random numbers (dropout, noise) independently on each rank, because its "
                 "samples do not come from rankwise.DataLoader: a run on a different number of ranks differs as a "

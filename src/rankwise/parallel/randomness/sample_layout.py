@@ -52,6 +52,33 @@ class SampleLayout:
         return self.parts(whole, num_global, start, num).flatten(self.dim, self.dim + 2)
 
 
+@dataclass(frozen=True, slots=True)
+class PartOfLayer:
+    """A rank's part of a tensor that is divided among the ranks that share layers."""
+
+    layout: SampleLayout
+    """The dim that is divided, in which the part counts as one sample."""
+    number: int
+    count: int
+    """Of all parts."""
+
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the whole tensor from that of the part."""
+        return self.layout.resized(shape, self.count)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor."""
+        return self.layout.part(whole, self.count, self.number, 1)
+
+    def samples_in_whole(self, samples: SampleLayout | None, num_samples: int) -> SampleLayout | None:
+        """Return where samples lie in the whole tensor, from where they lie in the part."""
+        if samples is None or samples.dim != self.layout.dim:
+            return samples
+        if self.layout.outer >= samples.outer * num_samples:  # each sample is divided
+            return replace(samples, inner=samples.inner * self.count)
+        return replace(samples, outer=samples.outer * self.count)
+
+
 def layout_of(shape: Sequence[int], num_samples: int) -> SampleLayout | None:
     """Return the likeliest layout of a tensor of which only the shape is known: batch first if possible."""
     return next(iter(layouts_of(shape, num_samples)), None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.randomness.sample_layout import SampleLayout, layout_of
+from rankwise.parallel.randomness.sample_layout import PartOfLayer, SampleLayout, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankwise.comm.session import CurrentBatch
+    from rankwise.parallel.randomness.batch_tracer import BatchTracer
 
 DropoutMask = tuple[int, int, float]
 """A draw of dropout: its number in the pass, the elements of a sample, and the probability that one is kept."""
@@ -86,6 +87,17 @@ class DrawScope:
     """The key of all draws."""
     num_single: int = 0
     """How often a single number was drawn."""
+    part: tuple[int, int] | None = None
+    """Which part of split layers this rank computes, and how many parts there are; ``None`` if none is split."""
+    splits: Sequence[SampleLayout | None] = ()
+    """The divided dim of each draw of an earlier forward pass."""
+    made_splits: list[SampleLayout | None] = field(default_factory=list)
+    traced_splits: list[SampleLayout | None] = field(default_factory=list)
+    """That of the next draw, while split layers are traced."""
+    is_off_splits: bool = False
+    """Whether it was not known for a draw."""
+    tracers: list[BatchTracer] = field(default_factory=list)
+    """Those that follow this pass."""
 
     def note_redraw(self, redraw: Callable[[SampleLayout | None], None] | None) -> None:
         """Note a function that draws the latest numbers again; ``None`` to forget it."""
@@ -103,7 +115,21 @@ class DrawScope:
     @property
     def is_on_plan(self) -> bool:
         """Whether draws are those of an earlier forward pass, by position."""
-        return self.randomness == "counter" and bool(self.plan) and not self.traced_layouts
+        return self.randomness == "counter" and bool(self.plan) and not self.traced_layouts and self.part is None
+
+    def plan_part(self, shape: Sequence[int]) -> PartOfLayer | None:
+        """Return which part of a whole layer the numbers of this shape, about to be drawn, are for."""
+        if self.part is None:
+            return None
+        number, split = len(self.made_splits), None
+        if self.traced_splits:
+            split = self.traced_splits[-1]
+        elif number < len(self.splits) and ((split := self.splits[number]) is None or split.fits(shape, 1)):
+            pass
+        else:
+            self.is_off_splits, split = True, None
+        self.made_splits.append(split)
+        return None if split is None else PartOfLayer(split, *self.part)
 
     def plan_draw(self, operation: str, shape: Sequence[int], stride: Sequence[int]) -> PlannedDraw:
         """Return the layout of the numbers, of this shape and stride, that ``operation`` is about to draw."""
@@ -111,7 +137,9 @@ class DrawScope:
             self.on_first_draw()
             self.on_first_draw = None
         if self.rows is None or self.randomness == "per_rank":
-            return PlannedDraw(operation, len(shape), None, ())
+            # Noted, since the number of the draw makes its numbers differ from those of the others in the pass.
+            self.made.append(PlannedDraw(operation, len(shape), None, ()))
+            return self.made[-1]
         number, num_samples = len(self.made), self.rows.num
         self.num_single += math.prod(shape) == 1
         if (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.session import CurrentBatch
     from rankwise.parallel.randomness.philox import Key
-    from rankwise.parallel.randomness.sample_layout import SampleLayout
+    from rankwise.parallel.randomness.sample_layout import PartOfLayer, SampleLayout
     from rankwise.parallel.randomness.scope import DrawScope
     from rankwise.torch_private.kernels import Kernel
 
@@ -49,6 +49,8 @@ class NumberSource:
     """The generator that torch draws with, if it does."""
     order: tuple[int, ...] = ()
     """The dims in the order of memory, for torch to fill."""
+    part: PartOfLayer | None = None
+    """The part of a layer that the numbers are for, where ranks share layers."""
 
     @property
     def is_part(self) -> bool:
@@ -124,16 +126,19 @@ def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: t
     """
     device = like.device
     planned = scope.plan_draw(operation, like.shape, like.stride())
-    layout = planned.layout
+    layout, part = planned.layout, scope.plan_part(like.shape)
     rows = None if layout is None else scope.rows
     if scope.randomness == "torch" and not scope.is_per_rank:
-        known_by, source = _state_of(generator, device), NumberSource(layout, rows, 0, None, generator, planned.order)
+        known_by, source = (
+            _state_of(generator, device),
+            NumberSource(layout, rows, 0, None, generator, planned.order, part),
+        )
     else:
         salt = mixed(scope.rank) if scope.is_per_rank else 0
         if generator is None and not is_checkpointing(scope):
-            return NumberSource(layout, rows, salt, key_of_pass(scope), None, planned.order)
+            return NumberSource(layout, rows, salt, key_of_pass(scope), None, planned.order, part)
         known_by = _take_key(generator)
-        source = NumberSource(layout, rows, salt, (known_by, 0), None, planned.order)
+        source = NumberSource(layout, rows, salt, (known_by, 0), None, planned.order, part)
     _remember(known_by, source)
     return source
 

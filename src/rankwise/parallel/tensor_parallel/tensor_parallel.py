@@ -24,6 +24,8 @@ from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.strategy_registry import check_unregistered
+from rankwise.parallel.randomness.model_draws import draw_as_one_rank
+from rankwise.parallel.randomness.split_tracer import follow_layer
 from rankwise.parallel.tensor_parallel.forward_checks import ForwardChecks
 from rankwise.parallel.tensor_parallel.found_plan import find_plan
 from rankwise.parallel.tensor_parallel.given_plan import given_plan
@@ -106,6 +108,7 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
     # shard() divides parameters further, and allocates their memory itself.
     was_meta = FromMeta("tensor_parallel", model, session.world.device if axes.dp_shard == 1 else None)
     ForwardChecks(type(model).__name__, before, exchange_along("tp"), was_meta.check).follow(model)
+    draw_as_one_rank(model, session, None, "counter")
     log(f"tensor_parallel: {len(chosen.styles)} layers of {type(model).__name__} over {tp} ranks" + _left(chosen))
     return model
 
@@ -168,6 +171,7 @@ def _split(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
         layer = model.get_submodule(name)
         if isinstance(style, str) and style != "column":
             layer.register_forward_hook(_plain_output)
+        layer.register_forward_hook(follow_layer)
         if isinstance(layer, nn.Linear):
             _EmptyBatches(layer)
     for name, counts in plan.heads.items():
@@ -210,7 +214,10 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, output: DTensor) -> torch.Tensor:  # noqa: ANN401 - autograd's own
         """Return this rank's copy."""
         ctx.layout = (output.device_mesh, output.placements)
-        return output.to_local().detach()
+        local = output.to_local()
+        # torch's stand-in for a result that is under way: as a plain tensor, the next operations can be followed.
+        wait = getattr(local, "wait", None)
+        return (local if wait is None else wait()).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]

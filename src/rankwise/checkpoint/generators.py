@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of the random number generators in a checkpoint: a resumed run draws what an uninterrupted one draws.
+
+torch's, NumPy's and Python's global generators. Reads and writes no files.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import random
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from rankwise.comm.session import current_or_none
+from rankwise.errors import CheckpointError
+from rankwise.log import log
+from rankwise.world.device.accelerator import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy.typing as npt
+
+    from rankwise.checkpoint.manifest import Json
+    from rankwise.checkpoint.phases import CheckpointRanks
+
+_NUMPY_WORDS = 624
+
+
+@runtime_checkable
+class _LoopPosition(Protocol):
+    """A loader or a sampler."""
+
+    @property
+    def is_in_loop(self) -> bool: ...
+
+    def when_resumed(self, action: Callable[[], object]) -> None: ...
+
+
+def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> dict[str, Json]:
+    """Return the states of all ranks, and the names of the objects over which a loop is running.
+
+    Called by: every rank. A state that all ranks have is listed once.
+    """
+    own = _states()
+    digests = {name: hashlib.sha256(json.dumps(state).encode()).hexdigest() for name, state in own.items()}
+    of_ranks = ranks.confirm("comparing the random number generators", lambda: digests)
+    differing = [name for name in own if len({one.get(name) for one in of_ranks}) > 1]
+    states: dict[str, Json] = {name: [state] for name, state in own.items()}
+    if any(one != digests for one in of_ranks):
+        given = ranks.confirm("reading the random number generators", lambda: {name: own[name] for name in differing})
+        states.update({name: [one.get(name) for one in given] for name in differing})
+    return {
+        "states": states,
+        "in_loop": [name for name, item in objects.items() if isinstance(item, _LoopPosition) and item.is_in_loop],
+    }
+
+
+def restoring(ranks: CheckpointRanks, saved: Mapping[str, Any], objects: Mapping[str, object]) -> Callable[[], None]:
+    """Return a function that continues from saved states, once the objects are loaded.
+
+    It does nothing unless the objects are those of a training: an optimizer, a loader or a sampler. If a loop over a
+    loader was running, it sets the states again when that loop continues: the code before the loop, which runs for the
+    second time then, may draw.
+
+    Raises:
+        CheckpointError: the states are not valid.
+    """
+    positions = {name: item for name, item in objects.items() if isinstance(item, _LoopPosition)}
+    is_training = bool(positions) or any(isinstance(item, torch.optim.Optimizer) for item in objects.values())
+    if not saved or not is_training:
+        return lambda: None
+    of_ranks: dict[str, Any] = {name: states for name, states in saved["states"].items() if name in _states()}
+    unfit = [name for name, states in of_ranks.items() if len(states) not in (1, ranks.world_size)]
+    setters = [
+        setter
+        for name, states in of_ranks.items()
+        if name not in unfit and (setter := _setter(name, states[ranks.rank % len(states)])) is not None
+    ]
+
+    def resume() -> None:
+        for setter in setters:
+            setter()
+
+    def restore() -> None:
+        if unfit:
+            log(
+                f"the random number generators of {', '.join(unfit)} had a state of their own on each of "
+                f"{len(of_ranks[unfit[0]])} ranks: on {ranks.world_size} they keep the one that the script has set"
+            )
+        resume()
+        for name in saved["in_loop"]:
+            if name in positions:
+                positions[name].when_resumed(resume)
+
+    return restore
+
+
+def _device() -> torch.device:
+    session = current_or_none()
+    return torch.device("cpu" if session is None else session.world.device)
+
+
+def _states() -> dict[str, Json]:
+    """Return the state of each generator."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Json] = {
+        "torch": _text(random_state("cpu").numpy()),
+        "Python": [version, _text(np.array(words, np.uint32)), gauss],
+    }
+    device = _device()
+    if device.type != "cpu":
+        states[f"torch on {device.type}"] = _text(random_state(device).numpy())
+    numpys = np.random.get_state(legacy=False)  # noqa: NPY002 - the generator that scripts draw from
+    if numpys["bit_generator"] == "MT19937":
+        inner = numpys["state"]
+        states["NumPy"] = [_text(inner["key"]), int(inner["pos"]), int(numpys["has_gauss"]), float(numpys["gauss"])]
+    return states
+
+
+def _setter(name: str, state: Any) -> Callable[[], object] | None:  # noqa: ANN401 - JSON
+    """Return a function that gives a generator a state, after giving it to another one of its kind."""
+    try:
+        if state is None:  # a rank without this generator
+            return None
+        if name == "Python":
+            version, words, gauss = state
+            pythons = (version, tuple(_array(words, np.uint32).tolist()), gauss)
+            random.Random().setstate(pythons)  # noqa: S311 - not for secrets
+            return lambda: random.setstate(pythons)
+        if name == "NumPy":
+            key, position, has_gauss, gauss = state
+            # NumPy does not check the position, and would read other memory.
+            numpys = ("MT19937", _array(key, np.uint32), range(_NUMPY_WORDS + 1)[max(position, 0)], has_gauss, gauss)
+            np.random.RandomState().set_state(numpys)
+            return lambda: np.random.set_state(numpys)  # noqa: NPY002 - as in _states
+        device = torch.device("cpu") if name == "torch" else _device()
+        torchs = torch.from_numpy(_array(state, np.uint8))
+        torch.Generator(device).set_state(torchs)
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The checkpoint holds an invalid state of {name}'s random number generator: {error}.",
+            evidence="no object has changed",
+            do="load another checkpoint",
+        ) from error
+    return lambda: set_random_state(device, torchs)
+
+
+def _text(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()
