@@ -145,9 +145,9 @@ def replicate(
         model.register_forward_pre_hook(OwnHook(buffers.before_training))
     if group is not None:
         statistics = shared_statistics(model, SYNCHRONISED)
-        sync.loss.guard_by(
-            StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
-        )
+        guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
+        sync.loss.guard_by(guard)
+        model.register_forward_pre_hook(OwnHook(guard.before_forward))
     after_training = None if buffers is None else buffers.after_forward
     model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)
