@@ -197,7 +197,7 @@ def _surgery(training: Training, x: torch.Tensor, y: torch.Tensor) -> None:
     for column in range(2):
         training.optimizer.zero_grad()
         functional.mse_loss(training.model(x)[:, column], y[:, column]).backward()
-        found.append([parameter.grad.clone() for parameter in training.parameters])
+        found.append([p.grad.clone() for p in training.parameters if p.grad is not None])
     first, second = (torch.cat([one.flatten() for one in gradients]) for gradients in found)
     share = min(float(first @ second), 0.0) / float(second @ second)
     training.assign([a - share * b + b for a, b in zip(*found, strict=True)])
@@ -215,12 +215,12 @@ def _maml(training: Training, x: torch.Tensor, y: torch.Tensor) -> None:
         fast = {name: p - 0.1 * slope for (name, p), slope in zip(named.items(), slopes, strict=True)}
         losses.append(functional.mse_loss(functional_call(training.model, fast, (one[None],)), goal[None]))
     training.optimizer.zero_grad()
-    loss = sum(losses)
+    loss = torch.stack(losses).sum() / len(losses)
     if training.is_spread:
         with rw.weight(training.model, len(losses)):
-            (loss / len(losses)).backward()
+            loss.backward()
     else:
-        (loss / len(losses)).backward()
+        loss.backward()
     training.optimizer.step()
 
 

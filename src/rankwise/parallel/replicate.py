@@ -147,7 +147,9 @@ def replicate(
         statistics = shared_statistics(model, SYNCHRONISED)
         guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         sync.loss.guard_by(guard)
-        model.register_forward_pre_hook(OwnHook(guard.before_forward))
+        model.register_forward_pre_hook(
+            OwnHook(lambda *_: guard.before_forward(is_mid_step=sync.is_accumulating or sync.is_mid_step()))
+        )
     after_training = None if buffers is None else buffers.after_forward
     model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)

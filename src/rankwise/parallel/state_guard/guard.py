@@ -203,9 +203,13 @@ class StateGuard:
             self._late = self._checksum.start(tensors)
         return None
 
-    def before_forward(self, _model: object, _inputs: object) -> None:
-        """Compare parameters before a forward pass that may be trained, if no backward does. Called by torch."""
-        if torch.is_grad_enabled() and not in_backward():
+    def before_forward(self, *, is_mid_step: bool) -> None:
+        """Compare parameters before a forward pass that may be trained, if no backward does.
+
+        Args:
+            is_mid_step: whether earlier microsteps explain that no backward has synchronized.
+        """
+        if torch.is_grad_enabled() and not in_backward() and not is_mid_step:
             self._unaveraged.note_forward()
 
     def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:

@@ -15,6 +15,7 @@ import torch
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.tensors.rounding import is_rounding, summary_of, tolerance
+from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 NUM_FIRST = 16
 EVERY = 64
 """How often ranks compare after the first times."""
+UNCHANGED_AT = {4, 16, 64}
+"""After how many forward passes parameters on a device are compared that seem unchanged."""
 ANSWER_SECONDS = 10.0
 """How long the store may take to return a key that is set."""
 _AVERAGE = "p.grad = rankwise.all_reduce(g * len(x)) / rankwise.all_reduce(float(len(x)))"
@@ -65,6 +68,8 @@ class WithoutBackward:
         """How many backwards there were at the latest step of an optimizer, by its identity."""
         self._at_forward = (0, 0)
         """How many backwards there were at the latest forward pass, and which one since then it was."""
+        self._is_on_cpu = all(one.device.type == "cpu" for one in parameters.values())
+        self._version = 0
         self._num_steps = 0
         self._num_forwards = 0
         """Steps, and forward passes, that no backward preceded."""
@@ -92,8 +97,8 @@ class WithoutBackward:
         if unlike is not None:
             name, norms = unlike
             raise ReplicasDiffer(
-                f"{type(optimizer).__name__} has stepped {self._model_name} with gradients that are not the same on all "
-                "ranks, because no backward() has averaged them.",
+                f"{type(optimizer).__name__} has stepped {self._model_name} with gradients that are not the same on "
+                "all ranks, because no backward() has averaged them.",
                 where=f"reported on {current().world}",
                 evidence=f"the gradient of {name} has the norm\n{norms}",
                 do="call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
@@ -109,7 +114,10 @@ class WithoutBackward:
         backwards, since = self._at_forward
         since = since + 1 if backwards == self._num_backwards else 0
         self._at_forward = self._num_backwards, since
-        if not since or self._store is None:
+        before, self._version = self._version, 0 if self._is_on_cpu else sum(map(version_of, self._parameters.values()))
+        # Reading values waits for a device. A change through .data changes no version.
+        is_read = self._is_on_cpu or before != self._version or since in UNCHANGED_AT
+        if not since or not is_read or self._store is None:
             return
         self._num_forwards += 1
         if not _is_due(self._num_forwards - 1):
