@@ -18,6 +18,7 @@ from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
+from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.parallel.core.own_hooks import OwnHook, leave_out_of_copies
 from rankwise.parallel.core.same_model import broadcast_model, check_same_model
@@ -147,6 +148,7 @@ def replicate(
         statistics = shared_statistics(model, SYNCHRONISED)
         guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         sync.loss.guard_by(guard)
+        model.register_forward_pre_hook(OwnHook(ModuleHooks(model).before_forward))
         model.register_forward_pre_hook(
             OwnHook(lambda *_: guard.before_forward(is_mid_step=sync.is_accumulating or sync.is_mid_step()))
         )

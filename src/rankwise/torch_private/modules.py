@@ -58,6 +58,11 @@ def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
 
 
+def backward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the tables of a module's hooks on gradients, which may be changed: after its backward, and before."""
+    return module._backward_hooks, module._backward_pre_hooks  # type: ignore[return-value] # noqa: SLF001
+
+
 # -- layers --------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,9 @@ NAMES = {
         "run a function after backward; torch.autograd.graph.queue_callback from 2.15 on"
     ),
     "torch.Tensor._version": "detect in-place changes",
+    "torch.Tensor._backward_hooks": "replace the hooks on a parameter's gradient",
+    "torch.Tensor._post_accumulate_grad_hooks": "replace the hooks that follow it",
+    "torch._C._will_engine_execute_node": "whether a gradient is accumulated, or returned by autograd.grad",
     "torch.Tensor._is_view": "whether autograd tracks a tensor as a view",
     "torch._C._autograd._push_saved_tensors_default_hooks": "enter hooks without a with statement",
     "torch._C._autograd._pop_saved_tensors_default_hooks": "leave them",
@@ -79,6 +82,8 @@ NAMES = {
     "torch.nn.Module._buffers": "swap a module's own buffers; read them fast",
     "torch.nn.Module._modules": "detect inserted or deleted layers",
     "torch.nn.Module._replicate_for_data_parallel": "copy a module without copying its parameters",
+    "torch.nn.Module._backward_hooks": "judge the hooks that change gradients",
+    "torch.nn.Module._backward_pre_hooks": "the same",
     "torch.nn.Module._compiled_call_impl": "wrap the call of one module; copies do not have it",
     "torch.nn.Module._call_impl": "call a module without that wrapper",
     "torch.nn.Module.state_dict._metadata": "keep the versions of modules in a checkpoint",
