@@ -17,6 +17,7 @@ from rankwise.log import warn
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
 from rankwise.parallel.core.buffers import BufferSync
+from rankwise.parallel.core.copied_statistics import watch_copies
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
 from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
@@ -137,6 +138,7 @@ def replicate(
         share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
         if sync_batchnorm:
             synchronise_batchnorm(model, sync, exchange)
+            watch_copies(session)
         elif norms := unsynchronised_batchnorms(model):
             warn(
                 f"{take_their(norms)} statistics per rank, so that the "
