@@ -83,10 +83,9 @@ def test_statistics_of_a_replicated_copy_are_exact(num_ranks: int, how: str) -> 
         assert said == []
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("how", ["update_bn", "after training"])
-def test_statistics_of_a_copy_that_differ_are_named_once(num_ranks: int, how: str) -> None:
-    results = testing.run_ranks(_on_ranks, num_ranks, how, False)
+def test_statistics_of_a_copy_that_differ_are_named_once(how: str) -> None:
+    results = testing.run_ranks(_on_ranks, 2, how, False)  # on three, the last batch leaves one sample for a rank
     check_said([text for result in results for text in result.get()[1]], [NAMED])
 
 

@@ -180,7 +180,12 @@ def check_hooks_on_gradients() -> None:
     assert not changing
 
 
-@canary("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks")
+@canary(
+    "torch.nn.Module._forward_hooks",
+    "torch.nn.Module._forward_pre_hooks",
+    "torch.nn.Module._backward_hooks",
+    "torch.nn.Module._backward_pre_hooks",
+)
 def check_hooks_of_modules() -> None:
     module, called = nn.Linear(2, 1), []
     module.register_full_backward_hook(lambda *_: called.append("own"))
@@ -190,6 +195,9 @@ def check_hooks_of_modules() -> None:
         table[key] = lambda *_, number=number: called.append(number)
     module(torch.ones(1, 2, requires_grad=True)).sum().backward()
     assert called == [1, 0]
+    module.register_forward_hook(print)
+    module.register_forward_pre_hook(print)
+    assert len(list(modules.hooks_of(module))) == 4
 
 
 @canary("torch.Tensor._is_view")

@@ -72,7 +72,8 @@ def replicate(
     Every rank runs backward through the model equally often, also without samples. Decisions that depend on a rank's
     own loss (skipping a step, LBFGS's line search, a scheduler on plateaus, stopping early) must use
     ``rankwise.all_reduce`` of it, or the ranks diverge. Gradients are views of memory that the next backward
-    overwrites: clone a gradient to keep it after the step. ``torch.autograd.grad`` gives this rank's own gradient.
+    overwrites: clone a gradient to keep it after the step. ``torch.autograd.grad`` gives this rank's own gradient;
+    a step by gradients that were not averaged is an error. Hooks on gradients of parameters get the mean.
 
     Args:
         model: on its device already, compiled with ``torch.compile`` or not. Change its layers, dtype or device before.

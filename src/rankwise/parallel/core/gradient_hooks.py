@@ -37,8 +37,8 @@ class GradientHooks:
     """The hooks of one model's parameters."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
         self._names = names
-        self._parameters = parameters
         self._held: dict[int, tuple[Hooks, Hooks]] = {}
         """By number of the parameter, torch's tables of hooks that change the gradient, and that follow it."""
         self._earlier: dict[int, torch.Tensor | None] = {}
@@ -50,7 +50,7 @@ class GradientHooks:
     def _take_over(self) -> None:
         """Replace hooks that were registered since, in torch's tables, where their handles still remove them."""
         self._held.clear()
-        for number, parameter in enumerate(self._parameters):
+        for number, parameter in enumerate(self.parameters):
             changing: Hooks = hooks_of_gradient(parameter) or {}
             following: Hooks = hooks_after_accumulation(parameter) or {}
             if not changing and len(following) <= 1:
@@ -73,7 +73,7 @@ class GradientHooks:
     def note_earlier(self, number: int) -> None:
         """Keep the gradient that the backward under way adds to."""
         if number not in self._earlier:
-            before = self._parameters[number].grad
+            before = self.parameters[number].grad
             self._earlier[number] = None if before is None else before.detach().clone()
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class GradientHooks:
             aside: by identity of the parameter, earlier gradients that the means include and ``grad`` did not.
         """
         for number, (changing, _) in self._held.items():
-            parameter = self._parameters[number]
+            parameter = self.parameters[number]
             total = parameter.grad
             earlier = self._earlier.get(number)
             if earlier is None:
@@ -103,7 +103,7 @@ class GradientHooks:
     def follow(self) -> None:
         """Call the hooks that follow accumulation, once ``grad`` is complete. They may step an optimizer."""
         for number, (_, following) in self._held.items():
-            parameter = self._parameters[number]
+            parameter = self.parameters[number]
             earlier = self._earlier.get(number)
             hooks = [one.hook for one in following.values() if isinstance(one, _Deferred)]
             if not hooks or parameter.grad is None or _is_unchanged(parameter.grad, earlier):
@@ -137,7 +137,7 @@ class _Deferred:
     def __call__(self, given: torch.Tensor) -> object:
         """Run the hook now or later. Called by torch, with the gradient or the parameter."""
         owner = self._owner()
-        if owner is None or (self._changes and not is_accumulated_now(owner._parameters[self._number])):  # noqa: SLF001
+        if owner is None or (self._changes and not is_accumulated_now(owner.parameters[self._number])):
             return self.hook(given)  # of autograd.grad, which returns this rank's gradient
         if owner.is_deferred:
             owner.note_earlier(self._number)
