@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from replicas import TOLERANCE, largest_difference
 from said import check_said, listening
 from torch import nn
 from torch.nn import functional
-from training_loops import dataset, network, parameters_of
+from training_loops import dataset, parameters_of
+from training_loops import network as any_network
 
 import rankwise as rw
 from rankwise import testing
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
     Register = Callable[[nn.Module], object]
     Hook = Callable[[torch.Tensor], torch.Tensor]
+
+
+def network() -> nn.Sequential:
+    return cast("nn.Sequential", any_network())
 
 
 def _on_all(hook: Hook) -> Register:
@@ -74,10 +79,12 @@ def _clipped_after(model: nn.Module) -> None:
 
 def _stepped_after(model: nn.Module) -> None:
     """An optimizer per parameter, stepped in backward."""
-    optimizers = {parameter: torch.optim.Adam([parameter], lr=0.01) for parameter in model.parameters()}
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
+        parameter: torch.optim.Adam([parameter], lr=0.01) for parameter in model.parameters()
+    }
 
     def step(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()  # pyright: ignore[reportArgumentType]
+        optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
     for parameter in model.parameters():

@@ -138,7 +138,7 @@ def _unlike(held: Sequence[Sequence[Summary]], layers: Sequence[BatchNorm]) -> i
         own = held[0][number]
         for other in (summaries[number] for summaries in held[1:]):
             pairs = zip(own[2:], other[2:], strict=True)
-            if not all(is_rounding(tuple(a), tuple(b), tolerance(dtype)) for a, b in pairs):
+            if not all(is_rounding((a[0], a[1]), (b[0], b[1]), tolerance(dtype)) for a, b in pairs):
                 return number
     return None
 
