@@ -157,6 +157,49 @@ def check_version() -> None:
     assert autograd.version_of(x) == before + 2
 
 
+@canary(
+    "torch.Tensor._backward_hooks", "torch.Tensor._post_accumulate_grad_hooks", "torch._C._will_engine_execute_node"
+)
+def check_hooks_on_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    found: list[bool] = []
+    handle = parameter.register_hook(lambda gradient: 5 * gradient)
+    parameter.register_post_accumulate_grad_hook(lambda _: found.append(True))
+    changing, following = autograd.hooks_of_gradient(parameter), autograd.hooks_after_accumulation(parameter)
+    assert changing is not None
+    assert following is not None
+    for table in (changing, following):
+        (key,) = table
+        table[key] = lambda _: found.append(autograd.is_accumulated_now(parameter))
+    (2 * parameter).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2, 2]
+    torch.autograd.grad((2 * parameter).sum(), parameter)
+    assert found == [True, True, False]
+    handle.remove()
+    assert not changing
+
+
+@canary(
+    "torch.nn.Module._forward_hooks",
+    "torch.nn.Module._forward_pre_hooks",
+    "torch.nn.Module._backward_hooks",
+    "torch.nn.Module._backward_pre_hooks",
+)
+def check_hooks_of_modules() -> None:
+    module, called = nn.Linear(2, 1), []
+    module.register_full_backward_hook(lambda *_: called.append("own"))
+    module.register_full_backward_pre_hook(lambda *_: called.append("own"))
+    for number, table in enumerate(modules.backward_hooks(module)):
+        (key,) = table
+        table[key] = lambda *_, number=number: called.append(number)
+    module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert called == [1, 0]
+    module.register_forward_hook(print)
+    module.register_forward_pre_hook(print)
+    assert len(list(modules.hooks_of(module))) == 4
+
+
 @canary("torch.Tensor._is_view")
 def check_is_view() -> None:
     x = leaf(2) * 1

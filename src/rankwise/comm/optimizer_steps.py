@@ -78,6 +78,11 @@ def account_for(model: nn.Module) -> None:
     _accounted.add(model)
 
 
+def accounted_modules() -> set[nn.Module]:
+    """Return all modules of the models that a strategy keeps correct, or that differ on purpose."""
+    return {module for model in _accounted for module in model.modules()}
+
+
 def account_for_part(tensor: torch.Tensor) -> None:
     """Note that ``tensor`` belongs to this rank's part of a model that was split by hand. Called by compat."""
     key = id(tensor)

@@ -116,6 +116,8 @@ class Session:
     ending: list[Callable[[], None]] = field(default_factory=list)
     saving: list[Callable[[], None]] = field(default_factory=list)
     """Called on every rank before state is saved, to make it one state."""
+    looping: list[Callable[[], None]] = field(default_factory=list)
+    """Called at the end of every loop over a loader that ran to its end."""
     are_islands_averaged: bool = False
     """Whether something averages what islands of ranks train."""
     on_close: Callable[[], None] = lambda: None
@@ -178,6 +180,8 @@ class Session:
         self.failure_note = self.share_note = None
         self.batches.pop(loader, None)
         self.batch = self._outer_of(loader)
+        for action in self.looping:
+            action()
 
     def _outer_of(self, loader: int) -> CurrentBatch | None:
         """Return the batch of the loop that a loop has run in, as validation does, if that one is not over."""
@@ -213,6 +217,10 @@ class Session:
     def before_save(self, action: Callable[[], None]) -> None:
         """Call ``action`` on every rank before each save: the save includes its changes."""
         self.saving.append(action)
+
+    def after_loop(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at the end of every loop over a loader that was not left early."""
+        self.looping.append(action)
 
     def average_islands(self) -> None:
         """Note that the caller averages what islands of ranks train."""

@@ -17,7 +17,9 @@ from rankwise.log import warn
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
 from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
 from rankwise.parallel.core.buffers import BufferSync
+from rankwise.parallel.core.copied_statistics import watch_copies
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
+from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.parallel.core.own_hooks import OwnHook, leave_out_of_copies
 from rankwise.parallel.core.same_model import broadcast_model, check_same_model
@@ -71,7 +73,8 @@ def replicate(
     Every rank runs backward through the model equally often, also without samples. Decisions that depend on a rank's
     own loss (skipping a step, LBFGS's line search, a scheduler on plateaus, stopping early) must use
     ``rankwise.all_reduce`` of it, or the ranks diverge. Gradients are views of memory that the next backward
-    overwrites: clone a gradient to keep it after the step. ``torch.autograd.grad`` gives this rank's own gradient.
+    overwrites: clone a gradient to keep it after the step. ``torch.autograd.grad`` gives this rank's own gradient;
+    a step by gradients that were not averaged is an error. Hooks on gradients of parameters get the mean.
 
     Args:
         model: on its device already, compiled with ``torch.compile`` or not. Change its layers, dtype or device before.
@@ -137,6 +140,7 @@ def replicate(
         share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
         if sync_batchnorm:
             synchronise_batchnorm(model, sync, exchange)
+            watch_copies(session)
         elif norms := unsynchronised_batchnorms(model):
             warn(
                 f"{take_their(norms)} statistics per rank, so that the "
@@ -149,8 +153,11 @@ def replicate(
         model.register_forward_pre_hook(OwnHook(split.begin))
         model.register_forward_hook(OwnHook(split.end), always_call=True)
         statistics = shared_statistics(model, SYNCHRONISED)
-        sync.loss.guard_by(
-            StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
+        guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
+        sync.loss.guard_by(guard)
+        model.register_forward_pre_hook(OwnHook(ModuleHooks(model).before_forward))
+        model.register_forward_pre_hook(
+            OwnHook(lambda *_: guard.before_forward(is_mid_step=sync.is_accumulating or sync.is_mid_step()))
         )
     after_training = None if buffers is None else buffers.after_forward
     model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)

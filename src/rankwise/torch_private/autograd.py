@@ -31,6 +31,11 @@ run_after_backward: Callable[[Callable[[], None]], None] = (
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return how many times a tensor was changed in place."""
 
+hooks_of_gradient: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+"""Return the table of a tensor's hooks, which may be changed; ``None`` if it never had any."""
+hooks_after_accumulation: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+"""The same for hooks that run once its gradient has been added to ``grad``."""
+
 _hooks: Any = torch._C._autograd  # type: ignore[attr-defined] # noqa: SLF001
 push_saved_tensors_hooks: Callable[..., None] = _hooks._push_saved_tensors_default_hooks  # noqa: SLF001
 """Enter a pair of hooks, as ``torch.autograd.graph.saved_tensors_hooks`` does."""
@@ -41,6 +46,14 @@ pop_saved_tensors_hooks: Callable[[], None] = _hooks._pop_saved_tensors_default_
 def in_backward() -> bool:
     """Return whether backward is running on this thread: a forward is then a recomputation."""
     return graph_task() != NO_GRAPH
+
+
+def is_accumulated_now(leaf: torch.Tensor) -> bool:
+    """Return whether the running backward adds to the ``grad`` of a leaf, which ``torch.autograd.grad`` does not."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[attr-defined] # noqa: SLF001
+    except RuntimeError:  # torch has no answer for the leaves that autograd.grad returns gradients of
+        return False
 
 
 def innermost_saved_tensors_hooks() -> Hooks | None:

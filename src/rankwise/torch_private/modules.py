@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import nn
@@ -56,6 +56,17 @@ def wrap_call(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
     """Call ``module`` with its hooks, without the wrapper of :func:`wrap_call`."""
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
+
+
+def backward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the tables of a module's hooks on gradients, which may be changed: after its backward, and before."""
+    return module._backward_hooks, module._backward_pre_hooks  # type: ignore[return-value] # noqa: SLF001
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks that see a module's inputs, outputs or their gradients."""
+    for table in (module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)):  # noqa: SLF001
+        yield from table.values()
 
 
 # -- layers --------------------------------------------------------------------------------------------

@@ -126,6 +126,10 @@ class Accumulation(Microsteps):
             if parameter.grad is not None
         }
 
+    def earlier(self) -> dict[int, torch.Tensor]:
+        """Return the gradients that were put aside, by the identity of their parameters."""
+        return {id(parameter): gradient for parameter, gradient in self._earlier}
+
     def give_back_earlier(self) -> None:
         """End the accumulation; gradients from before it, which were exact already, are added."""
         add_back(self._earlier)

@@ -21,6 +21,7 @@ from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
 from rankwise.parallel.core.bucket import own_gradient
 from rankwise.parallel.core.gradient_buckets import GradientBuckets, call_when_accumulated
+from rankwise.parallel.core.gradient_hooks import GradientHooks
 from rankwise.parallel.core.gradient_weights import Weights, WeightUnit
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
@@ -105,6 +106,7 @@ class GradientSync:
         """How many collectives of other exchanges this backward has issued."""
         self._turns: dict[int, int] = {}
         """How many they were when each gradient arrived in the first step."""
+        self._hooks = None if group is None else GradientHooks(self.names, self.parameters)
         self.hook_new_parameters()
 
     @property
@@ -210,6 +212,8 @@ class GradientSync:
         if self._on_backward is not None and not self.is_accumulating:
             self._on_backward()
         is_accumulated = self.is_accumulating or self._accumulation.is_open
+        if self._hooks is not None:
+            self._hooks.begin(is_deferred=not is_accumulated)
         if weight is None and self._group is None and self._on_mean is None and not is_accumulated:
             # Nothing is averaged, so the weight need not be known.
             weight = 1.0
@@ -300,6 +304,8 @@ class GradientSync:
                 self._divide_alone()
             else:
                 self._hand_back(self._group, self._buckets)
+                if self._hooks is not None and self._hooks.is_deferred:
+                    self._hooks.follow()
         finally:
             self._start_over()
 
@@ -309,6 +315,8 @@ class GradientSync:
         self._num_others = 0
         if self._buckets is not None:
             self._buckets.start_over()
+        if self._hooks is not None:
+            self._hooks.end()
         self.loss.end()
 
     def _hand_back(self, group: Exchange, buckets: GradientBuckets) -> None:
@@ -320,6 +328,7 @@ class GradientSync:
             self._multiply(total)
         if self._on_mean is not None:
             self._on_mean(self.loss.counted(float(total) * self._unit.size))
+        self._change_by_hooks(is_sum=is_sum)
         if self.loss.is_empty and not is_sum and not self._accumulation.is_open:
             # The means of the others include their earlier gradients, which are the same.
             self._accumulation.close()
@@ -340,6 +349,11 @@ class GradientSync:
         elif not self._is_order_known and self._needs_one_order and self._num_others:
             buckets.send_by_turns({})
         self._is_order_known = True
+
+    def _change_by_hooks(self, *, is_sum: bool) -> None:
+        if self._hooks is not None and self._hooks.is_deferred:
+            # On a rank without samples, the means of the others include what was put aside.
+            self._hooks.change(self._accumulation.earlier() if self.loss.is_empty and not is_sum else {})
 
     def _adjust_unit(self, total: Amount, num_ranks: int) -> None:
         is_on_device = isinstance(total, torch.Tensor)

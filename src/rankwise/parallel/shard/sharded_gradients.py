@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
+from rankwise.parallel.core.gradient_hooks import GradientHooks
 from rankwise.parallel.core.gradient_weights import power_near
 from rankwise.parallel.loss.amounts import is_zero, multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, Microsteps, model_numbers
@@ -97,6 +98,7 @@ class ShardSync:
         """The factor for this rank's gradients before they are reduced."""
         self._carried_factor: Amount = 1.0
         """The same for those of earlier microsteps."""
+        self._hooks = GradientHooks(list(dict(model.named_parameters())), own)
         self._used: set[int] = set()
         self._without_gradient: set[int] = set()
         self._num_synced = 0
@@ -167,6 +169,8 @@ class ShardSync:
         if self._accumulation.is_continued:
             self._factor = self._accumulation.factor(self._share())
         else:
+            # torch calls no hook that changes the gradient of a sharded parameter.
+            self._hooks.begin(is_deferred=True)
             self.loss.report()
             self._is_weighed = False
             self._without_gradient = {
@@ -245,10 +249,12 @@ class ShardSync:
         try:
             self._weigh()
             self._forget_unused()
+            self._hooks.change({})
             if self.loss.guard is not None:
                 self.loss.guard.check()
             if self._on_mean is not None:
                 self._on_mean(self.loss.counted(float(self._total)))
+            self._hooks.follow()
         finally:
             self._close()
         if self._exchange is not None:
@@ -287,6 +293,7 @@ class ShardSync:
         self._accumulation.close()
         self._used.clear()
         self._factor = self._carried_factor = 1.0
+        self._hooks.end()
         self.loss.end()
 
 

@@ -11,6 +11,7 @@ shard, which create one guard per model, and by loss_on_ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -18,7 +19,9 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, Harmless, HeldFact, PutRight, diagnose
+from rankwise.parallel.state_guard.without_backward import WithoutBackward
 from rankwise.tensors.checksum import ChecksumOfAll, are_equal, combined, settings_checksum, settings_of, short
+from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing
@@ -69,6 +72,8 @@ class SharedFact:
         return HeldFact(self.name, None if value is None else value & FACT_MASK, repair)
 
 
+_numbers = count()
+"""Of guards, the same on all ranks, which create them in one order."""
 _facts: dict[str, SharedFact] = {}
 
 
@@ -146,7 +151,8 @@ class StateGuard:
         self._buffers = dict(buffers) if reads_values else {}
         self._exchange = exchange
         self._reads_facts = reads_facts
-        self._optimizers = OptimizersOf(list(parameters.values()))
+        self._unaveraged = WithoutBackward(model_name, self._parameters, exchange, next(_numbers))
+        self._optimizers = OptimizersOf(list(parameters.values()), self._unaveraged.note_step)
         self._names = list(parameters)
         self._checksum = ChecksumOfAll()
         self._num_steps = 0
@@ -201,6 +207,15 @@ class StateGuard:
             self._late = self._checksum.start(tensors)
         return None
 
+    def before_forward(self, *, is_mid_step: bool) -> None:
+        """Compare parameters before a forward pass that may be trained, if no backward does.
+
+        Args:
+            is_mid_step: whether earlier microsteps explain that no backward has synchronized.
+        """
+        if torch.is_grad_enabled() and not in_backward() and not is_mid_step:
+            self._unaveraged.note_forward()
+
     def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:
         """Take in the sums of all ranks' reports."""
         self._sums = sum_of_checksums, sum_of_squares
@@ -233,6 +248,7 @@ class StateGuard:
         self._has_ended = False
         step = self._num_steps
         self._num_steps += 1
+        self._unaveraged.note_backward()
         settings, values = step >= self._settings.next, self._has_values
         if not (settings or values):
             return
@@ -291,12 +307,13 @@ OptimizerGroup = dict[str, Any]
 class OptimizersOf:
     """The optimizers of one model's parameters that have stepped since ranks last compared."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], listener: Callable[[Optimizer], None]) -> None:
         self.number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         """By the identity of a parameter, which the model keeps alive."""
         self.num_steps = 0
         """Steps since ranks last compared."""
         self._stepped: dict[int, ref[Optimizer]] = {}
+        self._listener = listener
         _follow(self)
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -304,6 +321,7 @@ class OptimizersOf:
         self.num_steps += 1
         if id(optimizer) not in self._stepped:
             self._stepped[id(optimizer)] = ref(optimizer)
+        self._listener(optimizer)
 
     def start_over(self) -> None:
         """Forget the steps: ranks have compared."""

@@ -35,7 +35,6 @@ from rankwise.tools.auto.proof import (
     difference,
     difference_beside,
     gradient_elsewhere,
-    hooks_of,
     obstacle,
     obstacle_after,
     parameters_of,
@@ -47,7 +46,7 @@ from rankwise.tools.auto.sharing import parameters_shared
 from rankwise.tools.auto.side_effects import Effects, changed, python_state, text_of
 from rankwise.tools.auto.subclasses import as_output, is_alike, plain
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.modules import own_parameters
+from rankwise.torch_private.modules import hooks_of, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,10 +18,10 @@ from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.randomness.scope import memory_order
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
-from rankwise.torch_private.modules import BatchNorm, own_buffers, own_parameters
+from rankwise.torch_private.modules import BatchNorm, hooks_of, own_buffers, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from rankwise.tools.auto.rows import Share
 
@@ -115,12 +115,6 @@ def check_device(module: nn.Module, device: torch.device) -> None:
             where=words(user_call_site()),
             do=f'write "{first.type}" in the script, not "{first}": that is the device of each rank',
         )
-
-
-def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """Yield the hooks that see a module's inputs, outputs or their gradients."""
-    for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        yield from getattr(module, table).values()
 
 
 def _is_of_user(hook: object) -> bool:
