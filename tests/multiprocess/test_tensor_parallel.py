@@ -205,7 +205,7 @@ class DrawsByShape(nn.Module):
             return self.down(h + torch.randn(h.shape))
         if self.kind == "values":
             return self.down(h * torch.bernoulli(h.sigmoid()))
-        return self.down(nn.functional.dropout(h.flatten().sort().values, 0.5).view_as(h))
+        return self.down(h * nn.functional.dropout(h.sum(-1, keepdim=True), 0.5))
 
 
 def unfollowed(_: World, kind: str) -> list[str]:
@@ -224,7 +224,7 @@ def unfollowed(_: World, kind: str) -> list[str]:
     ("kind", "text"),
     [
         ("sizes", "cannot tell which part of a split layer the random numbers at"),
-        ("lost", "cannot tell which part of a split layer the random numbers at"),
+        ("sums of parts", "cannot tell which part of a split layer the random numbers at"),
         ("values", "depend on the values of a layer that is split"),
     ],
 )

@@ -61,9 +61,8 @@ class SplitTracer(BatchTracer):
         if call.name in RESHAPES and layouts:
             return self._reshape(call, layouts)
         for one in call.tensors if layouts else ():
-            if (place := self._drawn_by_sizes.pop(identity_of(one), None)) is not None and _is_as_wide(
-                one, call, facts
-            ):
+            place = self._drawn_by_sizes.pop(identity_of(one), None)
+            if place is not None and _is_as_wide(one, call, facts):
                 warn_of_parts(place)
         out = func(*args, **call.given)
         if call.name in SIZED:
