@@ -7,7 +7,7 @@ import math
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.randomness.sample_layout import PartOfLayer, SampleLayout, layout_of
@@ -59,7 +59,7 @@ class Tracer(Protocol):
     """Follows the operations of a pass."""
 
     def __enter__(self) -> object: ...
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> object: ...  # noqa: ANN401 - as torch
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object, /) -> object: ...
     def through_layer(self, x: torch.Tensor, out: torch.Tensor, *, is_part: bool) -> None:
         """Note that a layer that is split along ``tp``, whose operations are not seen, gave ``out``."""
         ...
