@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from replicas import TOLERANCE, built, largest_difference, part
-from said import check_said
+from said import check_said, listening
 from split_models import NUM_WORDS, Encoder, Gpt, Mlp, llama
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rankwise import testing
+from rankwise.data.loader import DataLoader
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
 from rankwise.parallel.core.device_mesh import mesh
 from rankwise.parallel.replicate import replicate
@@ -137,6 +139,98 @@ def test_training_is_as_on_one_device(
         assert largest_difference(parameters, expected) <= TOLERANCE
         assert own_norms == pytest.approx(norms, rel=1e-10)
         assert parts
+
+
+class Dropping(nn.Module):
+    """Drops where activations are whole, and where each rank has a part: of a hidden width, and of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down, self.drop = nn.Linear(8, 12), nn.Linear(12, 8), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(x)
+        q, k, v = (one(x).view(len(x), 3, self.heads, -1).transpose(1, 2) for one in (self.q, self.k, self.v))
+        scores = self.drop((q @ k.transpose(-1, -2)).softmax(-1))
+        x = x + self.drop(self.o((scores @ v).transpose(1, 2).reshape(len(x), 3, -1)))
+        h = nn.functional.relu(self.up(x))
+        return x + self.down(self.drop(h) + 0.1 * torch.randn_like(h)) * torch.bernoulli(x.sigmoid())
+
+
+def dropping(world: World, sizes: dict[str, int], has_loader: bool) -> tuple[dict[str, torch.Tensor], float]:
+    mesh(**sizes)
+    torch.manual_seed(0)
+    x = torch.randn(10, 3, 8, dtype=torch.float64)
+    model = Dropping().double()
+    tp = sizes.get("tp", 1)
+    if tp > 1:
+        plan = dict.fromkeys("qkv", "column") | {"o": "row", "up": "column", "down": "row"}
+        tensor_parallel(model, plan)
+        model.heads = 4 // tp
+    if "dp_shard" in sizes:
+        shard(model)
+    elif tp < world.world_size or tp == 1:
+        replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch in DataLoader(x, global_batch_size=4) if has_loader else x.split(4):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("has_loader", [True, False])
+def test_dropout_is_drawn_as_on_one_device(has_loader: bool) -> None:
+    expected, after = testing.run_ranks(dropping, 1, {}, has_loader)[0].get()
+    meshes = [{"tp": 2}, {"tp": 4}, {"dp_replicate": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}]
+    for sizes in meshes if has_loader else meshes[:1]:
+        for result in testing.run_ranks(dropping, math.prod(sizes.values()), sizes, has_loader):
+            parameters, own_after = result.get()
+            assert largest_difference(parameters, expected) <= TOLERANCE, sizes
+            assert own_after == after
+
+
+class DrawsByShape(nn.Module):
+    """Draws for a part in a way that does not show where the part lies."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.down, self.kind = nn.Linear(4, 6), nn.Linear(6, 4), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        if self.kind == "sizes":
+            return self.down(h + torch.randn(h.shape))
+        if self.kind == "values":
+            return self.down(h * torch.bernoulli(h.sigmoid()))
+        return self.down(h * nn.functional.dropout(h.sum(-1, keepdim=True), 0.5))
+
+
+def unfollowed(_: World, kind: str) -> list[str]:
+    mesh(tp=2)
+    torch.manual_seed(0)
+    model = tensor_parallel(DrawsByShape(kind), {"up": "column", "down": "row"})
+    with listening() as said:
+        try:
+            model(torch.ones(2, 4))
+        except ConfigurationError as error:
+            return [str(error)]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("sizes", "cannot tell which part of a split layer the random numbers at"),
+        ("sums of parts", "cannot tell which part of a split layer the random numbers at"),
+        ("values", "depend on the values of a layer that is split"),
+    ],
+)
+def test_draws_for_a_part_that_cannot_be_placed_are_named(kind: str, text: str) -> None:
+    said = testing.run_ranks(unfollowed, 2, kind)[0].get()
+    check_said(said, [text])
 
 
 class Noisy(nn.Module):

@@ -33,7 +33,7 @@ SIZED = {"empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "
 _SLICES = {"select", "slice", "narrow"}
 RESHAPES = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 """Views in place."""
-_FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class TracedCall:
         self.name: str = func.overloadpacket.__name__
         self.tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
         self.is_pointwise = torch.Tag.pointwise in func.tags
-        self.is_random = torch.Tag.nondeterministic_seeded in func.tags or self.name in _FILLING
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags or self.name in FILLING
 
     def sizes(self) -> Sequence[int]:
         """Return the sizes that are given in numbers."""
@@ -253,7 +253,7 @@ class BatchTracer(DispatchMode):
         """Return where samples are in the outputs of an operation, from where they are in its inputs."""
         first, layout = known[0]
         if call.name in _VIEWS:
-            return [viewed(layout, first.shape, one.shape, self._num) for one in outputs]
+            return [self._viewed(layout, first.shape, one.shape) for one in outputs]
         if call.name == "expand" or call.is_pointwise:
             return [_broadcast(known, one) for one in outputs]
         if call.name in _SLICES and call.dim(first) == layout.dim:
@@ -264,6 +264,10 @@ class BatchTracer(DispatchMode):
         if grown is None or len(grown) != len(outputs):
             return [None] * len(outputs)
         return [_growing(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
+
+    def _viewed(self, layout: SampleLayout, old: Sequence[int], new: Sequence[int]) -> SampleLayout | None:
+        """Return where samples lie after a view with other sizes."""
+        return viewed(layout, old, new, self._num)
 
     def _grown(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> list[torch.Size] | None:
         """Return the shapes of an operation's results with one more sample; ``None`` if it cannot take one more."""

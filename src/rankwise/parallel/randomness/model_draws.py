@@ -162,21 +162,25 @@ class DrawsOfModel:
                 warn_of_dropout(module)
         for tracer in reversed(scope.tracers):
             tracer.__exit__(None, None, None)
-        if splitter is not None:
-            draws = zip(scope.made, scope.made_splits, strict=False)
-            if any(split and made.layout and split.dim == made.layout.dim for made, split in draws):
-                self._sized.add(kind)
-            self._splits[sized_kind if kind in self._sized else kind] = tuple(scope.made_splits)
-        elif scope.is_off_splits:
-            warn_of_parts()
-            for key in (kind, sized_kind):
-                self._splits.pop(key, None)
+        self._note_splits(kind, scope, sized_kind, is_traced=splitter is not None)
         if follower is None and scope.is_off_plan and self._can_follow(module):
             # Other draws than in the traced pass: trace the next one.
             self._plans.pop(kind, None)
         elif follower is not None or scope.is_off_plan:
             self._plans[kind] = tuple(scope.made)
         leave()
+
+    def _note_splits(self, kind: PassKind, scope: DrawScope, sized_kind: object, *, is_traced: bool) -> None:
+        """Keep which dims of the draws were divided, for the next passes of this kind."""
+        if is_traced:
+            draws = zip(scope.made, scope.made_splits, strict=False)
+            if any(split and made.layout and split.dim == made.layout.dim for made, split in draws):
+                self._sized.add(kind)
+            self._splits[sized_kind if kind in self._sized else kind] = tuple(scope.made_splits)
+        elif scope.is_off_splits:
+            warn_of_parts()
+            self._splits.pop(kind, None)
+            self._splits.pop(sized_kind, None)
 
     def _abandon(self) -> None:
         """Leave a forward pass that was interrupted: Ctrl-C calls no hook."""

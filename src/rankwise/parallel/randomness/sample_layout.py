@@ -94,16 +94,35 @@ def layouts_of(shape: Sequence[int], num_samples: int) -> list[SampleLayout]:
 
 def viewed(layout: SampleLayout, old: Sequence[int], new: Sequence[int], num_samples: int) -> SampleLayout | None:
     """Return where samples lie after a view with other sizes; ``None`` if no dim holds whole samples."""
-    inner = layout.inner * math.prod(old[layout.dim + 1 :])
-    found = []
-    for dim, size in enumerate(new):
-        below = math.prod(new[dim + 1 :])
-        if below and inner % below == 0 and (size * below) % (num_samples * inner) == 0:
-            found.append(SampleLayout(dim, size * below // (num_samples * inner), inner // below))
+    found = _views(layout, old, new, num_samples)
     # With one sample, any dim of size one can be the one.
     return next(
         (one for one in found if (one.outer, one.inner) == (layout.outer, layout.inner)), next(iter(found), None)
     )
+
+
+def part_viewed(layout: SampleLayout, old: Sequence[int], new: Sequence[int]) -> SampleLayout | None:
+    """Return which dim is divided after a view with other sizes, where the part of a rank counts as one sample.
+
+    Features that are viewed as heads are divided by heads.
+    """
+    found = _views(layout, old, new, 1)
+    below = math.prod(old[layout.dim + 1 :])
+    is_of_features = layout.dim == len(old) - 1 and len(new) > len(old)
+    kept = [] if is_of_features else [one for one in found if math.prod(new[one.dim + 1 :]) == below]
+    alike = [one for one in found if one.outer == layout.outer]
+    return next(iter((*reversed(kept), *alike, *found)), None)
+
+
+def _views(layout: SampleLayout, old: Sequence[int], new: Sequence[int], num_samples: int) -> list[SampleLayout]:
+    """Return where samples can lie after a view with other sizes."""
+    inner = layout.inner * math.prod(old[layout.dim + 1 :])
+    found: list[SampleLayout] = []
+    for dim, size in enumerate(new):
+        below = math.prod(new[dim + 1 :])
+        if below and inner % below == 0 and (size * below) % (num_samples * inner) == 0:
+            found.append(SampleLayout(dim, size * below // (num_samples * inner), inner // below))
+    return found
 
 
 def expanded(layout: SampleLayout, old: Sequence[int], new: Sequence[int]) -> SampleLayout | None:

@@ -7,7 +7,7 @@ import math
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.randomness.sample_layout import PartOfLayer, SampleLayout, layout_of
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from rankwise.comm.session import CurrentBatch
-    from rankwise.parallel.randomness.batch_tracer import BatchTracer
 
 DropoutMask = tuple[int, int, float]
 """A draw of dropout: its number in the pass, the elements of a sample, and the probability that one is kept."""
@@ -54,6 +53,16 @@ class PlannedDraw:
         if self.operation != operation or self.num_dims != len(shape):
             return False
         return self.layout is None or self.layout.fits(shape, num_samples)
+
+
+class Tracer(Protocol):
+    """Follows the operations of a pass."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object, /) -> object: ...
+    def through_layer(self, x: torch.Tensor, out: torch.Tensor, *, is_part: bool) -> None:
+        """Note that a layer that is split along ``tp``, whose operations are not seen, gave ``out``."""
+        ...
 
 
 @dataclass
@@ -96,7 +105,7 @@ class DrawScope:
     """That of the next draw, while split layers are traced."""
     is_off_splits: bool = False
     """Whether it was not known for a draw."""
-    tracers: list[BatchTracer] = field(default_factory=list)
+    tracers: Sequence[Tracer] = ()
     """Those that follow this pass."""
 
     def note_redraw(self, redraw: Callable[[SampleLayout | None], None] | None) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.parallel.randomness.batch_tracer import (
+    FILLING,
     RESHAPES,
     SIZED,
     BatchTracer,
@@ -23,12 +24,12 @@ from rankwise.parallel.randomness.batch_tracer import (
     identity_of,
     outputs_of,
 )
-from rankwise.parallel.randomness.sample_layout import SampleLayout
+from rankwise.parallel.randomness.sample_layout import SampleLayout, part_viewed
 from rankwise.parallel.randomness.scope import current_scope
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rankwise.parallel.randomness.batch_tracer import Identity
     from rankwise.parallel.randomness.scope import DrawScope
@@ -38,12 +39,14 @@ _warned: set[str] = set()
 
 
 class SplitTracer(BatchTracer):
-    """Notes which dim of each tensor is divided among the ranks that share layers, and gives the scope that of draws."""
+    """Notes which dim of each tensor is divided among the ranks that share layers, and gives it to the draws."""
 
     def __init__(self, scope: DrawScope) -> None:
         super().__init__(scope, 1, ())
         self._lost: set[Identity] = set()
         """Tensors computed from a part of which it is not known where the part lies in them."""
+        self._drawn_by_sizes: dict[Identity, str] = {}
+        """Where random numbers were drawn whose shape was given in numbers."""
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -57,6 +60,10 @@ class SplitTracer(BatchTracer):
             return self._draw_part(call, layouts, is_lost=is_lost)
         if call.name in RESHAPES and layouts:
             return self._reshape(call, layouts)
+        for one in call.tensors if layouts else ():
+            place = self._drawn_by_sizes.pop(identity_of(one), None)
+            if place is not None and _is_as_wide(one, call, facts):
+                warn_of_parts(place)
         out = func(*args, **call.given)
         if call.name in SIZED:
             whole = next((one for one in call.tensors if identity_of(one) in layouts), None)
@@ -86,24 +93,42 @@ class SplitTracer(BatchTracer):
         for one in outputs_of(out):
             fits = layout is not None and layout.fits(one.shape, 1)
             self.set_fact(one, KnownLayout(layout) if fits else None)
+            self._drawn_by_sizes.pop(identity_of(one), None)
+            if not call.tensors or (layout is None and call.name in FILLING):
+                self._drawn_by_sizes[identity_of(one)] = words(user_call_site())
         return out
+
+    def _viewed(self, layout: SampleLayout, old: Sequence[int], new: Sequence[int]) -> SampleLayout | None:
+        return part_viewed(layout, old, new)
 
     def through_layer(self, x: torch.Tensor, out: torch.Tensor, *, is_part: bool) -> None:
         """Note that a layer that is split gave ``out``: a part of the features, or all of them."""
+        del x
         layout = SampleLayout(out.dim() - 1, inner=out.shape[-1]) if is_part else None
         self.set_fact(out, None if layout is None else KnownLayout(layout))
         self._lost.discard(identity_of(out))
 
 
-def warn_of_parts() -> None:
+def _is_as_wide(drawn: torch.Tensor, call: TracedCall, facts: Mapping[Identity, KnownLayout]) -> bool:
+    """Return whether numbers are combined with a part as if they were a part too."""
+    for one in call.tensors:
+        fact = facts.get(identity_of(one))
+        layout = None if fact is None else fact.layout
+        dim = -1 if layout is None else layout.dim - one.dim() + drawn.dim()
+        if layout is not None and dim >= 0 and drawn.shape[dim] == one.shape[layout.dim] > 1:
+            return call.is_pointwise
+    return False
+
+
+def warn_of_parts(place: str | None = None) -> None:
     """Warn once per line that draws for a part of a layer of which the place in the whole is not known."""
-    place = words(user_call_site())
+    place = place or words(user_call_site())
     if place not in _warned:
         _warned.add(place)
         warn(
             f"cannot tell which part of a split layer the random numbers at {place} are for: ranks along tp draw the "
-            "same ones for their parts, and one device would draw others; draw them before the first layer that is "
-            'split or after the last one, or leave these layers whole: tensor_parallel(model, {..., "name": "replicate"})'
+            "same ones for their parts, and one device would draw others; draw them where activations are whole, or "
+            'leave that layer whole: tensor_parallel(model, {..., "name": "replicate"})'
         )
 
 
