@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.11.0 3.11-2.9.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults kills slowdowns bench bench-peers docs docs-browser docs-links chart lock release-check clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults kills slowdowns bench bench-peers docs docs-browser docs-links environments chart lock release-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,11 @@ versions: $(VERSIONS:%=version-%)  ## what depends most on Python and torch, on 
 # version-3.13-2.15.0: Python, then torch.
 version-%:
 	@.ci/version $(subst -, ,$*)
+
+environments: $(FRAMEWORKS_READY) $(VERSIONS:%=install-%)  ## install what `frameworks` and `versions` test with
+
+install-%:
+	@.ci/version $(subst -, ,$*) install
 
 gpu:  ## at most eight minutes on a GPU, from this checkout; needs no network; to try it without one: tests/gpu/run.py --device strict
 	$(PYTHON) tests/gpu/run.py

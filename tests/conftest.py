@@ -7,7 +7,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import re
 import select
 import signal
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tqdm
 
-from rankwise.world import torch_versions
+from tests.refusals import is_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -43,21 +42,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 tqdm.tqdm.monitor_interval = 0
 
 
-REFUSED = re.compile(
-    r"rankwise\.(pipeline|tensor_parallel)\(\) needs torch 2\.11 or newer, but"
-    r"|(rankwise\.shard\(\)|The schedule \w+_zero_bubble) needs .+, which torch \S+ does not have"
-)
-"""What strategies say on a torch that lacks calls they need: ``test_torch_versions.py`` holds them to it."""
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let a test whose strategy is refused by this version of torch pass if that is what it failed with."""
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a test pass whose strategy this version of torch refuses, if that is what it failed with."""
     report = yield
-    if report.failed and not torch_versions.is_at_least((2, 13)) and REFUSED.search(report.longreprtext):
+    if report.when == "call" and report.failed and is_refusal(report.longreprtext):
         report.outcome = "passed"
-        report.user_properties.append(("refused", torch_versions.installed()))
+        report.user_properties.append(("refused", True))
     return report
+
+
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    """Count these tests apart from others: ``12 refused by this torch`` in the last line."""
+    is_refused = report.when == "call" and dict(report.user_properties).get("refused", False)
+    return ("refused by this torch", "r", "REFUSED") if is_refused else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

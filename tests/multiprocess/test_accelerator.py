@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An accelerator that is not NVIDIA's, with no backend of its own: what rankwise does there is what it does on CPUs."""
+"""An accelerator that is not NVIDIA's: what rankwise does there is what it does on CPUs.
+
+Through each exchange of host memory, and on a backend of its own that is as asynchronous and unforgiving as NCCL.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,19 +30,31 @@ from rankwise.testing import run_ranks
 from rankwise.world.device.choice import choose_backend, choose_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from rankwise.world.facts import World
 
-pytestmark = pytest.mark.timeout(180)  # the first of these tests may have to compile the device
+pytestmark = pytest.mark.timeout(240)  # the first of these tests may have to compile the device and its backend
 
-EXCHANGES = ["shared_memory", "gloo"]
+CARRIERS = {
+    "shared memory": {"exchange": "shared_memory"},
+    "gloo": {"exchange": "gloo"},
+    "strict": {"backend": "strict"},
+}
+"""What carries tensors of the device."""
+OnDevices = Callable[..., list[Any]]
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "strict"])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _standin_is_built() -> None:
-    build_standin()
+    build_standin(strict=True)
+
+
+@pytest.fixture(params=CARRIERS)
+def carried(request: pytest.FixtureRequest) -> OnDevices:
+    """``on_standin`` with each of the carriers."""
+    return partial(on_standin, **CARRIERS[request.param])
 
 
 def _on_cpu(tensors: dict[str, torch.Tensor]) -> Parameters:
@@ -141,10 +158,8 @@ def _collectives(world: World) -> list[Any]:
     return [tensor.tolist() for tensor in tensors]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_collectives_take_and_give_tensors_of_the_device(exchange: str) -> None:
-    expected = [result.get() for result in run_ranks(_collectives, 3, exchange=exchange)]
-    assert on_standin(_collectives, 3, exchange=exchange) == expected
+def test_collectives_take_and_give_tensors_of_the_device(carried: OnDevices) -> None:
+    assert carried(_collectives, 3) == [result.get() for result in run_ranks(_collectives, 3)]
 
 
 def _train(world: World, sizes: tuple[int, ...], micro: int, batchnorm: bool) -> Parameters:
@@ -168,16 +183,15 @@ def _train(world: World, sizes: tuple[int, ...], micro: int, batchnorm: bool) ->
     return _on_cpu(model.state_dict())
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize(
     ("sizes", "micro", "batchnorm"),
     [((12, 7, 2, 5), 1, False), ((12, 7, 13), 3, False), ((12, 9, 13), 2, True)],
     ids=["uneven", "accumulated", "BatchNorm"],
 )
-def test_replicate_is_exact(exchange: str, sizes: tuple[int, ...], micro: int, batchnorm: bool) -> None:
+def test_replicate_is_exact(carried: OnDevices, sizes: tuple[int, ...], micro: int, batchnorm: bool) -> None:
     reference = one_rank(_train, sizes, micro, batchnorm)
-    for world_size in (1, 2, 3):
-        for found in on_standin(_train, world_size, sizes, micro, batchnorm, exchange=exchange):
+    for world_size in (1, 3):
+        for found in carried(_train, world_size, sizes, micro, batchnorm):
             assert largest_difference(found, reference) < TOLERANCE
 
 
@@ -194,13 +208,15 @@ def _compressed(world: World, method: str) -> Parameters:
     return _on_cpu(model.state_dict())
 
 
+@BACKENDS
 @pytest.mark.parametrize("method", ["bf16", "int8", "powersgd", "top-k"])
-def test_compressed_gradients_are_those_of_cpu_ranks(method: str) -> None:
+def test_compressed_gradients_are_those_of_cpu_ranks(method: str, backend: str) -> None:
     expected = run_ranks(_compressed, 2, method)[0].get()
-    for found in on_standin(_compressed, 2, method):
+    for found in on_standin(_compressed, 2, method, backend=backend):
         assert largest_difference(found, expected) < TOLERANCE
 
 
+@BACKENDS
 @pytest.mark.parametrize(
     ("train", "how"),
     [
@@ -211,9 +227,9 @@ def test_compressed_gradients_are_those_of_cpu_ranks(method: str) -> None:
     ],
     ids=["horovod", "megengine", "parameter server", "islands"],
 )
-def test_other_ways_of_training_are_exact(train: Callable[..., Parameters], how: str) -> None:
+def test_other_ways_of_training_are_exact(train: Callable[..., Parameters], how: str, backend: str) -> None:
     expected = one_rank(train, how, 2)
-    for found in on_standin(train, 2, how, 2):
+    for found in on_standin(train, 2, how, 2, backend=backend):
         assert largest_difference(found, expected) < TOLERANCE
 
 
@@ -288,17 +304,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Parameters:
     return run_ranks(_resumable, 1, str(tmp_path_factory.mktemp("undisturbed")), -1, False)[0].get()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    ("saves_on", "resumes_on"), [(2, 3), (3, 1), (2, "2 CPUs")], ids=["2 to 3", "3 to 1", "to the CPU"]
+    ("backend", "ranks", "asynchronous"),
+    [
+        ("gloo", (2, 3), False),
+        ("gloo", (3, 1), True),
+        ("gloo", (2, "2 CPUs"), True),
+        ("strict", (2, 3), False),
+        ("strict", (2, 3), True),
+    ],
 )
 def test_a_checkpoint_is_resumed_anywhere(
-    tmp_path: Path, undisturbed: Parameters, saves_on: int, resumes_on: int | str, asynchronous: bool
+    tmp_path: Path, undisturbed: Parameters, backend: str, ranks: tuple[int, int | str], asynchronous: bool
 ) -> None:
+    saves_on, resumes_on = ranks
     folder = str(tmp_path / "run")
-    on_standin(_resumable, saves_on, folder, 7, asynchronous)
+    on_standin(_resumable, saves_on, folder, 7, asynchronous, backend=backend)
     if isinstance(resumes_on, int):
-        found = on_standin(_resumable, resumes_on, folder, -1, asynchronous)
+        found = on_standin(_resumable, resumes_on, folder, -1, asynchronous, backend=backend)
     else:
         found = [result.get() for result in run_ranks(_resumable, 2, folder, -1, asynchronous)]
     for one in found:
@@ -428,20 +451,25 @@ with rw.join() as world:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "strict", "expected"),
     [
-        (["-n", "2"], {"standin:0 gloo 2.0", "standin:1 gloo 2.0"}),
-        ([], {f"standin:{rank} gloo 4.0" for rank in range(NUM_DEVICES)}),
-        (["-n", "2", "--device", "cpu"], {"cpu gloo 2.0"}),
+        (["-n", "2"], False, {"standin:0 gloo 2.0", "standin:1 gloo 2.0"}),
+        ([], False, {f"standin:{rank} gloo 4.0" for rank in range(NUM_DEVICES)}),
+        (["-n", "2", "--device", "cpu"], False, {"cpu gloo 2.0"}),
+        (["-n", "2"], True, {"standin:0 strict 2.0", "standin:1 strict 2.0"}),
     ],
-    ids=["two", "one per device", "on the CPU"],
+    ids=["two", "one per device", "on the CPU", "with the backend of the device"],
 )
-def test_rankwise_run_gives_each_rank_a_device(tmp_path: Path, words: list[str], expected: set[str]) -> None:
+def test_rankwise_run_gives_each_rank_a_device(
+    tmp_path: Path, words: list[str], strict: bool, expected: set[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    ended = python_with_standin("-m", "rankwise", "run", *words, str(script))
+    ended = python_with_standin("-m", "rankwise", "run", *words, str(script), strict=strict)
     assert ended.returncode == 0, ended.stderr
-    assert {line.partition("] ")[2] or line for line in ended.stdout.splitlines() if " gloo " in line} == expected
+    assert "No backend of type" not in ended.stderr
+    found = {line.partition("] ")[2] or line for line in ended.stdout.splitlines()}
+    assert {line for line in found if " gloo " in line or " strict " in line} == expected
 
 
 def test_rankwise_run_refuses_more_ranks_than_devices(tmp_path: Path) -> None:

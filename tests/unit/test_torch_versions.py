@@ -16,7 +16,9 @@ import torch
 import rankwise
 from rankwise.errors import TorchTooOld, UntestedTorch
 from rankwise.parallel.pipeline.schedule import schedule_of
+from rankwise.torch_private.pipelining import BACKWARD_OF_INPUTS
 from rankwise.world import torch_versions
+from tests.refusals import is_refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,10 +113,30 @@ def test_strategies_for_newer_versions_are_refused_in_one_sentence(told: pytest.
             name = f"rankwise.{call.func.__name__}()"
             with pytest.raises(TorchTooOld) as caught:
                 call()
+            assert is_refusal(str(caught.value))
             assert str(caught.value).splitlines() == [
                 f"{name} needs torch 2.11 or newer, but torch 2.10.0 is installed.",
                 "  do        pip install 'torch>=2.11,<2.16', or use rankwise.replicate()",
             ]
+
+
+@pytest.mark.parametrize(
+    ("said", "refuses", "runs"),
+    [
+        ("rankwise.pipeline() needs torch 2.11 or newer, but torch 2.9.1 is installed.", "2.10.0", "2.11.0"),
+        ("rankwise.tensor_parallel() needs torch 2.11 or newer, but torch 2.9.1 is installed.", "2.10.0", "2.11.0"),
+        (str(torch_versions.lacks("FSDPModule.some_call()", (2, 13), "rankwise.shard()")), "2.12.1", "2.13.0"),
+        (str(torch_versions.lacks(BACKWARD_OF_INPUTS, (2, 13), "The schedule zbv_zero_bubble")), "2.12.1", "2.13.0"),
+    ],
+)
+def test_a_refusal_excuses_a_test_on_versions_that_lack_the_call_only(
+    told: pytest.MonkeyPatch, said: str, refuses: str, runs: str
+) -> None:
+    told.setattr("torch.__version__", refuses)
+    assert is_refusal(f"E   TorchTooOld: {said}")
+    assert not is_refusal("E   TorchTooOld: rankwise needs torch 2.99 or newer, but torch 2.9.1 is installed.")
+    told.setattr("torch.__version__", runs)
+    assert not is_refusal(f"E   TorchTooOld: {said}")
 
 
 def test_the_requirement_says_what_is_tested() -> None:

@@ -125,6 +125,10 @@ def _register_strict() -> None:
         return create(inner, options.group_id, ranks, timeout.total_seconds())
 
     dist.Backend.register_backend("strict", new, extended_api=True, devices=["standin"])
+    # Of several backends torch makes the first plugin a group's default, and misses it by its upper case: a group
+    # without a default warns when it is closed ("No backend of type 0").
+    plugins = dist.Backend._plugins
+    plugins.update({"strict": plugins["STRICT"]} | {name: plugins.pop(name) for name in list(plugins)})
 
 
 def _module(library: ctypes.CDLL) -> types.ModuleType:  # noqa: C901 - one short function for each of torch's

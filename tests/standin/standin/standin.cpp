@@ -136,7 +136,8 @@ struct Memory final : c10::DeviceAllocator {
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
+  // Not marked as an override: torch 2.9 and older do not ask.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) {
     check_index(index);
     return {kBytes - allocated[index], kBytes};
   }
