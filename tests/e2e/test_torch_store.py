@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -205,6 +206,37 @@ def test_nothing_of_rankwise_is_in_it_nor_elsewhere_to_be_reached(command: Comma
     """,
     )
     assert lines(command, "-n", "2", "train.py") == ["0 False 127.0.0.1"] * 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to start a process of another user")
+@pytest.mark.parametrize("option", ["auto", "on"])
+def test_another_user_reaches_it_only_if_it_was_opened_to_all(command: Command, option: str) -> None:
+    command.write(
+        "stranger.py",
+        """
+        import socket, struct, sys
+        with socket.create_connection(("127.0.0.1", int(sys.argv[1])), 10) as asking:
+            try:
+                asking.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 7))
+                print(len(asking.recv(4)))
+            except OSError:
+                print(0)
+        """,
+    )
+    command.write(
+        "train.py",
+        BEGINNING
+        + """
+    if RANK == 0:
+        words = ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-", str(MASTER[1])]
+        with open("stranger.py") as script:
+            subprocess.run(words, stdin=script, check=True)
+    total(init_method="tcp://%s:%d" % MASTER, rank=RANK, world_size=WORLD_SIZE)
+    """,
+    )
+    answered = "0" if option == "auto" else "4"
+    words = () if option == "auto" else ("--torch-store", option)
+    assert lines(command, "-n", "2", *words, "train.py") == sorted([answered, "3", "3"])
 
 
 @pytest.mark.parametrize("by_variable", [True, False])

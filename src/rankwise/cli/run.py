@@ -103,8 +103,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torch-store",
         choices=("on", "off"),
-        help="whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts every process that reaches it "
-        "(default: RANKWISE_TORCH_STORE, else on one machine only)",
+        help="whether MASTER_ADDR and MASTER_PORT point to torch's own store, which accepts every process that reaches "
+        "it (default: RANKWISE_TORCH_STORE, else, on one machine, a store for processes of this user)",
     )
     machines = parser.add_argument_group("several machines")
     machines.add_argument(

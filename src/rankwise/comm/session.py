@@ -86,6 +86,10 @@ class Session:
     store: Store | None = None
     exchange: Exchange | None = None
     detector: FailureDetector | None = None
+    object_key: bytes = field(default=b"", repr=False)
+    """Signs the objects that ranks send each other."""
+    num_groups: int = 0
+    """How many groups were created: each has a number, the same on every rank."""
     serves_store: bool = False
     preemption: Preemption = field(default_factory=Preemption)
     axes: Axes | None = None

@@ -7,6 +7,7 @@ Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import os
@@ -29,6 +30,10 @@ SOMEWHERE = "203.0.113.1"
 """An address that no machine has (RFC 5737): the route to it is the default route."""
 ANY_PORT = 9
 """A route does not depend on the port, but a socket needs one."""
+CONNECTIONS = ("/proc/net/tcp", "/proc/net/tcp6")
+ESTABLISHED = "01"
+LOOKS = 3
+"""How often the table of connections is read: an entry may be left out while others change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +139,29 @@ def is_loopback(address: str) -> bool:
 def canonical(address: str) -> str:
     """Return the one form of an address: without its scope, and an IPv4-mapped IPv6 address as IPv4."""
     return str(_parsed(address))
+
+
+def user_of_peer(connection: socket.socket) -> int | None:
+    """Return the user whose process has the other end of a TCP connection on this machine; ``None`` if nobody has it.
+
+    Source: proc(5), ``/proc/net/tcp``. A socket that was closed belongs to nobody: its entry names user 0.
+    """
+    remote, local = (_entry(name[0], name[1]) for name in (connection.getpeername(), connection.getsockname()))
+    for path in CONNECTIONS * LOOKS:
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text(encoding="ascii").splitlines()[1:]:
+                _, at, to, state, _, _, _, user, _, inode, *_ = line.split()
+                if (at in remote and to in local) and (state == ESTABLISHED and inode != "0"):
+                    return int(user)
+    return None
+
+
+def _entry(address: str, port: int) -> tuple[str, str]:
+    """Return how the kernel's tables show an address and port: alone, and as an IPv4 address within IPv6."""
+    packed = ipaddress.ip_address(canonical(address)).packed
+    words = "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed))
+    mapped = f"{0:016X}{struct.unpack('=I', bytes.fromhex('0000FFFF'))[0]:08X}"
+    return f"{words}:{port:04X}", f"{mapped}{words}:{port:04X}"
 
 
 def main_address() -> str | None:
