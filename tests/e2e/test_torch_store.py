@@ -110,6 +110,37 @@ def test_workers_of_the_only_rank_may_meet_at_an_address_of_their_own(command: C
     assert lines(command, "-n", "1", "train.py") == ["3", "3"]
 
 
+@pytest.mark.parametrize("has_own_port", [True, False])
+def test_workers_of_several_ranks_meet_elsewhere_or_are_an_error_at_once(
+    command: Command, *, has_own_port: bool
+) -> None:
+    command.write(
+        "train.py",
+        BEGINNING
+        + f"""
+    import socket
+
+    def work(rank, port):
+        os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}}
+        total(rank=rank, world_size=2)
+
+    if __name__ == "__main__":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            own = free.getsockname()[1]
+        if RANK == 0:
+            client().set("port", str(own))
+        mp.spawn(work, nprocs=2, args=(own if {has_own_port} else int(client().get("port")),))
+    """,
+    )
+    if has_own_port:
+        assert lines(command, "-n", "2", "train.py") == ["3"] * 4
+        return
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 1
+    assert "each of the 2 ranks runs the whole script, and starts processes of its own" in ended.stderr
+    assert "rankwise run -n 1" in ended.stderr
+
+
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_forks_of_a_rank_make_a_world_of_their_own(command: Command, *, elsewhere: bool) -> None:
     command.write(

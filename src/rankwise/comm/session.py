@@ -232,6 +232,7 @@ class _Process:
     """The session of this process."""
 
     session: Session | None = None
+    has_joined: bool = False
 
 
 _process = _Process()
@@ -256,6 +257,11 @@ def current_or_none() -> Session | None:
     return _process.session
 
 
+def has_joined() -> bool:
+    """Return whether this process has joined a world, which it may have left."""
+    return _process.has_joined
+
+
 def annotate(error: BaseException) -> None:
     """Add the open session's note on the failed step to ``error``, once.
 
@@ -270,6 +276,7 @@ def annotate(error: BaseException) -> None:
 def set_current(session: Session | None) -> None:
     """Replace the open session. Called by ``join`` only."""
     _process.session = session
+    _process.has_joined = _process.has_joined or session is not None
 
 
 def _note_for(error: BaseException) -> str | None:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import ipaddress
 import os
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HOSTS_FILE = Path("/etc/hosts")
+LIST_OF_MACHINES = re.compile(r"[^/:\[\]]\[[\d,-]+\]")
+"""How Slurm writes several machines: ``gpu[01-03,7]``."""
 IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
@@ -183,6 +186,11 @@ def resolve(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
+        if LIST_OF_MACHINES.search(host):
+            raise ConfigurationError(
+                f"{host!r} is a list of machines, where the address of one is needed.",
+                do=f"give the first one: scontrol show hostnames '{host}' | head -n 1",
+            ) from error
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigurationError(
             f"This machine cannot resolve the host name {host!r}.",
