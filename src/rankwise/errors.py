@@ -113,6 +113,10 @@ class SecretRefused(ConfigurationError):
     """Two processes of a job do not hold the same secret."""
 
 
+class NotSigned(RankwiseError, RuntimeError):
+    """Bytes arrived as a rank's object that the rank has not signed."""
+
+
 class NotRankwise(ConfigurationError):
     """Another program listens where a process of the job should."""
 

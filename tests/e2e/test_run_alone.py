@@ -41,6 +41,38 @@ def test_a_script_that_never_joins_is_reported_in_its_first_step_and_at_the_end(
     assert len(lines) == 5
 
 
+REFERENCE_FIRST = """
+import os, torch
+def train(model, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+train(torch.nn.Linear(2, 1))
+"""
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "import rankwise as rw\nwith rw.join():\n    train(rw.replicate(torch.nn.Linear(2, 1)))",
+        "import rankwise as rw\nwith rw.join():\n    rw.barrier()",
+        (
+            "torch.distributed.init_process_group('gloo')\n"
+            "train(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)))\n"
+            "torch.distributed.destroy_process_group()"
+        ),
+    ],
+)
+def test_a_script_that_joins_after_a_reference_is_not_said_to_have_never_joined(command: Command, after: str) -> None:
+    command.write("train.py", REFERENCE_FIRST + after)
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert STEP in ended.stderr
+    assert "never joined" not in ended.stderr
+
+
 def test_a_failure_of_such_a_script_is_still_the_last_thing_that_is_shown(command: Command) -> None:
     command.write("train.py", TRAIN.format(first="", last="raise ValueError('boom')"))
     ended = command.run("-n", "2", "train.py")

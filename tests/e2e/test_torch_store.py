@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -109,6 +110,37 @@ def test_workers_of_the_only_rank_may_meet_at_an_address_of_their_own(command: C
     assert lines(command, "-n", "1", "train.py") == ["3", "3"]
 
 
+@pytest.mark.parametrize("has_own_port", [True, False])
+def test_workers_of_several_ranks_meet_elsewhere_or_are_an_error_at_once(
+    command: Command, *, has_own_port: bool
+) -> None:
+    command.write(
+        "train.py",
+        BEGINNING
+        + f"""
+    import socket
+
+    def work(rank, port):
+        os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}}
+        total(rank=rank, world_size=2)
+
+    if __name__ == "__main__":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            own = free.getsockname()[1]
+        if RANK == 0:
+            client().set("port", str(own))
+        mp.spawn(work, nprocs=2, args=(own if {has_own_port} else int(client().get("port")),))
+    """,
+    )
+    if has_own_port:
+        assert lines(command, "-n", "2", "train.py") == ["3"] * 4
+        return
+    ended = command.run("-n", "2", "train.py")
+    assert ended.returncode == 1
+    assert "each of the 2 ranks runs the whole script, and starts processes of its own" in ended.stderr
+    assert "rankwise run -n 1" in ended.stderr
+
+
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_forks_of_a_rank_make_a_world_of_their_own(command: Command, *, elsewhere: bool) -> None:
     command.write(
@@ -205,6 +237,37 @@ def test_nothing_of_rankwise_is_in_it_nor_elsewhere_to_be_reached(command: Comma
     """,
     )
     assert lines(command, "-n", "2", "train.py") == ["0 False 127.0.0.1"] * 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to start a process of another user")
+@pytest.mark.parametrize("option", ["auto", "on"])
+def test_another_user_reaches_it_only_if_it_was_opened_to_all(command: Command, option: str) -> None:
+    command.write(
+        "stranger.py",
+        """
+        import socket, struct, sys
+        with socket.create_connection(("127.0.0.1", int(sys.argv[1])), 10) as asking:
+            try:
+                asking.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 7))
+                print(len(asking.recv(4)))
+            except OSError:
+                print(0)
+        """,
+    )
+    command.write(
+        "train.py",
+        BEGINNING
+        + """
+    if RANK == 0:
+        words = ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-", str(MASTER[1])]
+        with open("stranger.py") as script:
+            subprocess.run(words, stdin=script, check=True)
+    total(init_method="tcp://%s:%d" % MASTER, rank=RANK, world_size=WORLD_SIZE)
+    """,
+    )
+    answered = "0" if option == "auto" else "4"
+    words = () if option == "auto" else ("--torch-store", option)
+    assert lines(command, "-n", "2", *words, "train.py") == sorted([answered, "3", "3"])
 
 
 @pytest.mark.parametrize("by_variable", [True, False])

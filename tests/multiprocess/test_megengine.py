@@ -158,6 +158,8 @@ def _manager_alone(_: World) -> None:
     for wrong, words in ((y, "int64"), (3.0, "not float"), (x.clone().requires_grad_() * 2, "result of an operation")):
         with pytest.raises(ConfigurationError, match=words):
             gm.attach([wrong])
+    with pytest.raises(ConfigurationError, match=r"call it: gm\.attach\(net\.parameters\(\)\)"):
+        gm.attach(nn.Linear(1, 1).parameters)
     with pytest.raises(ConfigurationError, match="frozen"):
         gm.attach(nn.Parameter(x.clone(), requires_grad=False))
     with gm:

@@ -47,9 +47,9 @@ options:
   --progress            show one line about the whole job, on the machine with rank 0: its pace,
                         the values it logs, the slowest rank
   --torch-store {on,off}
-                        whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts
-                        every process that reaches it (default: RANKWISE_TORCH_STORE, else on one
-                        machine only)
+                        whether MASTER_ADDR and MASTER_PORT point to torch's own store, which
+                        accepts every process that reaches it (default: RANKWISE_TORCH_STORE,
+                        else, on one machine, a store for processes of this user)
   -m                    run a module
 
 several machines:
@@ -193,6 +193,46 @@ def test_every_option_of_a_machine_is_handed_on_to_hosts(
     monkeypatch.setattr(ssh, "launch_on_hosts", launch_on_hosts)
     assert main(["run", "--hosts", "a,b", *words, "train.py"]) == 0
     assert started == [LaunchOptions(**expected)]
+
+
+@pytest.mark.parametrize("words", [["-n", "2"], ["--nproc_per_node=2"], ["-np", "2", "--epochs", "3"]])
+def test_a_number_of_ranks_after_the_script_is_a_mistake(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["run", str(script), *words]) == 2
+    error = capsys.readouterr().err
+    assert "stands after the script, and would be passed to it: the job would not have 2 ranks" in error
+    assert f"rankwise run -n 2 {script}" in error
+    assert f"rankwise run -- {script} {' '.join(words)}" in error
+
+
+@pytest.mark.parametrize(
+    ("before", "source", "after"),
+    [
+        (["--"], "", ["-n", "2"]),
+        (["-n", "1"], "", ["-n", "2"]),
+        ([], "parser.add_argument('-n', type=int)", ["-n", "2"]),
+        ([], "", ["-n", "name"]),
+        ([], "", ["--epochs", "2", "-n", "2"]),
+        ([], "", []),
+    ],
+)
+def test_a_script_keeps_an_option_of_its_own(
+    before: list[str], source: str, after: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    given: list[Any] = []
+
+    def refuse(name: str, arguments: list[str], **_: object) -> None:
+        given.append((name, arguments))
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr("rankwise.cli.run.find_target", refuse)
+    assert main(["run", *before, str(script), *after]) == 2
+    assert given == [(str(script), after)]
 
 
 def test_a_mistake_does_not_wait_for_torch() -> None:

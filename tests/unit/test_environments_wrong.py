@@ -7,6 +7,8 @@ import pytest
 from launcher_variables import HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN
 
 from rankwise.errors import ConfigurationError
+from rankwise.world import network
+from rankwise.world.environments.process import explicit
 from rankwise.world.environments.table import read
 
 
@@ -95,3 +97,22 @@ def test_numbers_that_do_not_fit_are_an_error(variables: dict[str, str], text: s
 def test_a_slurm_step_whose_numbers_do_not_fit_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="are inconsistent"):
         read({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2,1"})
+
+
+def test_one_machine_of_slurm_needs_no_tasks_per_node() -> None:
+    one = {**SLURM, "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    one |= {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": ""}
+    one.pop("SLURM_TASKS_PER_NODE", None)
+    reading = read(one)
+    assert (reading.rank, reading.world_size, reading.local_world_size, reading.num_nodes) == (1, 2, 2, 1)
+    with pytest.raises(ConfigurationError, match="incomplete: SLURM_STEP_TASKS_PER_NODE is not set"):
+        read({**one, "SLURM_STEP_NODELIST": "n[1-2]"})
+
+
+def test_a_list_of_machines_as_an_address_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="it has a list of machines in place of one") as caught:
+        explicit("tcp://host[0-1]:29500", 0, 2)
+    assert "scontrol show hostnames" in str(caught.value)
+    with pytest.raises(ConfigurationError, match=r"'host\[0-1\]' is a list of machines") as caught:
+        network.resolve("host[0-1]")
+    assert "scontrol show hostnames 'host[0-1]'" in (caught.value.do or "")

@@ -47,10 +47,11 @@ class TakeCommand(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,  # noqa: ARG002 - it has none
     ) -> None:
-        """Set ``target`` and ``arguments``."""
+        """Set ``target`` and ``arguments``, and ``is_ended``: whether ``--`` stands before them."""
         words = [str(word) for word in values or ()]
         # The first one only ends rankwise's own options.
-        if words[:1] == ["--"]:
+        namespace.is_ended = words[:1] == ["--"]
+        if namespace.is_ended:
             words = words[1:]
         if not words:
             parser.error("a script or a module is missing")

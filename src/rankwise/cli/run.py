@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ output of the ranks:
 
 
 HELP = "run a script on several ranks"
+COUNTS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
+"""Options of launchers that give the number of ranks."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -103,8 +106,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torch-store",
         choices=("on", "off"),
-        help="whether MASTER_ADDR and MASTER_PORT point to a torch store, which accepts every process that reaches it "
-        "(default: RANKWISE_TORCH_STORE, else on one machine only)",
+        help="whether MASTER_ADDR and MASTER_PORT point to torch's own store, which accepts every process that reaches "
+        "it (default: RANKWISE_TORCH_STORE, else, on one machine, a store for processes of this user)",
     )
     machines = parser.add_argument_group("several machines")
     machines.add_argument(
@@ -154,11 +157,29 @@ def execute(options: argparse.Namespace) -> int:
     if options.hosts is not None:
         return _execute_on_hosts(options)
     launch_options = _launch_options(options, options.nodes or (1, 1))
+    _refuse_misplaced_count(options)
     target = find_target(options.target, options.arguments, is_module=options.module)
     reporter = _reporter(launch_options.report)
     exit_code = launch(AutoScript(target) if options.auto else target, launch_options, reporter)
     # Every rank has exited and everything is reported: Python's own shutdown, torch first, would only take longer.
     os._exit(exit_code)
+
+
+def _refuse_misplaced_count(options: argparse.Namespace) -> None:
+    """Raise if the script is given a number of ranks that was meant for rankwise: it would run on one rank."""
+    name, equals, value = (options.arguments or [""])[0].partition("=")
+    value = value if equals else "".join(options.arguments[1:2])
+    if options.num_ranks is not None or options.is_ended or name not in COUNTS or not value.isdecimal():
+        return
+    script = Path(options.target)
+    if script.is_file() and re.search(rf"""['"]{name}['"]""", script.read_text(encoding="utf-8", errors="replace")):
+        return  # an option of its own
+    command = f"{'-m ' if options.module else ''}{options.target}"
+    raise ConfigurationError(
+        f"{name} {value} stands after the script, and would be passed to it: the job would not have {value} ranks.",
+        do=f"rankwise run -n {value} {command}\n"
+        f"or, if the script has an option of this name: rankwise run -- {command} {' '.join(options.arguments)}",
+    )
 
 
 def _execute_on_hosts(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from rankwise.comm import optimizer_steps, step_measuring, transport_interface
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
+from rankwise.comm.collectives.signed import agree_on_key
 from rankwise.comm.point_to_point.endpoint import current_endpoint
 from rankwise.comm.point_to_point.ring import watch_ring
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
@@ -164,7 +165,8 @@ def join(
         # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
         accelerator.use(world.device)
         transport_interface.choose(reading, addresses)
-        session = _open_group(world, job_store, timeout_seconds, serves_store=serves)
+        object_key = agree_on_key(job_store, _secret(reading))
+        session = _open_group(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session.store, world)
@@ -393,7 +395,9 @@ def _open_group_of_one(world: World) -> None:
         )
 
 
-def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool) -> Session:
+def _open_group(
+    world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool, object_key: bytes
+) -> Session:
     keep_nccl_from_exiting()
     dist.init_process_group(
         backend=torch_backends(world.device, world.backend),
@@ -411,6 +415,7 @@ def _open_group(world: JoinedWorld, job_store: Store, timeout_seconds: float, *,
         store=job_store,
         exchange=exchange,
         detector=detector,
+        object_key=object_key,
         serves_store=serves_store,
         preemption=detector.preemption,
     )

@@ -86,6 +86,10 @@ class Session:
     store: Store | None = None
     exchange: Exchange | None = None
     detector: FailureDetector | None = None
+    object_key: bytes = field(default=b"", repr=False)
+    """Signs the objects that ranks send each other."""
+    num_groups: int = 0
+    """How many groups were created: each has a number, the same on every rank."""
     serves_store: bool = False
     preemption: Preemption = field(default_factory=Preemption)
     axes: Axes | None = None
@@ -236,6 +240,7 @@ class _Process:
     """The session of this process."""
 
     session: Session | None = None
+    has_joined: bool = False
 
 
 _process = _Process()
@@ -260,6 +265,11 @@ def current_or_none() -> Session | None:
     return _process.session
 
 
+def has_joined() -> bool:
+    """Return whether this process has joined a world, which it may have left."""
+    return _process.has_joined
+
+
 def annotate(error: BaseException) -> None:
     """Add the open session's note on the failed step to ``error``, once.
 
@@ -274,6 +284,7 @@ def annotate(error: BaseException) -> None:
 def set_current(session: Session | None) -> None:
     """Replace the open session. Called by ``join`` only."""
     _process.session = session
+    _process.has_joined = _process.has_joined or session is not None
 
 
 def _note_for(error: BaseException) -> str | None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from rankwise.comm.agreement import all_ranks_succeed
-from rankwise.comm.collectives import gather_json
+from rankwise.comm.collectives import all_gather_object
 from rankwise.comm.session import current
 from rankwise.data.packed import pack, unpack
 from rankwise.errors import DatasetError
@@ -76,9 +76,9 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
                     published = _publish(value, world.node_rank)
                     until_all_have_mapped.callback(os.close, published.file_descriptor)
         on_this_node = [
-            _Published(**report)
-            for report in gather_json(published and published._asdict(), what="share()")
-            if report is not None and report["node_rank"] == world.node_rank
+            report
+            for report in all_gather_object(published)
+            if report is not None and report.node_rank == world.node_rank
         ]
         with all_ranks_succeed("share: mapping the dataset"):
             if on_this_node:

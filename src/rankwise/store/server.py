@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server for processes that hold the job's secret: one thread, one event loop, one service per purpose.
+"""A server that admits some processes only, as those that hold the job's secret: one thread, one event loop.
 
 Knows nothing of what its services do; reads no more than a greeting and a proof from an unauthenticated client.
 """
@@ -39,6 +39,8 @@ Service = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 """Serves one authenticated connection until it returns; the connection is then closed."""
 SocketService = Callable[["socket.socket"], Awaitable[None]]
 """The same with the non-blocking socket itself: for large data, which a stream would copy once more."""
+Admit = Callable[["socket.socket"], Awaitable[SocketService | None]]
+"""Returns the service for a new connection; ``None`` to close it."""
 
 MOST_STRANGERS = 64
 """How many unauthenticated connections may be open; a new one replaces the oldest."""
@@ -51,34 +53,21 @@ CLOSE_SECONDS = 5.0
 BUFFER_BYTES = 256 * 1024
 
 
-class AuthenticatedServer:
+class Server:
     """Serves one listening socket in a separate thread, from :meth:`start` to :meth:`close`.
 
     It is also closed when the process exits or its last reference is dropped. Processes forked from
     this one do not share it.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        secret: bytes,
-        services: Mapping[str, Service],
-        socket_services: Mapping[str, SocketService] | None = None,
-    ) -> None:
-        """Take over a socket that is already listening on one address, and close it with the server.
-
-        A client names the purpose of its connection: one of ``services``, or of ``socket_services``, which take the
-        socket.
-        """
+    def __init__(self, listener: socket.socket, admit: Admit) -> None:
+        """Take over a socket that is already listening on one address, and close it with the server."""
         self.loop = asyncio.new_event_loop()
         """The loop the services run on; ``asyncio.run_coroutine_threadsafe`` reaches it from other threads."""
         self.port = int(listener.getsockname()[1])
         listener.setblocking(False)
         close_in_children(listener)
-        taking: dict[str, SocketService] = {
-            purpose: partial(_as_stream, service=service) for purpose, service in services.items()
-        }
-        front = _Front(listener, checked_secret(secret), taking | dict(socket_services or {}))
+        front = _Front(listener, admit)
         # The thread must not refer to this object, or the object would never be freed.
         self._thread = threading.Thread(target=_run, args=(self.loop, front), name="rankwise-server", daemon=True)
         self._close = weakref.finalize(self, _close, self.loop, front, self._thread, os.getpid())
@@ -92,13 +81,33 @@ class AuthenticatedServer:
         self._close()
 
 
-class _Front:
-    """Accepts connections and authenticates them."""
+class AuthenticatedServer(Server):
+    """A server for processes that hold the job's secret: one service per purpose."""
 
-    def __init__(self, listener: socket.socket, secret: bytes, services: dict[str, SocketService]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        services: Mapping[str, Service],
+        socket_services: Mapping[str, SocketService] | None = None,
+    ) -> None:
+        """Take over a socket that is already listening on one address, and close it with the server.
+
+        A client names the purpose of its connection: one of ``services``, or of ``socket_services``, which take the
+        socket.
+        """
+        taking: dict[str, SocketService] = {
+            purpose: partial(as_stream, service=service) for purpose, service in services.items()
+        }
+        super().__init__(listener, partial(_greet, checked_secret(secret), taking | dict(socket_services or {})))
+
+
+class _Front:
+    """Accepts connections and serves those that are admitted."""
+
+    def __init__(self, listener: socket.socket, admit: Admit) -> None:
         self.listener = listener
-        self._secret = secret
-        self._services = services
+        self._admit = admit
         self._strangers: dict[asyncio.Task[None], None] = {}
         """The unauthenticated connections, oldest first."""
         self._known: set[asyncio.Task[None]] = set()
@@ -139,7 +148,7 @@ class _Front:
             with contextlib.suppress(OSError, ValueError):
                 prepare(connection)
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    service = await self._greet(connection)
+                    service = await self._admit(connection)
             if service is not None:
                 self._know(asyncio.current_task())
                 # The client may disconnect at any time; its own side reports that where it matters.
@@ -148,22 +157,24 @@ class _Front:
         finally:
             connection.close()
 
-    async def _greet(self, connection: socket.socket) -> SocketService | None:
-        """Return the service of a client that has authenticated, ``None`` for others."""
-        nonce = new_nonce()
-        await _send(connection, hello(nonce))
-        client_nonce, purpose = parse_hello(await _receive(connection))
-        nonces = Nonces(client=client_nonce, server=nonce)
-        if not is_proof(await _receive(connection), self._secret, b"client", purpose, nonces):
-            await _send(connection, bytes([Answer.REFUSED]))
-            return None
-        service = self._services.get(purpose)
-        if service is None:
-            await _send(connection, bytes([Answer.UNKNOWN_PURPOSE]))
-            return None
-        own = proof(self._secret, b"server", purpose, nonces)
-        await _send(connection, bytes([Answer.WELCOME]) + own)
-        return service
+
+async def _greet(
+    secret: bytes, services: Mapping[str, SocketService], connection: socket.socket
+) -> SocketService | None:
+    """Return the service of a client that has authenticated, ``None`` for others."""
+    nonce = new_nonce()
+    await _send(connection, hello(nonce))
+    client_nonce, purpose = parse_hello(await _receive(connection))
+    nonces = Nonces(client=client_nonce, server=nonce)
+    if not is_proof(await _receive(connection), secret, b"client", purpose, nonces):
+        await _send(connection, bytes([Answer.REFUSED]))
+        return None
+    service = services.get(purpose)
+    if service is None:
+        await _send(connection, bytes([Answer.UNKNOWN_PURPOSE]))
+        return None
+    await _send(connection, bytes([Answer.WELCOME]) + proof(secret, b"server", purpose, nonces))
+    return service
 
 
 async def _send(connection: socket.socket, data: bytes) -> None:
@@ -175,7 +186,7 @@ async def _receive(connection: socket.socket) -> bytes:
     return await receive_frame_on_loop(connection, HANDSHAKE_FRAME_BYTES)
 
 
-async def _as_stream(connection: socket.socket, service: Service) -> None:
+async def as_stream(connection: socket.socket, service: Service) -> None:
     """Have ``service`` serve a connection to its end."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=BUFFER_BYTES, loop=loop)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's own rendezvous by URL. Imports torch when it is called."""
+"""Torch's own rendezvous by URL, and its start of processes. Imports torch when it is called."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -20,3 +21,21 @@ def replace_handler(scheme: str, handler: Callable[..., Any]) -> Callable[..., A
     before: Callable[..., Any] = rendezvous._rendezvous_handlers[scheme]  # noqa: SLF001
     rendezvous._rendezvous_handlers[scheme] = handler  # noqa: SLF001
     return before
+
+
+def follow_spawns(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have ``torch.multiprocessing.spawn`` run ``wrap(fn)`` in place of ``fn``; what it starts by fork runs ``fn``.
+
+    Source: torch.multiprocessing.start_processes, which ``spawn`` calls.
+    """
+    # torch.multiprocessing exports a function of the same name as this module.
+    spawning = importlib.import_module("torch.multiprocessing.spawn")
+    before = spawning.start_processes
+
+    @functools.wraps(before)
+    def start(fn: Callable[..., Any], *args: Any, **more: Any) -> Any:  # noqa: ANN401 - torch's
+        by_fork = "fork" in (more.get("start_method"), *args[4:5])
+        return before(fn if by_fork else wrap(fn), *args, **more)
+
+    spawning.start_processes = start
+    importlib.import_module("torch.multiprocessing").start_processes = start

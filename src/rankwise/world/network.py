@@ -7,9 +7,11 @@ Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import os
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HOSTS_FILE = Path("/etc/hosts")
+LIST_OF_MACHINES = re.compile(r"[^/:\[\]]\[[\d,-]+\]")
+"""How Slurm writes several machines: ``gpu[01-03,7]``."""
 IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
 IFF_RUNNING = 0x40
@@ -29,6 +33,10 @@ SOMEWHERE = "203.0.113.1"
 """An address that no machine has (RFC 5737): the route to it is the default route."""
 ANY_PORT = 9
 """A route does not depend on the port, but a socket needs one."""
+CONNECTIONS = ("/proc/net/tcp", "/proc/net/tcp6")
+ESTABLISHED = "01"
+LOOKS = 3
+"""How often the table of connections is read: an entry may be left out while others change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +144,29 @@ def canonical(address: str) -> str:
     return str(_parsed(address))
 
 
+def user_of_peer(connection: socket.socket) -> int | None:
+    """Return the user whose process has the other end of a TCP connection on this machine; ``None`` if nobody has it.
+
+    Source: proc(5), ``/proc/net/tcp``. A socket that was closed belongs to nobody: its entry names user 0.
+    """
+    remote, local = (_entry(name[0], name[1]) for name in (connection.getpeername(), connection.getsockname()))
+    for path in CONNECTIONS * LOOKS:
+        with contextlib.suppress(OSError):
+            for line in Path(path).read_text(encoding="ascii").splitlines()[1:]:
+                _, at, to, state, _, _, _, user, _, inode, *_ = line.split()
+                if (at in remote and to in local) and (state == ESTABLISHED and inode != "0"):
+                    return int(user)
+    return None
+
+
+def _entry(address: str, port: int) -> tuple[str, str]:
+    """Return how the kernel's tables show an address and port: alone, and as an IPv4 address within IPv6."""
+    packed = ipaddress.ip_address(canonical(address)).packed
+    words = "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed))
+    mapped = f"{0:016X}{struct.unpack('=I', bytes.fromhex('0000FFFF'))[0]:08X}"
+    return f"{words}:{port:04X}", f"{mapped}{words}:{port:04X}"
+
+
 def main_address() -> str | None:
     """Return the address at which most other machines see this one, or ``None`` on a machine without a network."""
     own = own_addresses()
@@ -155,6 +186,11 @@ def resolve(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
+        if LIST_OF_MACHINES.search(host):
+            raise ConfigurationError(
+                f"{host!r} is a list of machines, where the address of one is needed.",
+                do=f"give the first one: scontrol show hostnames '{host}' | head -n 1",
+            ) from error
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigurationError(
             f"This machine cannot resolve the host name {host!r}.",

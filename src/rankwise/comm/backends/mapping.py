@@ -66,7 +66,8 @@ class Mapping:
             OSError: the other process is not visible from here, or the file found belongs to another one.
         """
         process, number, token = ticket.split(":")
-        descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        # Numbers only: a text from the network must not lead to another file.
+        descriptor = os.open(f"/proc/{int(process)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
         if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != token:
             os.close(descriptor)
             message = f"/proc/{process}/fd/{number} belongs to another process"

@@ -6,10 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rankwise.comm.collectives.signed import SignedCall
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, NotJoined, fold_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
 
@@ -22,6 +25,8 @@ class Group:
     """Their numbers in the world, ascending."""
     rank: int | None
     """This rank's place among them; ``None`` outside."""
+    number: int
+    """Which one of the groups of this world, in the order of their creation."""
     _session: Session = field(repr=False)
     _exchange: Exchange | None = field(repr=False)
 
@@ -68,12 +73,22 @@ def size_of(group: Group | None) -> int:
     return current().world.world_size if group is None else group.size
 
 
+def ranks_of(group: Group | None) -> Sequence[int]:
+    """Return the ranks of a group, as numbers in the world."""
+    return range(current().world.world_size) if group is None else group.ranks
+
+
 def rank_in_group(group: Group | None) -> int:
     """Return this rank's number in a group that it is in."""
     own = current().world.rank if group is None else group.rank
     if own is None:
         raise ConfigurationError(f"This rank is not in {group}.")
     return own
+
+
+def signed_call(what: str, group: Group | None) -> SignedCall:
+    """Return the next call of an object collective of a group."""
+    return SignedCall(what, ranks_of(group), 0 if group is None else group.number)
 
 
 def source_in_group(group: Group | None, source: int, name: str) -> int:
@@ -83,7 +98,7 @@ def source_in_group(group: Group | None, source: int, name: str) -> int:
         ConfigurationError: the group has no such rank; or as :func:`exchange_of`.
     """
     exchange_of(group)
-    ranks = range(current().world.world_size) if group is None else group.ranks
+    ranks = ranks_of(group)
     if isinstance(source, bool) or not hasattr(source, "__index__") or source not in ranks:
         raise ConfigurationError(
             f"{name} has no source rank {source!r}.",

@@ -61,7 +61,8 @@ def new_group(ranks: Sequence[int]) -> Group:
             do="pass one or more of these, each once",
         )
     own = members.index(world.rank) if world.rank in members else None
-    return Group(members, own, session, _exchange(members))
+    session.num_groups += 1
+    return Group(members, own, session.num_groups, session, _exchange(members))
 
 
 def _exchange(members: tuple[int, ...]) -> Exchange | None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rankwise.comm.backends.protocol import NOTE_BYTES
-from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, source_in_group
+from rankwise.comm.collectives.group import (
+    agreed,
+    exchange_of,
+    rank_in_group,
+    ranks_of,
+    signed_call,
+    source_in_group,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +52,7 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
 
     Called by: every rank of ``group``, in the same order.
 
-    The ranks of a job trust each other: objects are pickled.
+    Objects are pickled, and signed: what a rank of this job has not signed is not unpickled.
 
     Args:
         value: anything that can be pickled.
@@ -53,12 +60,14 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
 
     Raises:
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+        NotSigned: a process that is not a rank of this job has sent or changed an object.
     """
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return [
-        pickle.loads(one)  # noqa: S301 - from a rank of this job
-        for one in gather_bytes(exchange_of(group), payload, "all_gather_object()")
-    ]
+    call = signed_call("all_gather_object()", group)
+    received = gather_bytes(exchange_of(group), call.sign(payload), "all_gather_object()")
+    objects = [call.load(one, rank) for one, rank in zip(received, ranks_of(group), strict=True)]
+    call.end()
+    return objects
 
 
 def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -> T:
@@ -66,7 +75,7 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
 
     Called by: every rank of ``group``, in the same order. ``value`` matters on ``source`` only.
 
-    The ranks of a job trust each other: objects are pickled.
+    Objects are pickled, and signed: what a rank of this job has not signed is not unpickled.
 
     Args:
         value: anything that can be pickled.
@@ -76,17 +85,21 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
     Raises:
         ConfigurationError: rank ``source`` does not exist.
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
+        NotSigned: a process that is not a rank of this job has sent or changed the object.
     """
     source_rank = source_in_group(group, source, "broadcast_object")
     exchange = agreed(f"broadcast_object(source={source})", group)
     is_source = rank_in_group(group) == source_rank
-    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if is_source else b""
+    call = signed_call("broadcast_object()", group)
+    payload = call.sign(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)) if is_source else b""
     if exchange is None:
-        return pickle.loads(payload)  # type: ignore[no-any-return] # noqa: S301 - our own bytes
+        return call.load(payload, source)  # type: ignore[no-any-return]
     size = int(exchange.broadcast(torch.tensor([len(payload)]), source_rank, what="broadcast_object(size)"))
     data = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if is_source else torch.empty(size).byte()
     received = exchange.broadcast(data, source_rank, what="broadcast_object(value)")
-    return pickle.loads(received.numpy().tobytes())  # type: ignore[no-any-return] # noqa: S301 - from a rank of this job
+    loaded = call.load(received.numpy().tobytes(), source)
+    call.end()
+    return loaded  # type: ignore[no-any-return]
 
 
 def gather_json(value: object, *, what: str, group: Group | None = None) -> list[Any]:

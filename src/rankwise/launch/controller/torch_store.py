@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's own store at ``MASTER_ADDR`` and ``MASTER_PORT``, for scripts that connect to it themselves.
+"""A store for torch's own client at ``MASTER_ADDR`` and ``MASTER_PORT``, for scripts that connect to it themselves.
 
-It has no secret, and rankwise itself does not use it: ranks and launchers use the job's own store. Lives in the
-launcher that serves the job. Imported by ``server`` and the launcher's start.
+On one machine only this user's processes reach it. Torch's own server, which accepts everyone, is served only if it
+was asked for. rankwise itself uses neither: ranks and launchers use the job's own store. Lives in the launcher that
+serves the job. Imported by ``server`` and the launcher's start.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from rankwise.launch.messages import TorchStoreAddress
 from rankwise.store import opening
+from rankwise.store.torch_protocol import serve_this_user
 
 if TYPE_CHECKING:
     from rankwise.launch.options import TorchStoreChoice
+    from rankwise.store.server import Server
     from rankwise.store.values import Store
 
 
@@ -28,10 +31,10 @@ class TorchStores:
         """
         self._listens_on, self._host = listens_on, host
         self._is_on = choice == "on" or (choice == "auto" and on_one_machine)
-        self._serves_one_rank = choice == "on"
+        self._is_open = choice == "on"
         self._attempt: int | None = None
         self._served: TorchStoreAddress | None = None
-        self._opened: Store | socket.socket | None = None
+        self._opened: Store | Server | socket.socket | None = None
 
     def of_attempt(self, attempt: int, world_size: int) -> TorchStoreAddress | None:
         """Return the store of an attempt, opened on first use; ``None`` if none is served.
@@ -44,9 +47,12 @@ class TorchStores:
             return self._served
         self.close()
         self._attempt = attempt
-        is_served = world_size > 1 or self._serves_one_rank
-        if is_served:
+        is_served = world_size > 1 or self._is_open
+        if self._is_open:
             self._opened, port = opening.serve(self._listens_on)
+        elif is_served:
+            self._opened = serve_this_user(self._listens_on)
+            port = self._opened.port
         else:
             self._opened = _reserve(self._listens_on)
             port = self._opened.getsockname()[1]
@@ -56,7 +62,7 @@ class TorchStores:
     def close(self) -> None:
         """Close what is open; torch's store is closed with its last reference."""
         opened, self._opened, self._served = self._opened, None, None
-        if isinstance(opened, socket.socket):
+        if opened is not None:
             opened.close()
 
 

@@ -2,8 +2,8 @@
 """Makes torch's own ``env://`` find the job's store, and ``tcp://`` torch's, in a rank that the launcher started.
 
 For scripts and libraries that call ``torch.distributed.init_process_group()`` themselves: the store requires the job's
-secret, which torch's client does not know. Processes that a rank starts as new programs have torch's own handlers.
-Imported by the worker.
+secret, which torch's client does not know. Workers that ``torch.multiprocessing.spawn`` starts get these handlers too,
+other programs that a rank starts have torch's own. Imported by the worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rankwise.errors import ConfigurationError, EnvironmentConflict
 from rankwise.launch.controller.attempt_keys import TORCH_PREFIX, torch_rank_key
-from rankwise.torch_private.rendezvous import replace_handler
+from rankwise.torch_private.rendezvous import follow_spawns, replace_handler
 from rankwise.world import network
 from rankwise.world.environments import table
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"
 """Tells torch that no rank serves the store; torch reads nothing else from it, not even the address."""
+
+NOT_A_RANK = 0
+"""In place of the number of a rank's process."""
 
 _kept: list[Store] = []
 """Torch keeps only the C++ half of a store that is written in Python."""
@@ -61,6 +64,27 @@ class _Handlers:
 
 def follow(variables: Mapping[str, str]) -> None:
     """Replace torch's handlers of ``env://`` and ``tcp://`` in this rank, whose variables are given."""
+    _replace(variables, os.getpid())
+    if SERVED in variables:
+        follow_spawns(partial(_Worker, {name: variables[name] for name in variables}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A function that ``torch.multiprocessing.spawn`` runs, with these handlers.
+
+    Torch's would wait for a store that no process serves if the function chooses an address of its own.
+    """
+
+    variables: dict[str, str]
+    fn: Callable[..., object]
+
+    def __call__(self, *arguments: object) -> object:
+        _replace(self.variables, NOT_A_RANK)
+        return self.fn(*arguments)
+
+
+def _replace(variables: Mapping[str, str], process: int) -> None:
     handlers: list[_Handlers] = []
 
     def env(url: str, **more: Any) -> Met:  # noqa: ANN401 - torch's
@@ -71,7 +95,7 @@ def follow(variables: Mapping[str, str]) -> None:
 
     handlers.append(
         _Handlers(
-            process=os.getpid(),
+            process=process,
             reading=table.read(variables),
             master=(variables["MASTER_ADDR"], int(variables["MASTER_PORT"])),
             is_served=SERVED in variables,
@@ -134,7 +158,12 @@ def _meet_as_torch(told: _Handlers, address: tuple[str, int], meet: Callable[[],
     """Meet as torch does; torch is told of a served store only at the address of that store."""
     is_served = told.is_served and _is_same(address, told.master)
     with _torch_told(is_served=is_served):
-        store, rank, world_size = next(meet())
+        try:
+            store, rank, world_size = next(meet())
+        except RuntimeError as error:
+            if told.process != NOT_A_RANK or "EADDRINUSE" not in str(error):
+                raise
+            raise _served_twice(told, address) from error
     if is_served:
         number = next(_served_worlds)
         if number > 1:
@@ -179,6 +208,17 @@ def _is_same(address: tuple[str, int], other: tuple[str, int]) -> bool:
         return address[0] == other[0] or not set(network.resolve(address[0])).isdisjoint(network.resolve(other[0]))
     except ConfigurationError:
         return False
+
+
+def _served_twice(told: _Handlers, address: tuple[str, int]) -> ConfigurationError:
+    reading = told.reading
+    return ConfigurationError(
+        f"A process that rank {reading.rank} of {reading.world_size} has started cannot serve a world at "
+        f"{address[0]}:{address[1]}: the port is in use.",
+        evidence=f"each of the {reading.world_size} ranks runs the whole script, and starts processes of its own",
+        do="let the script start its processes alone: python train.py, or rankwise run -n 1 train.py\n"
+        "or remove torch.multiprocessing.spawn from it, and call rankwise.join()",
+    )
 
 
 def _contradiction(reading: Reading, rank: int, world_size: int) -> EnvironmentConflict:

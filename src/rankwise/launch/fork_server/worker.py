@@ -54,7 +54,11 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     close_groups = partial(_close_groups_left_open, own_pid)
     atexit.register(close_groups)  # before the script's own, which are called first
     try:
-        run_as_main(target)
+        try:
+            run_as_main(target)
+        finally:
+            if start.rank == 0 and os.getpid() == own_pid:
+                unjoined.forget_if_joined(alone_note(start.variables["RANKWISE_ERROR_FILE"]))
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
         failure.trim(error)
         session.annotate(error)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.comm.session import current_or_none
+from rankwise.comm.session import has_joined
 from rankwise.log import warn
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ _WHAT_TO_DO = (
 def watch(world_size: int, note: str) -> None:
     """Report the first optimizer step of this process if it has not joined its peers by then.
 
-    Writes the file ``note`` then, so that the launcher repeats the report at the end.
+    Writes the file ``note`` then, so that the launcher repeats the report at the end, and removes it at the first step
+    after the process has joined: a script may train a reference on its own first.
     Called by: one of several ranks, before its script runs.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - in memory already
@@ -37,12 +38,14 @@ def watch(world_size: int, note: str) -> None:
     from rankwise.torch_private.compiler import uncompiled  # noqa: PLC0415 - imports torch
 
     own_pid = os.getpid()
-    has_looked = False
+    has_looked = is_alone = False
 
     @uncompiled
     def look(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        nonlocal has_looked
+        nonlocal has_looked, is_alone
         # Not removed here: torch is iterating over the hooks.
+        if is_alone:
+            is_alone = not forget_if_joined(note)
         if has_looked or not has_gradients(optimizer):
             return
         has_looked = True
@@ -52,10 +55,19 @@ def watch(world_size: int, note: str) -> None:
                 f"rank 0 has taken an optimizer step without joining the other ranks: {world_size} ranks each train "
                 f"alone, and each writes the script's files; {_WHAT_TO_DO}"
             )
+            is_alone = True
             with contextlib.suppress(OSError):
                 Path(note).touch()
 
     register_optimizer_step_post_hook(look)
+
+
+def forget_if_joined(note: str) -> bool:
+    """Remove the file ``note`` if this process has joined other ranks since; return whether it has."""
+    if not Path(note).exists() or not _is_connected():
+        return False
+    Path(note).unlink(missing_ok=True)
+    return True
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -72,7 +84,7 @@ def _is_connected() -> bool:
     """Return whether this process has joined other ranks in any way."""
     import torch.distributed as dist  # noqa: PLC0415 - in memory already
 
-    if current_or_none() is not None or dist.is_initialized():
+    if has_joined() or dist.is_initialized():
         return True
     return any(name in sys.modules for name in OTHER_LIBRARIES) or _is_connected_by_rpc()
 

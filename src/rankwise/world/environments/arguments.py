@@ -14,6 +14,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.world.environments import env, rankwise, torchrun
 from rankwise.world.environments.reading import Missing, ProcessContext, Reading, checked_port, job_secret, told
 from rankwise.world.environments.table import incomplete, reachable
+from rankwise.world.network import LIST_OF_MACHINES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +39,16 @@ def explicit(
     Raises:
         ConfigurationError: an argument is invalid or missing.
     """
-    parts = urlsplit(init_method)
+    try:
+        parts = urlsplit(init_method)
+    except ValueError as error:
+        if LIST_OF_MACHINES.search(init_method):
+            raise _bad(
+                init_method,
+                "it has a list of machines in place of one; for the first one of a Slurm job: "
+                "scontrol show hostnames | head -n 1",
+            ) from None
+        raise _bad(init_method, str(error)) from None
     if parts.scheme == "env" and init_method == "env://":
         return _from_variables(rank, world_size, ProcessContext(variables=variables, argv=argv))
     if parts.scheme not in {"tcp", "file"}:

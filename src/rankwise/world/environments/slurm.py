@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.environments.reading import ProcessContext, Reading
 
+TASKS = "SLURM_STEP_TASKS_PER_NODE"
+"""On one machine all tasks are there, and it may be absent."""
 STEP_NAMES = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
@@ -36,7 +39,7 @@ STEP_NAMES = (
     "SLURM_LOCALID",
     "SLURM_NODEID",
     "SLURM_STEP_NODELIST",
-    "SLURM_STEP_TASKS_PER_NODE",
+    TASKS,
 )
 NUMBERS = {"rank": "SLURM_PROCID", "world_size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID"}
 FIRST_PORT = 20000
@@ -99,11 +102,13 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
     # A batch script has SLURM_PROCID=0 and no step: no ranks were started there.
     if not variables.get("SLURM_STEP_ID") or is_leftover(variables):
         return None
+    if not variables.get(TASKS) and _is_one_machine(variables):
+        variables = {**variables, TASKS: variables.get("SLURM_STEP_NUM_TASKS") or ""}
     found = read_numbers("slurm", variables, NUMBERS, needed=STEP_NAMES)
     if isinstance(found, Missing):
         return found
     node_rank = given(variables, "SLURM_NODEID")
-    counts = parse_counts(variables["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
+    counts = parse_counts(variables[TASKS], TASKS)
     if sum(counts) != found.world_size or node_rank >= len(counts):
         raise ConfigurationError(
             "The Slurm variables of this step are inconsistent.",
@@ -124,6 +129,11 @@ def _read(around: ProcessContext) -> Reading | Missing | None:
         job_key=file_name(f"slurm-{variables.get('SLURM_CLUSTER_NAME', '')}-{job_id}.{step_id}.{attempt}"),
         attempt=str(attempt),
     )
+
+
+def _is_one_machine(variables: Mapping[str, str]) -> bool:
+    machines = variables.get("SLURM_STEP_NODELIST")
+    return bool(machines) and len(list(islice(hosts(machines), 2))) == 1
 
 
 def _address(variables: Mapping[str, str], *, num_nodes: int) -> tuple[str, int] | None:

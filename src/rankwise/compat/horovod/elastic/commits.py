@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from rankwise.comm.collectives import broadcast, gather_json
+from rankwise.comm.collectives import broadcast_object, gather_json
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.log import log, warn
@@ -112,9 +112,7 @@ class Commits:
         source = max(marks, key=lambda rank: (marks[rank], -rank))
         log(f"elastic: commit {marks[source].number} of attempt {marks[source].attempt} is restored from rank {source}")
         data = own[1] if own is not None and source == current().world.rank else b""
-        size = broadcast(len(data), source)
-        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
-        return _loaded(broadcast(sent, source).numpy().tobytes())
+        return _loaded(broadcast_object(data, source))
 
     def _newest_readable(self) -> tuple[tuple[CommitNumber, bytes] | None, CommitNumber | None, str]:
         """Return this machine's newest undamaged commit, the newest that cannot be read, and the reasons."""

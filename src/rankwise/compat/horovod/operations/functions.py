@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from rankwise.comm.collectives.signed import SignedCall
 from rankwise.compat.horovod.initialization import rank
+from rankwise.compat.horovod.negotiation.queue import current_queue
 from rankwise.compat.horovod.operations.api import synchronize
 from rankwise.compat.horovod.operations.collectives import allgather, broadcast, broadcast_async_
 from rankwise.compat.horovod.optimizer.wrapped_optimizer import WrappedOptimizer
-from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
+from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -28,7 +30,8 @@ def broadcast_object(
 ) -> T:
     """Return the object of ``root_rank``.
 
-    Called by: every rank of the process set. The ranks of a job trust each other: objects are pickled.
+    Called by: every rank of the process set. Objects are pickled, and signed: what a rank of this job has not signed
+    is not unpickled.
 
     Args:
         obj: used on ``root_rank`` only, which gets this very object back.
@@ -38,18 +41,22 @@ def broadcast_object(
     """
     what = name or "broadcast_object"
     is_root = rank() == root_rank
-    payload = _bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    call = _signed_call(what, process_set)
+    payload = _bytes(obj, call) if is_root else torch.empty(0, dtype=torch.uint8)
     num_bytes = int(broadcast(torch.tensor([payload.numel()]), root_rank, f"{what}.sz", process_set=process_set))
     if not is_root:
         payload = torch.empty(num_bytes, dtype=torch.uint8)
     received = broadcast(payload, root_rank, f"{what}.t", process_set=process_set)
-    return obj if is_root else _object(received)
+    loaded = obj if is_root else call.load(received.numpy().tobytes(), root_rank)
+    call.end()
+    return loaded
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return the objects of all ranks, in rank order.
 
-    Called by: every rank of the process set. The ranks of a job trust each other: objects are pickled.
+    Called by: every rank of the process set. Objects are pickled, and signed: what a rank of this job has not signed
+    is not unpickled.
 
     Args:
         obj: of this rank; objects may differ in type and size.
@@ -57,18 +64,28 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
         process_set: the ranks that take part.
     """
     what = name or "allgather_object"
-    payload = _bytes(obj)
+    call = _signed_call(what, process_set)
+    payload = _bytes(obj, call)
     sizes = allgather(torch.tensor([payload.numel()]), name=f"{what}.sz", process_set=process_set)
     rows = allgather(payload, name=f"{what}.t", process_set=process_set)
-    return [_object(part) for part in rows.split(sizes.tolist())]
+    parts = zip(rows.split(sizes.tolist()), _ranks_of(process_set), strict=True)
+    objects = [call.load(part.numpy().tobytes(), sender) for part, sender in parts]
+    call.end()
+    return objects
 
 
-def _bytes(obj: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+def _signed_call(what: str, process_set: ProcessSet) -> SignedCall:
+    """Return the next call of an operation of this name."""
+    return SignedCall(f"hvd: {what}", _ranks_of(process_set))
 
 
-def _object(data: torch.Tensor) -> Any:  # noqa: ANN401 - whatever it was
-    return pickle.loads(data.numpy().tobytes())  # noqa: S301 - from a rank of this job
+def _ranks_of(process_set: ProcessSet) -> Sequence[int]:
+    return current_queue().members[members_of(process_set)].ranks
+
+
+def _bytes(obj: object, call: SignedCall) -> torch.Tensor:
+    signed = call.sign(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+    return torch.frombuffer(bytearray(signed), dtype=torch.uint8)
 
 
 def broadcast_parameters(

@@ -108,6 +108,10 @@ class GradManager:
             ConfigurationError: one of ``tensors`` is not a tensor, not floating point, the result of an operation, or a
                 frozen parameter; or a callback follows ``make_allreduce_cb(...)``.
         """
+        if callable(tensors):
+            raise ConfigurationError(
+                f"attach takes tensors, not {type(tensors).__name__}.", do="call it: gm.attach(net.parameters())"
+            )
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if callbacks is None:
             callbacks = []

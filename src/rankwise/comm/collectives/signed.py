@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects as signed bytes: unpickling runs code, so nothing is unpickled that a rank of the job has not signed.
+
+Gloo and NCCL do not authenticate the process at the other end of a connection. The key is drawn when the ranks join and
+passes through the job's store, mixed with the job's secret where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+import secrets
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from rankwise.comm.session import current
+from rankwise.errors import NotSigned
+from rankwise.store.wire import pack_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.session import Session
+    from rankwise.store.values import Store
+
+KEY = "object-key"
+DRAWN_BYTES = 32
+SIGNATURE_BYTES = 16
+
+
+def agree_on_key(store: Store, secret: bytes | None) -> bytes:
+    """Return the key by which the ranks of one world sign objects. Called by: every rank, when it joins."""
+    drawn = store.held_or_set(KEY, secrets.token_hex(DRAWN_BYTES))
+    return hmac.digest(secret or b"", drawn, "sha256")
+
+
+class SignedCall:
+    """One call of an object collective, the same on every rank that takes part.
+
+    A signature holds for one sender, one call, and the ranks of that call: what was recorded elsewhere, or before, is
+    refused.
+    """
+
+    def __init__(self, what: str, ranks: Sequence[int], group: object = 0) -> None:
+        """Describe the next call of ``what`` by ``ranks``; ``group`` distinguishes groups of the same ranks."""
+        session = current()
+        self._key, self._own, self._what = session.object_key, session.world.rank, what
+        self._numbers = session.once(_numbers)
+        self._channel = f"{what} {group} {list(ranks)}"
+
+    def sign(self, payload: bytes) -> bytes:
+        """Return ``payload`` of this rank, with its signature."""
+        return payload + self._signature(payload, self._own)
+
+    def load(self, received: bytes, sender: int) -> Any:  # noqa: ANN401 - whatever it was
+        """Return the object that rank ``sender`` of the world has signed, unpickled after its signature was checked.
+
+        Raises:
+            NotSigned: it has not signed these bytes for this call. They are not unpickled.
+        """
+        payload, signature = received[:-SIGNATURE_BYTES], received[-SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(payload, sender)):
+            raise NotSigned(
+                f"The bytes that arrived as the object of rank {sender} were not signed by it, and were not unpickled.",
+                where=str(current().world),
+                evidence=f"{self._what}, call {self._numbers[self._channel] + 1}: {len(received)} bytes; another "
+                "process may have sent or changed them on the network",
+                do="use a network that only the job's machines can reach; docs/security.md",
+            )
+        return pickle.loads(payload)  # noqa: S301 - signed by a rank of this job
+
+    def end(self) -> None:
+        """Count the call: the ranks have exchanged what it sends."""
+        self._numbers[self._channel] += 1
+
+    def _signature(self, payload: bytes, sender: int) -> bytes:
+        head = pack_fields([self._channel.encode(), b"%d %d" % (sender, self._numbers[self._channel])])
+        signing = hashlib.blake2b(pack_fields([head]), key=self._key, digest_size=SIGNATURE_BYTES)
+        signing.update(payload)
+        return signing.digest()
+
+
+def _numbers(_: Session) -> Counter[str]:
+    return Counter()
