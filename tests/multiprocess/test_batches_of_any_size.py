@@ -159,4 +159,6 @@ def _cut_differently(world: World) -> None:
 def test_other_batches_on_a_rank_are_an_error() -> None:
     errors = [rank.error for rank in run_ranks(_cut_differently, 2)]
     found = next(error for error in errors if isinstance(error, DatasetError))
-    assert "The sampler gave the ranks different ends of batches; the first difference is at position 0" in str(found)
+    assert "The batch sampler gave the ranks batches that end elsewhere; the first difference is at position 0" in str(
+        found
+    )

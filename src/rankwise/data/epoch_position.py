@@ -81,6 +81,7 @@ class EpochPosition:
                 check_same_order(f"{self._number}/{epoch}", indices, do=SAME_DRAWS)
                 if isinstance(self._given, GivenBatches):
                     ends = self._given.ends_of_epoch(epoch)
-                    check_same_order(f"{self._number}/{epoch}/ends", ends, do=SAME_DRAWS, of="ends of batches")
+                    what = "The batch sampler gave the ranks batches that end elsewhere"
+                    check_same_order(f"{self._number}/{epoch}/ends", ends, do=SAME_DRAWS, what=what)
             return indices.__getitem__
         return Permutation(self._shards.length, self.seed, epoch) if self.shuffle else (lambda positions: positions)

@@ -224,7 +224,13 @@ def _raise(what: str, evidence: dict[int, str], do: str) -> NoReturn:
     raise DatasetError(what, where=f"reported on {current().world}", evidence=text, do=do)
 
 
-def check_same_order(place: str, indices: npt.NDArray[np.int64], *, do: str, of: str = "orders") -> None:
+def check_same_order(
+    place: str,
+    indices: npt.NDArray[np.int64],
+    *,
+    do: str,
+    what: str = "The sampler gave the ranks different orders",
+) -> None:
     """Raise unless a sampler's ``indices`` of an epoch are those of the first rank that reached ``place``.
 
     Raises:
@@ -243,7 +249,7 @@ def check_same_order(place: str, indices: npt.NDArray[np.int64], *, do: str, of:
     where = f"position {start}" if stop - start == 1 else f"positions {start} to {stop - 1}"
     shown = slice(max(0, start - 1), start + 4) if start < _NUM_SINGLE else slice(0, 5)
     _raise_unlike(
-        f"The sampler gave the ranks different {of}; the first difference is at {where} of the epoch.",
+        f"{what}; the first difference is at {where} of the epoch.",
         first["rank"],
         f"positions from {shown.start}: {first['head'][shown]}",
         f"positions from {shown.start}: {own['head'][shown]}",
