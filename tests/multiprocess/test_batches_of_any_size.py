@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from on_ranks import one_rank
@@ -162,3 +164,35 @@ def test_other_batches_on_a_rank_are_an_error() -> None:
     assert "The batch sampler gave the ranks batches that end elsewhere; the first difference is at position 0" in str(
         found
     )
+
+
+class DrawsByItself(Dataset[Any]):
+    def __init__(self) -> None:
+        self.numpy = np.random.default_rng(0)
+        self.torch = torch.Generator().manual_seed(3)
+        self.python = random.Random(5)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = (one[index] for one in samples())
+        drawn = torch.from_numpy(self.numpy.standard_normal(5)) + torch.randn(5, generator=self.torch)
+        return x + drawn + self.python.random(), y
+
+
+def _draws_by_itself(world: World, num_workers: int) -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(world.world_size)
+    model = nn.Sequential(nn.Linear(5, 5), nn.SyncBatchNorm(5), nn.Linear(5, 1))
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(number))
+    loader = rw.DataLoader(DrawsByItself(), global_batch_size=8, num_workers=num_workers)
+    return _train(loader, rw.replicate(model), 6)[1]
+
+
+@pytest.mark.parametrize(("world_size", "num_workers"), [(2, 0), (3, 2)])
+def test_a_dataset_with_generators_of_its_own_is_that_of_one_rank(world_size: int, num_workers: int) -> None:
+    """Torch's SyncBatchNorm, as DDP scripts have it, takes the statistics of all ranks."""
+    for rank in run_ranks(_draws_by_itself, world_size, num_workers):
+        torch.testing.assert_close(flat(rank.get()), flat(one_rank(_draws_by_itself, 0)), rtol=0, atol=1e-12)

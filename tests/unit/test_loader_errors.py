@@ -238,6 +238,18 @@ def test_orders_that_are_none(options: dict[str, Any], words: str) -> None:
         next(iter(loader))
 
 
+class Divides(Counting):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        message = "you need to add an explicit nodesplitter to your input pipeline for multi-node training"
+        raise ValueError(message)
+
+
+def test_a_stream_that_asks_for_a_nodesplitter() -> None:
+    with pytest.raises(DatasetError, match="explicit nodesplitter") as caught:
+        next(iter(DataLoader(Divides(), global_batch_size=2)))
+    assert "pass nodesplitter=lambda urls: urls" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "batch",
     [{"x": torch.ones(3, 2), "y": torch.ones(2)}, [torch.ones(3), ["a", "b"]], (torch.ones(3), Squares()), {"n": 3}],

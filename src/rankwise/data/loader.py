@@ -72,9 +72,10 @@ class DataLoader(StepSource, EpochPosition):
     **Random augmentation.** Before each ``dataset[i]``, Python's ``random``, NumPy's legacy
     generator, torch's CPU generator and every part of the dataset with MONAI's ``set_random_state``
     are seeded by ``(seed, epoch, i)``, and the process's generators restored after the batch: a
-    sample is augmented the same on any number of ranks and workers, and after a resume. This does
-    not hold for a random ``collate_fn`` or ``__getitems__``, nor for generators that a dataset
-    creates itself.
+    sample is augmented the same on any number of ranks and workers, and after a resume. So are the
+    generators of Python, NumPy and torch that are attributes of the dataset or its ``transform``.
+    This does not hold for a random ``collate_fn`` or ``__getitems__``, nor for generators that are
+    elsewhere.
 
     **Uneven ends.** With ``remainder="keep"`` the last global batch of an epoch may be short. It is
     split as evenly as possible, and a rank for which nothing is left gets a batch of no samples, of

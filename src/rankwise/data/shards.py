@@ -163,7 +163,8 @@ def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
     return (
         f"rankwise: the last batch that this rank got from its DataLoader held {samples}. It is its part of the "
         f"epoch's last global batch, which has {stop - start} of {shards.global_batch_size} samples. "
-        'Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
+        'Pass remainder="drop" to rankwise.DataLoader if the error is about that; in an evaluation, where every sample '
+        "counts, skip what cannot take an empty batch: if len(x)."
     )
 
 
