@@ -106,6 +106,39 @@ def test_every_run_is_deterministic_whatever_the_script_sets(command: Command) -
     assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 2), verdict
 
 
+# 9 samples in batches of 8: rank 1 has no sample of the last one.
+EMPTY_SHARE = """
+import torch
+import rankwise as rw
+torch.manual_seed(0)
+with rw.join() as world:
+    model = rw.replicate(torch.nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(9, 5), torch.randint(4, (9, 1)))
+    for x, y in rw.DataLoader(data, global_batch_size=8):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y.to(x.dtype)).backward()
+        optimizer.step()
+"""
+
+
+def test_a_rank_without_samples_is_recorded(command: Command) -> None:
+    command.write("train.py", EMPTY_SHARE)
+    exit_code, verdict = verdict_of(command)
+    assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 2), verdict
+
+
+def test_a_crash_on_one_rank_names_the_rank_and_the_line(command: Command) -> None:
+    step = "        optimizer.step()\n"
+    assert step in EMPTY_SHARE
+    text = EMPTY_SHARE.replace(step, f"        assert world.rank != 1 or len(x), 'no samples'\n{step}")
+    command.write("train.py", text)
+    exit_code, verdict = verdict_of(command)
+    cause, line = verdict["cause"], text[: text.index("assert")].count("\n") + 1
+    assert (exit_code, cause["key"], cause["line"]) == (1, "failed", f"train.py:{line}"), verdict
+    assert cause["words"] == "it runs on one rank and fails on 2 ranks: AssertionError: no samples, on rank 1"
+
+
 @pytest.mark.parametrize("case", MISTAKES, ids=" ".join)
 def test_a_mistake_is_found_with_its_cause(command: Command, case: tuple[str, str]) -> None:
     command.write("train.py", CASES[case].text)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -121,6 +122,41 @@ def test_a_model_changed_after_replicate_is_an_error(how: str, name: str, world_
     for result in testing.run_ranks(_change_after, world_size, how):
         assert f"Parameter {name} " in result.get()
         assert "then" in result.get()
+
+
+def _grown(world: World) -> list[Any]:
+    """Grow a model while it trains, by the way that the error names."""
+    del world
+    torch.manual_seed(0)
+    model = rw.replicate(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def epoch() -> None:
+        for part in rw.DataLoader(x, global_batch_size=8):
+            optimizer.zero_grad()
+            (model(part) - 1).square().mean().backward()
+            optimizer.step()
+
+    epoch()
+    with pytest.raises(ConfigurationError, match=r"replicate\(copy\.deepcopy\(model\)\)"):
+        rw.replicate(model)
+    model, state = copy.deepcopy(model), optimizer.state_dict()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer.load_state_dict(state)
+    model.append(nn.Linear(1, 1).double())
+    optimizer.add_param_group({"params": model[3].parameters()})
+    rw.replicate(model)
+    epoch()
+    return [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_that_has_grown_trains_as_a_copy(world_size: int) -> None:
+    (one,) = testing.run_ranks(_grown, 1)
+    for rank in testing.run_ranks(_grown, world_size):
+        for mine, wanted in zip(rank.get(), one.get(), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted), rtol=0, atol=1e-6)
 
 
 class OwnNorm(nn.BatchNorm1d):

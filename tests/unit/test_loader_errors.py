@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from small_datasets import Counting, Squares
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from rankwise.comm import session
 from rankwise.data.loader import DataLoader
@@ -222,12 +224,84 @@ def test_batch_size_is_refused_and_the_error_names_both_alternatives() -> None:
         ({"global_batch_size": 4, "prefetch_factor": 2}, "num_workers=1"),
         ({"global_batch_size": 4, "persistent_workers": True}, "num_workers=1"),
         ({"global_batch_size": 21, "remainder": "drop"}, "leaves nothing"),
+        ({"global_batch_size": 4, "batch_sampler": [[1]]}, "without global_batch_size="),
+        ({"shuffle": True, "batch_sampler": [[1]]}, "without shuffle="),
+        ({"batch_size": None, "local_batch_size": 4}, "batch_size=None without local_batch_size="),
+        ({"batch_size": None, "remainder": "drop"}, "without remainder="),
+        ({"batch_sampler": 3}, "yield a list of indices"),
+        ({"batch_sampler": BatchSampler(DistributedSampler(Squares(), 2, 0), 4, drop_last=True)}, "one rank's share"),
+        ({"global_batch_size": 4, "sampler": BatchSampler([1], 4, drop_last=True)}, "batch_sampler="),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         DataLoader(Squares(), **options)
     assert words in str(caught.value)
+
+
+class Endless:
+    """A sampler, or a batch sampler if ``item`` is a list, that repeats its item."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self._item)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sampler": Endless(1), "global_batch_size": 4}, "gave more indices, but its length is 4"),
+        ({"batch_sampler": Endless([1, 2] * 1000)}, "has not ended after 1050000 indices of 20 samples"),
+        ({"batch_sampler": [[1], []]}, "got an empty batch after 1 batches"),
+        ({"batch_sampler": [1, 2]}, "got a int after 0 batches"),
+        ({"batch_sampler": []}, "yields no batch"),
+        ({"batch_sampler": [[1, 20]]}, "gave index 20 at position 1"),
+    ],
+)
+def test_orders_that_are_none(options: dict[str, Any], words: str) -> None:
+    loader = DataLoader(Squares(), **options)
+    with pytest.raises(DatasetError, match=words):
+        next(iter(loader))
+
+
+class Divides(Counting):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        message = "you need to add an explicit nodesplitter to your input pipeline for multi-node training"
+        raise ValueError(message)
+
+
+def test_a_stream_that_asks_for_a_nodesplitter() -> None:
+    with pytest.raises(DatasetError, match="explicit nodesplitter") as caught:
+        next(iter(DataLoader(Divides(), global_batch_size=2)))
+    assert "pass nodesplitter=lambda urls: urls" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": torch.ones(3, 2), "y": torch.ones(2)}, [torch.ones(3), ["a", "b"]], (torch.ones(3), Squares()), {"n": 3}],
+)
+def test_a_ready_batch_that_cannot_be_divided(batch: Any) -> None:
+    loader = DataLoader([batch], batch_size=None, collate_fn=lambda one: one)
+    with pytest.raises(DatasetError, match="cannot be divided among the ranks") as caught:
+        next(iter(loader))
+    assert "batch_sampler=" in str(caught.value)
+
+
+def test_batches_of_any_size_have_no_size() -> None:
+    loader = DataLoader(Squares(), batch_sampler=[[1], [2, 3]])
+    assert (len(loader), getattr(loader, "batch_size", None)) == (2, None)
+    assert not hasattr(loader, "global_batch_size")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator locks pages")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_nothing_is_pinned_without_an_accelerator(num_workers: int) -> None:
+    assert len(list(DataLoader(Squares(), global_batch_size=5, pin_memory=True, num_workers=num_workers))) == 4
 
 
 def test_an_empty_dataset_and_no_world() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,28 @@ def test_seed_of_a_sample_does_not_depend_on_its_neighbours(seed: int, epoch: in
 def test_seeds_differ_by_sample_epoch_and_seed() -> None:
     seeds = np.concatenate([sample_seeds(seed, epoch, np.arange(1000)) for seed in (0, 1, -1) for epoch in (0, 1)])
     assert len(np.unique(seeds)) > 5990
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (np.random.default_rng(), lambda one: float(one.random())),
+        (np.random.RandomState(), lambda one: float(one.random())),
+        (random.Random(), lambda one: one.random()),
+        (torch.Generator(), lambda one: float(torch.rand((), generator=one))),
+    ],
+    ids=["numpy", "old numpy", "python", "torch"],
+)
+def test_generators_that_are_attributes_are_seeded(generator: Any, draw: Any) -> None:
+    dataset = Augmented()
+    dataset.transform = type("Transform", (), {})()
+    dataset.transform.own = generator
+    owners = owners_of_generators(Subset(dataset, [0]))
+    drawn = []
+    for seed in (4, 4, 5):
+        seed_generators(seed, owners)
+        drawn.append(draw(generator))
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_sets_all_three_generators_and_forgets_half_drawn_pairs() -> None:

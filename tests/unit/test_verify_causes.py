@@ -203,6 +203,21 @@ def test_how_ranks_end(steps: tuple[int, int], end: str, exit_code: int, key: st
         assert verdict.cause.fix == "pass another"
 
 
+def test_the_rank_that_failed_first_is_named_with_its_line() -> None:
+    part = rank_run(step((1, 2)), end="KeyError: 'a'")
+    crashed = replace(part, facts=replace(part.facts, rank=1), end_line="train.py:9")
+    stopped = replace(part, end="rankwise.errors.PeerFailed: Rank 1 failed: KeyError.\n  do        fix rank 1")
+    # Rank 0 took one more step before it noticed.
+    stopped = replace(stopped, steps=part.steps * 2)
+    for ranks in ((stopped, crashed), (stopped, replace(crashed, steps=()))):
+        run = Run(ranks, 1)
+        ended = conclude.without_steps(2, run) if not ranks[1].steps else None
+        verdict = ended or conclude.conclusion(rank_run(*part.steps * 3), run, FLOOR, [], is_joined=False)
+        assert verdict.cause is not None
+        assert (verdict.cause.key, verdict.cause.line, verdict.cause.fix) == ("failed", "train.py:9", "fix this error")
+        assert verdict.cause.words == "it runs on one rank and fails on 2 ranks: KeyError: 'a', on rank 1"
+
+
 def test_draws_that_one_rank_cannot_repeat_are_no_difference() -> None:
     drew = (Call(2, drew=True, drew_by_rows=False, line=LINE),)
     many = two_ranks({**module("Net.first", "Linear"), "calls": drew})

@@ -14,7 +14,6 @@ _TORCH_WORDS = {
     "batch_size": "pass global_batch_size (samples per step of all ranks together: the result does "
     "not depend on the number of ranks), or local_batch_size (samples per step of each rank)",
     "drop_last": 'pass remainder="drop" for drop_last=True, remainder="keep" for drop_last=False',
-    "batch_sampler": "leave it out, or use torch's DataLoader with batch_sampler=rankwise.ShardedSampler(...)",
     "generator": "pass seed= instead",
     "timeout": "pass timeout_seconds=",
 }
@@ -33,9 +32,36 @@ def refuse(unknown: dict[str, object]) -> None:
         names = ", ".join(unknown)
         raise ConfigurationError(
             f"rankwise.DataLoader has no argument {names}.",
-            do="use one of global_batch_size, local_batch_size, shuffle, sampler, seed, remainder, "
+            do="use one of global_batch_size, local_batch_size, shuffle, sampler, batch_sampler, seed, remainder, "
             "num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, device, "
             "worker_init_fn, multiprocessing_context, timeout_seconds, compare_samples",
+        )
+
+
+def check_batches(dataset: object, *, is_stream: bool, is_ready: bool, batch_sampler: object, **others: object) -> None:
+    """Raise if batches are formed in two ways.
+
+    Args:
+        dataset: for the error.
+        is_stream: whether the dataset can only be iterated.
+        is_ready: whether it returns batches.
+        batch_sampler: as the loader was given it.
+        others: further arguments that form batches; false ones were not given.
+
+    Raises:
+        ConfigurationError: see above.
+    """
+    if batch_sampler is not None and is_stream:
+        raise ConfigurationError(
+            f"batch_sampler= needs a dataset that can be indexed, but a {type(dataset).__name__} can only be iterated.",
+            do="leave batch_sampler= out, or make the dataset map-style",
+        )
+    ways = ["batch_sampler="] * (batch_sampler is not None) + ["batch_size=None"] * is_ready
+    ways += [f"{name}=" for name, given in others.items() if given and ways]
+    if len(ways) > 1:
+        raise ConfigurationError(
+            f"{ways[0]} was given together with {', '.join(ways[1:])}, but it determines the batches alone.",
+            do=f"pass {ways[0]} without {', '.join(ways[1:])}",
         )
 
 

@@ -9,7 +9,7 @@ batch, and in a worker a storage that cannot be resized. Knows nothing of datase
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,6 +72,66 @@ def without_samples(one: Batch, two: Batch) -> Batch:
         return type(one)()
     items = [without_samples(a, b) for a, b in zip(one, two, strict=True)]
     return type(one)(*items) if hasattr(one, "_fields") else type(one)(items)
+
+
+class ReadyBatch(NamedTuple):
+    """A rank's part of a batch that the dataset returned whole."""
+
+    part: Batch
+    num_samples: int
+    """Of the whole batch."""
+
+
+def divided(batch: Batch, part_of: Callable[[int, int], tuple[int, int]], where: str) -> ReadyBatch:
+    """Return the rows ``part_of(0, rows)`` of every tensor and list of a batch; numbers and texts are kept whole.
+
+    Raises:
+        DatasetError: it holds tensors or lists with different numbers of rows, none, or something else.
+    """
+    rows = set(_numbers_of_rows(batch))
+    num_samples = rows.pop() if len(rows) == 1 else None
+    if num_samples is None:
+        raise DatasetError(
+            "The dataset returned a batch that cannot be divided among the ranks: its tensors and lists do not all "
+            "have one row per sample.",
+            where=where,
+            evidence=_kind(batch),
+            do="let the dataset return samples, and pass batch_sampler= or global_batch_size=, with a collate_fn= that "
+            "makes batches of them",
+        )
+    low, high = part_of(0, num_samples)
+    return ReadyBatch(_rows(batch, slice(low, high)), num_samples)
+
+
+def _numbers_of_rows(batch: Batch) -> list[int | None]:
+    """Return the number of rows of each tensor and list in a batch; ``None`` for what has none."""
+    if isinstance(batch, torch.Tensor):
+        return [batch.shape[0]] if batch.dim() else []
+    if isinstance(batch, Mapping):
+        return [num for item in batch.values() for num in _numbers_of_rows(item)]
+    if isinstance(batch, list | tuple):
+        if _is_column(batch):
+            return [len(batch)]
+        return [num for item in batch for num in _numbers_of_rows(item)]
+    return [] if batch is None or isinstance(batch, str | bytes | int | float) else [None]
+
+
+def _is_column(batch: Sequence[Any]) -> bool:
+    """Return whether a list holds one text or number per sample, and is no container of tensors."""
+    return bool(batch) and all(isinstance(item, str | bytes | int | float) for item in batch)
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    if isinstance(batch, torch.Tensor):
+        return batch[rows] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return _like_mapping(batch, {key: _rows(item, rows) for key, item in batch.items()})
+    if not isinstance(batch, list | tuple):
+        return batch
+    if _is_column(batch):
+        return batch[rows]
+    items = [_rows(item, rows) for item in batch]
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
 
 
 def _like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.data.epoch_order import Permutation
 from rankwise.data.same_data import check_same_order
-from rankwise.data.sampler_order import SAME_DRAWS, GivenOrder
+from rankwise.data.sampler_order import SAME_DRAWS, GivenBatches, GivenOrder
 from rankwise.data.shards import EpochCursor, Shards, State, place_in
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class EpochPosition:
     def _facts(self) -> State:
         """Return the settings that determine the order."""
         facts: State = {"dataset_length": self._length, "seed": self.seed, "shuffle": self.shuffle}
-        return facts if self._given is None else facts | {"sampler_length": len(self._given)}
+        return facts if self._given is None else facts | {"sampler_length": self._given.length}
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
         """Return the function from positions of an epoch to indices of the dataset.
@@ -95,5 +95,9 @@ class EpochPosition:
             indices = self._given.of_epoch(epoch)
             if self._number:
                 check_same_order(f"{self._number}/{epoch}", indices, do=SAME_DRAWS)
+                if isinstance(self._given, GivenBatches):
+                    ends = self._given.ends_of_epoch(epoch)
+                    what = "The batch sampler gave the ranks batches that end elsewhere"
+                    check_same_order(f"{self._number}/{epoch}/ends", ends, do=SAME_DRAWS, what=what)
             return indices.__getitem__
         return Permutation(self._shards.length, self.seed, epoch) if self.shuffle else (lambda positions: positions)

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 
 from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.session import CurrentBatch, current, current_or_none
-from rankwise.data.arguments import check_order, check_workers, refuse
-from rankwise.data.batches import Batch, pin, to_device
+from rankwise.data.arguments import check_batches, check_order, check_workers, refuse
+from rankwise.data.batches import Batch, divided, pin, to_device
 from rankwise.data.epoch_position import EpochPosition
 from rankwise.data.probes import Prober
 from rankwise.data.same_data import check_same_block, check_with_peers
-from rankwise.data.sampler_order import GivenOrder
+from rankwise.data.sampler_order import GivenBatches, given_order
 from rankwise.data.shards import (
     EpochCursor,
+    Shards,
     State,
     local_batches,
+    local_parts,
     make_shards,
     note_on_share,
     note_on_short_batch,
@@ -43,10 +46,10 @@ from rankwise.errors import DatasetError
 from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import DATA, EVALUATION
-from rankwise.world.device.streams import pins
+from rankwise.world.device.streams import can_pin, pins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 TIMEOUT_SECONDS = 1800.0
@@ -69,9 +72,10 @@ class DataLoader(StepSource, EpochPosition):
     **Random augmentation.** Before each ``dataset[i]``, Python's ``random``, NumPy's legacy
     generator, torch's CPU generator and every part of the dataset with MONAI's ``set_random_state``
     are seeded by ``(seed, epoch, i)``, and the process's generators restored after the batch: a
-    sample is augmented the same on any number of ranks and workers, and after a resume. This does
-    not hold for a random ``collate_fn`` or ``__getitems__``, nor for generators that a dataset
-    creates itself.
+    sample is augmented the same on any number of ranks and workers, and after a resume. So are the
+    generators of Python, NumPy and torch that are attributes of the dataset or its ``transform``.
+    This does not hold for a random ``collate_fn`` or ``__getitems__``, nor for generators that are
+    elsewhere.
 
     **Uneven ends.** With ``remainder="keep"`` the last global batch of an epoch may be short. It is
     split as evenly as possible, and a rank for which nothing is left gets a batch of no samples, of
@@ -82,6 +86,11 @@ class DataLoader(StepSource, EpochPosition):
     everything on each rank. If that is too much, make the dataset map-style. A dataset that
     divides itself by torch's ``get_worker_info`` sees no worker here; one that divides itself
     by rank must not do so. Resuming reads and skips. A global batch is held in memory.
+
+    **Batches of any size.** ``batch_sampler=`` yields the global batches: each a list of indices, of any number of
+    samples, which is split over the ranks. With ``batch_size=None``, as in torch's loader, the dataset returns whole
+    batches: every rank reads each of them and keeps its rows, so that a batch must hold tensors and lists with one row
+    per sample. ``state_dict`` works with both.
 
     **Leaving early.** ``break`` keeps the position for ``state_dict``. The next
     ``for`` begins the next epoch, as a torch loader would draw a new order; only after
@@ -107,6 +116,8 @@ class DataLoader(StepSource, EpochPosition):
         sampler: the order of an epoch for all ranks together, instead of ``shuffle``: any iterable of indices with a
             length, as ``torch.utils.data.WeightedRandomSampler``. Iterated once per epoch on each rank, with the
             generators it draws from seeded by ``(seed, epoch)`` (see ``docs/loading.md``).
+        batch_sampler: the global batches of an epoch, for all ranks together, instead of a size and an order: any
+            iterable of lists of indices. Seeded and iterated as ``sampler``.
         seed: any integer, the same on every rank. Determines the order and the augmentation.
         remainder: ``"keep"`` or ``"drop"`` the last global batch of an epoch if it is short.
         num_workers: processes that read ahead; 0 reads in this one.
@@ -136,6 +147,7 @@ class DataLoader(StepSource, EpochPosition):
         local_batch_size: int | None = None,
         shuffle: bool = False,
         sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
         seed: int = 0,
         remainder: str = "keep",
         num_workers: int = 0,
@@ -157,9 +169,14 @@ class DataLoader(StepSource, EpochPosition):
         self.sampler = sampler
         self.device = torch.device(world.device if device is None else device)
         self._cursor = EpochCursor()
-        self._pin = pins(self.device) if pin_memory is None else pin_memory
+        self._pin = pins(self.device) if pin_memory is None else pin_memory and can_pin()
         data_rank, data_world_size = current().data_rank("a DataLoader")
         self._number = current().new_loader()
+        self._where = str(world)
+        # As torch's loader: batch_size=None is for a dataset of batches.
+        self._is_ready = unknown.get("batch_size", 0) is None
+        if self._is_ready:
+            del unknown["batch_size"]
         with all_ranks_succeed("DataLoader"):
             refuse(unknown)
             options = WorkerOptions(
@@ -174,52 +191,72 @@ class DataLoader(StepSource, EpochPosition):
             check_workers(options)
             self._is_stream = is_stream(dataset)
             check_order(dataset, is_stream=self._is_stream, shuffle=shuffle, sampler=sampler)
-            columns = None if self._is_stream or collate_fn is not None else columns_of(dataset)
-            self._length = None if self._is_stream else len(dataset if columns is None else columns)
-            self._given = None if sampler is None else GivenOrder(sampler, self._length or 0, seed)
-            self._shards = make_shards(
-                (self._length or 0) if self._given is None else len(self._given),
-                global_batch_size=global_batch_size,
-                local_batch_size=local_batch_size,
-                remainder=remainder,
-                rank=data_rank,
-                world_size=data_world_size,
+            sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
+            check_batches(
+                dataset,
+                is_stream=self._is_stream,
+                is_ready=self._is_ready,
+                batch_sampler=batch_sampler,
+                **sizes,
+                remainder=remainder != "keep",
+                **({} if batch_sampler is None else {"shuffle": shuffle, "sampler": sampler}),
             )
+            columns = None if self._is_stream or self._is_ready or collate_fn is not None else columns_of(dataset)
+            self._length = None if self._is_stream else len(dataset if columns is None else columns)
+            self._given = given_order(sampler, batch_sampler, self._length or 0, seed)
+            num = (self._length or 0) if sampler is None or self._given is None else len(self._given)
+            # Of any number of samples, unless the loader forms the batches.
+            self._shards = self._parts = Shards(
+                length=0, global_batch_size=0, remainder="keep", rank=data_rank, world_size=data_world_size
+            )
+            if self._is_ready:
+                # Every rank reads each of the dataset's batches, and keeps its part.
+                self._shards = replace(self._parts, length=num, global_batch_size=1, rank=0, world_size=1)
+            elif batch_sampler is None:
+                self._shards = self._parts = make_shards(
+                    num, **sizes, remainder=remainder, rank=data_rank, world_size=data_world_size
+                )
         compares = compare_samples and world.world_size > 1
         self._source: ColumnSource | SampleSource | StreamSource
-        collate = collate_fn or default_collate
+        collate = (
+            partial(_as_returned, collate_fn or default_convert) if self._is_ready else collate_fn or default_collate
+        )
         if self._is_stream:
-            self._source = StreamSource(dataset, collate, self._shards, seed, str(world), compares=compares)
+            self._source = StreamSource(dataset, collate, self._shards, seed, self._where, compares=compares)
         else:
-            self._source = SampleSource(dataset, collate, seed, str(world)) if columns is None else columns
+            self._source = SampleSource(dataset, collate, seed, self._where) if columns is None else columns
         stop_signals = current().preemption.signals
         in_process = num_workers == 0 or columns is not None
         prober = None
         if compares and not isinstance(self._source, StreamSource):
-            prober = Prober(self._source, None if in_process else options, str(world), stop_signals)
+            prober = Prober(self._source, None if in_process else options, self._where, stop_signals)
         settings = self._compared_facts(compare_samples=compare_samples)
         check_with_peers(settings, dataset if compares else None, prober)
-        self._workers = None if in_process else Workers(self._source, options, str(world), stop_signals)
+        self._workers = None if in_process else Workers(self._source, options, self._where, stop_signals)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step of all ranks together."""
-        return self._shards.global_batch_size
+        """Samples per step of all ranks together; a loader with batches of any size has no such attribute."""
+        if not self._parts.global_batch_size:
+            raise AttributeError("The global batches of this loader have no fixed size.")
+        return self._parts.global_batch_size
 
     @property
     def batch_size(self) -> int:
         """Samples of a whole global batch that this rank takes; the first ranks take one more if it does not divide."""
-        low, high = self._shards.local_part(0, self._shards.global_batch_size)
+        low, high = self._parts.local_part(0, self.global_batch_size)
         return high - low
 
     def __len__(self) -> int:
-        """Return the number of global batches of a whole epoch, the same on every rank.
+        """Return the number of global batches of a whole epoch, the same on every rank; of the current one.
 
         Raises:
             TypeError: the dataset is iterable and has no length.
         """
         if self._is_stream:
             return replace(self._shards, length=len(self.dataset)).num_batches()
+        if isinstance(self._given, GivenBatches):
+            return len(self._given.ends_of_epoch(self._cursor.epoch))
         return self._shards.num_batches()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -246,8 +283,8 @@ class DataLoader(StepSource, EpochPosition):
     def _batches(self) -> Iterator[Batch]:
         iteration = self._cursor.begin()
         position = self._cursor.start
-        share_note = note_on_share(self._shards)
-        batches = self._fetched(self._cursor.epoch, position)
+        share_note = note_on_share(self._parts)
+        batches = self._divided(self._fetched(self._cursor.epoch, position), position)
         if self.device.type != "cpu":
             batches = to_device(batches, self.device)
         self._continue()
@@ -261,11 +298,11 @@ class DataLoader(StepSource, EpochPosition):
             step_meter.resume(part)
             if fetched is None:
                 break
-            stop, batch = fetched
+            (stop, samples), batch = fetched
             if session is not None:
                 session.take(
-                    self._in_hand(position, stop, batch),
-                    failure_note=note_on_short_batch(self._shards, position, stop),
+                    self._in_hand(position, samples, batch),
+                    failure_note=note_on_short_batch(self._parts, *samples),
                     share_note=share_note,
                 )
             position = stop
@@ -281,9 +318,13 @@ class DataLoader(StepSource, EpochPosition):
             session.finish_loop(self._number)
         self._cursor.finish(iteration)
 
-    def _in_hand(self, start: int, stop: int, batch: Batch) -> CurrentBatch:
-        low, high = self._shards.local_part(start, stop)
-        number = start // self.global_batch_size
+    def _in_hand(self, position: int, samples: tuple[int, int], batch: Batch) -> CurrentBatch:
+        start, stop = samples
+        low, high = self._parts.local_part(start, stop)
+        if isinstance(self._given, GivenBatches):
+            number = int(self._given.ends_of_epoch(self._cursor.epoch).searchsorted(position, side="right"))
+        else:
+            number = position // self._shards.global_batch_size
         return CurrentBatch(
             self._number, self._cursor.epoch, number, high - low, stop - start, low - start, batch, get_ident()
         )
@@ -304,11 +345,27 @@ class DataLoader(StepSource, EpochPosition):
             batches = source.batches(epoch, start)
             stream = self._pinned(batches) if workers is None else workers.read_stream(epoch, start)
             return self._compared(stream, epoch, start)
-        requests = local_batches(self._shards, self._order(epoch), epoch, start)
+        order = self._order(epoch)
+        if isinstance(self._given, GivenBatches):
+            requests = local_parts(self._shards, order, self._given.ends_of_epoch(epoch), epoch, start)
+        else:
+            requests = local_batches(self._shards, order, epoch, start)
         if workers is not None:
             return ((stop, batch) for stop, batch, _ in workers.read(requests))
         fetched = self._pinned(FetchedBatch(request.stop, source.fetch(request)) for request in requests)
         return ((stop, batch) for stop, batch, _ in fetched)
+
+    def _divided(
+        self, fetched: Iterator[tuple[int, Batch]], position: int
+    ) -> Iterator[tuple[tuple[int, tuple[int, int]], Batch]]:
+        """Yield this rank's part of each batch, with where it ends and where its global batch begins and ends."""
+        for stop, batch in fetched:
+            if self._is_ready:
+                ready = divided(batch, self._parts.local_part, self._where)
+                yield (stop, (0, ready.num_samples)), ready.part
+            else:
+                yield (stop, (position, stop)), batch
+            position = stop
 
     def _pinned(self, fetched: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
         if not self._pin:
@@ -327,3 +384,9 @@ class DataLoader(StepSource, EpochPosition):
                         fetched.throw(error)
                     raise
             yield stop, batch
+
+
+def _as_returned(convert: Callable[[Any], Batch], items: list[Any]) -> Batch:
+    """Return the batch that the dataset returned, as the collate function of the one item that a step takes."""
+    (item,) = items
+    return convert(item)

@@ -224,7 +224,13 @@ def _raise(what: str, evidence: dict[int, str], do: str) -> NoReturn:
     raise DatasetError(what, where=f"reported on {current().world}", evidence=text, do=do)
 
 
-def check_same_order(place: str, indices: npt.NDArray[np.int64], *, do: str) -> None:
+def check_same_order(
+    place: str,
+    indices: npt.NDArray[np.int64],
+    *,
+    do: str,
+    what: str = "The sampler gave the ranks different orders",
+) -> None:
     """Raise unless a sampler's ``indices`` of an epoch are those of the first rank that reached ``place``.
 
     Raises:
@@ -243,7 +249,7 @@ def check_same_order(place: str, indices: npt.NDArray[np.int64], *, do: str) -> 
     where = f"position {start}" if stop - start == 1 else f"positions {start} to {stop - 1}"
     shown = slice(max(0, start - 1), start + 4) if start < _NUM_SINGLE else slice(0, 5)
     _raise_unlike(
-        f"The sampler gave the ranks different orders; the first difference is at {where} of the epoch.",
+        f"{what}; the first difference is at {where} of the epoch.",
         first["rank"],
         f"positions from {shown.start}: {first['head'][shown]}",
         f"positions from {shown.start}: {own['head'][shown]}",
@@ -282,8 +288,9 @@ def check_same_block(place: str, described: str, node_rank: int) -> None:
                     other.shown,
                     leaf.shown,
                     "give every rank the whole stream: rankwise selects each rank's part, so the dataset must not "
-                    "divide itself by rank; draw from random, numpy.random or torch in __iter__ (seeded there, alike "
-                    f"on every rank), and sort what os.listdir() returned. Pass {ON_PURPOSE}",
+                    "divide itself by rank (WebDataset: nodesplitter=lambda urls: urls); draw from random, numpy.random "
+                    "or torch in __iter__ (seeded there, alike on every rank), and sort what os.listdir() returned. "
+                    f"Pass {ON_PURPOSE}",
                 )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from rankwise.data.seeds import epoch_seed, generators_kept, seed_generators
 from rankwise.errors import ConfigurationError, DatasetError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy.typing as npt
 
@@ -25,6 +26,11 @@ SAME_DRAWS = (
     "draw in the sampler's __iter__ from torch's, NumPy's or Python's global generator, or from a torch.Generator that "
     "is its attribute `generator`: rankwise seeds these for each epoch. Give the sampler the same weights on every rank"
 )
+OF_BATCHES = "batches"
+"""What a state says in place of a sampler's length, if the sampler yields batches."""
+_MOST_EPOCHS = 20
+_LEAST_LIMIT = 2**20
+"""A batch sampler that yields more indices than these is endless."""
 
 
 class GivenOrder:
@@ -45,21 +51,20 @@ class GivenOrder:
     """
 
     def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:  # noqa: ANN401 - any sampler
-        _check_kind(sampler)
+        self._check(sampler)
         self._sampler = sampler
         self._num_samples = num_samples
         self._seed = seed
-        self._length = len(sampler)
-        if not self._length:
-            raise ConfigurationError(
-                f"The sampler, a {type(sampler).__name__}, has a length of 0.",
-                do="pass a sampler that yields at least one index",
-            )
         self._drawn: tuple[int, npt.NDArray[np.int64]] | None = None
         self._expected: tuple[int, str] | None = None
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._sampler)
+
+    @property
+    def length(self) -> int | str:
+        """How many indices an epoch has; :data:`OF_BATCHES` if that may differ from epoch to epoch."""
+        return len(self)
 
     def of_epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the indices of an epoch, of all ranks together.
@@ -83,44 +88,64 @@ class GivenOrder:
         """Return this order's entries of a state, JSON-able: its length, and its digest if ``epoch`` is drawn."""
         drawn = self._drawn
         digest = None if drawn is None or drawn[0] != epoch else _digest(drawn[1])
-        return {"sampler_length": self._length, "sampler_digest": digest}
+        return {"sampler_length": self.length, "sampler_digest": digest}
 
     def expect(self, state: Mapping[str, Any]) -> None:
         """Reject the epoch of ``state`` later unless its order is the saved one."""
         digest = state.get("sampler_digest")
         self._expected = None if digest is None else (state["epoch"], digest)
 
+    def _check(self, sampler: Any) -> None:  # noqa: ANN401 - any sampler
+        _check_kind(sampler)
+        if not len(sampler):
+            raise ConfigurationError(
+                f"The sampler, a {type(sampler).__name__}, has a length of 0.",
+                do="pass a sampler that yields at least one index",
+            )
+
     def _draw(self, epoch: int) -> list[Any]:
         seed = epoch_seed(self._seed, epoch)
-        own = getattr(self._sampler, "generator", None)
-        own_state = own.get_state() if isinstance(own, torch.Generator) else None
+        samplers = list(_with_inner(self._sampler))
+        found = [one.generator for one in samplers if isinstance(getattr(one, "generator", None), torch.Generator)]
+        states = [own.get_state() for own in found]
         with generators_kept():
             seed_generators(seed % 2**32)
-            if isinstance(own, torch.Generator):
+            for own in found:
                 own.manual_seed(seed % 2**63)
-            if callable(getattr(self._sampler, "set_epoch", None)):
-                self._sampler.set_epoch(epoch)
+            for one in samplers:
+                if callable(getattr(one, "set_epoch", None)):
+                    one.set_epoch(epoch)
             try:
-                return list(self._sampler)
+                return self._taken(iter(self._sampler))
+            except DatasetError:
+                raise
             except Exception as error:
                 raise DatasetError(f"Iterating the sampler raised {type(error).__name__}: {error}") from error
             finally:
-                if isinstance(own, torch.Generator) and own_state is not None:
-                    own.set_state(own_state)
+                for own, state in zip(found, states, strict=True):
+                    own.set_state(state)
+
+    def _taken(self, given: Iterator[Any]) -> list[Any]:
+        """Return what an iteration of the sampler yields, which may be endless."""
+        length = len(self)
+        taken = list(itertools.islice(given, length + 1))
+        if len(taken) != length:
+            num = "more" if len(taken) > length else str(len(taken))
+            raise DatasetError(
+                f"The sampler gave {num} indices, but its length is {length}.",
+                do="make __len__ return the number of indices that an iteration yields, and __iter__ end after them",
+            )
+        return taken
 
     def _checked(self, given: list[Any]) -> npt.NDArray[np.int64]:
-        if len(given) != self._length:
-            raise DatasetError(
-                f"The sampler gave {len(given)} indices, but its length is {self._length}.",
-                do="make __len__ return the number of indices that an iteration yields",
-            )
         try:
             indices = np.fromiter(map(operator.index, given), dtype=np.int64, count=len(given))
         except TypeError:
             wrong = next(one for one in given if not hasattr(one, "__index__"))
             raise DatasetError(
                 f"The sampler must yield one index at a time, got a {type(wrong).__name__}.",
-                do="pass a sampler of single indices: global_batch_size forms the batches",
+                do="pass a sampler of single indices: global_batch_size forms the batches; or pass this one as "
+                "batch_sampler=",
             ) from None
         outside = np.flatnonzero((indices < 0) | (indices >= self._num_samples))
         if outside.size:
@@ -133,22 +158,100 @@ class GivenOrder:
         return indices
 
 
+class GivenBatches(GivenOrder):
+    """The batches that a batch sampler yields for an epoch, each a global batch, of any number of samples."""
+
+    _ends: npt.NDArray[np.int64]
+    """Of the drawn epoch: the positions at which its batches end."""
+
+    @property
+    def length(self) -> str:
+        """:data:`OF_BATCHES`."""
+        return OF_BATCHES
+
+    def ends_of_epoch(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the positions at which the global batches of an epoch end; raises as :meth:`of_epoch`."""
+        self.of_epoch(epoch)
+        return self._ends
+
+    def _check(self, sampler: Any) -> None:  # noqa: ANN401 - any batch sampler
+        _check_whole(sampler, "batch_sampler")
+        if not isinstance(sampler, Iterable):
+            raise ConfigurationError(
+                f"batch_sampler= must have __iter__, but a {type(sampler).__name__} has none.",
+                do="make its iteration yield a list of indices for each global batch",
+            )
+
+    def _taken(self, given: Iterator[Any]) -> list[Any]:
+        taken: list[Any] = []
+        ends: list[int] = []
+        most = max(_MOST_EPOCHS * self._num_samples, _LEAST_LIMIT)
+        for batch in given:
+            indices = list(batch) if isinstance(batch, Iterable) else []
+            if not indices:
+                what = "an empty batch" if isinstance(batch, Iterable) else f"a {type(batch).__name__}"
+                raise DatasetError(
+                    f"The batch sampler must yield a list of indices for each batch, got {what} after {len(ends)} "
+                    "batches.",
+                    do="leave empty batches out; pass a sampler of single indices as sampler=",
+                )
+            taken += indices
+            ends.append(len(taken))
+            if len(taken) > most:
+                raise DatasetError(
+                    f"The batch sampler has not ended after {len(taken)} indices of {self._num_samples} samples.",
+                    do="make __iter__ end after the batches of one epoch: the next epoch iterates it again",
+                )
+        if not ends:
+            raise DatasetError("The batch sampler yields no batch.", do="make it yield at least one list of indices")
+        self._ends = np.array(ends, dtype=np.int64)
+        return taken
+
+
+def given_order(sampler: Any, batch_sampler: Any, num_samples: int, seed: int) -> GivenOrder | None:  # noqa: ANN401
+    """Return the order of whichever of the two samplers was given; ``None`` if none was.
+
+    Raises:
+        ConfigurationError: it is no order for all ranks together.
+    """
+    if batch_sampler is not None:
+        return GivenBatches(batch_sampler, num_samples, seed)
+    return None if sampler is None else GivenOrder(sampler, num_samples, seed)
+
+
+def _with_inner(sampler: Any) -> Iterator[Any]:  # noqa: ANN401 - any sampler
+    """Yield a sampler, and those that it takes its indices from."""
+    seen: list[Any] = []
+    while sampler is not None and not any(sampler is one for one in seen):
+        seen.append(sampler)
+        yield sampler
+        sampler = getattr(sampler, "sampler", None)
+
+
+def _check_whole(sampler: Any, keyword: str) -> None:  # noqa: ANN401 - any sampler
+    """Raise if the sampler yields the indices of one rank only."""
+    for one in _with_inner(sampler):
+        if isinstance(one, DistributedSampler):
+            raise ConfigurationError(
+                f"{keyword}= takes the order for all ranks together, but a {type(one).__name__} yields one rank's "
+                "share.",
+                do="leave it out: rankwise selects each rank's part itself; shuffle=True gives a random order each "
+                "epoch",
+            )
+
+
 def _check_kind(sampler: Any) -> None:  # noqa: ANN401 - any sampler
     name = type(sampler).__name__
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigurationError(
-            f"sampler= takes the order for all ranks together, but a {name} yields one rank's share.",
-            do="leave it out: rankwise selects each rank's part itself; shuffle=True gives a random order each epoch",
-        )
+    _check_whole(sampler, "sampler")
     if isinstance(sampler, BatchSampler):
         raise ConfigurationError(
             f"sampler= takes single indices, but a {name} yields batches.",
-            do="pass its inner sampler: global_batch_size forms the batches",
+            do="pass it as batch_sampler=, without global_batch_size, or pass its inner sampler",
         )
     if not isinstance(sampler, Iterable) or not hasattr(sampler, "__len__"):
         raise ConfigurationError(
             f"sampler= must have __iter__ and __len__, but a {name} lacks one of them.",
-            do="give it a __len__ that returns how many indices an epoch has",
+            do="give it a __len__ that returns how many indices an epoch has, and let __iter__ end after them",
         )
 
 

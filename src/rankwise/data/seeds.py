@@ -22,6 +22,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
 GeneratorState = tuple[Any, Any, torch.Tensor]
 """States of Python's, NumPy's and torch's CPU generator."""
 
@@ -50,12 +52,24 @@ def sample_seeds(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.N
 def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
     """Set Python's, NumPy's legacy and torch's CPU generator to a seed of 32 bits, and those of ``owners``.
 
-    Owners have generators of their own and ``set_random_state(seed=)``, as MONAI's random transforms do.
+    Owners are generators, or have generators of their own and ``set_random_state(seed=)``, as MONAI's random transforms
+    do.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the generator users' datasets draw from
     torch.default_generator.manual_seed(seed)
     for owner in owners:
+        _seed_owner(owner, seed)
+
+
+def _seed_owner(owner: Any, seed: int) -> None:  # noqa: ANN401 - see _GENERATORS
+    if isinstance(owner, torch.Generator):
+        owner.manual_seed(seed)
+    elif isinstance(owner, np.random.Generator):
+        owner.bit_generator.state = type(owner.bit_generator)(seed).state
+    elif isinstance(owner, random.Random | np.random.RandomState):
+        owner.seed(seed)
+    else:
         owner.set_random_state(seed=seed)
 
 
@@ -83,7 +97,7 @@ def generators_kept() -> Generator[None]:
 
 
 def owners_of_generators(dataset: object) -> list[Any]:
-    """Return the objects with ``set_random_state`` in ``dataset`` and its parts.
+    """Return the objects with ``set_random_state`` in ``dataset`` and its parts, and generators that are attributes.
 
     Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets`` (``ConcatDataset``). MONAI's
     ``Compose`` passes the seed on to its transforms.
@@ -98,7 +112,17 @@ def owners_of_generators(dataset: object) -> list[Any]:
         seen.add(id(candidate))
         if callable(getattr(candidate, "set_random_state", None)):
             owners.append(candidate)
+        else:
+            owners += _generators_of(candidate, seen)
         waiting.extend(getattr(candidate, name, None) for name in ("transform", "dataset"))
         inner = getattr(candidate, "datasets", ())
         waiting.extend(inner if isinstance(inner, list | tuple) else ())
     return owners
+
+
+def _generators_of(candidate: object, seen: set[int]) -> list[Any]:
+    """Return the generators that are attributes of an object and are not ``seen`` yet."""
+    found = [one for one in getattr(candidate, "__dict__", {}).values() if isinstance(one, _GENERATORS)]
+    new = {id(one): one for one in found if id(one) not in seen}
+    seen.update(new)
+    return list(new.values())

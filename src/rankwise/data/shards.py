@@ -50,7 +50,7 @@ class Shards:
     length: int
     """Samples of one epoch."""
     global_batch_size: int
-    """``G``: samples that all ranks together take in one step."""
+    """``G``: samples that all ranks together take in one step; 0 if batches are of any size."""
     remainder: str
     """``"keep"``: the last global batch of an epoch may be short; ``"drop"``: it is left out."""
     rank: int
@@ -152,13 +152,19 @@ def note_on_short_batch(shards: Shards, start: int, stop: int) -> str | None:
     low, high = shards.local_part(start, stop)
     usual_low, usual_high = shards.local_part(0, shards.global_batch_size)
     num_samples = high - low
-    if num_samples == usual_high - usual_low:
+    if num_samples == usual_high - usual_low and shards.global_batch_size:
         return None
     samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+    if not shards.global_batch_size:
+        return (
+            f"rankwise: the last batch that this rank got from its DataLoader held {samples}. It is its part of a "
+            f"global batch of {stop - start} samples."
+        )
     return (
         f"rankwise: the last batch that this rank got from its DataLoader held {samples}. It is its part of the "
         f"epoch's last global batch, which has {stop - start} of {shards.global_batch_size} samples. "
-        'Pass remainder="drop" to rankwise.DataLoader if the error is about that.'
+        'Pass remainder="drop" to rankwise.DataLoader if the error is about that; in an evaluation, where every sample '
+        "counts, skip what cannot take an empty batch: if len(x)."
     )
 
 
@@ -208,8 +214,22 @@ def local_batches(
             start += size
             yield BatchRequest(epoch, start, row, -1)
     if start < end:
-        first = int(order(np.array([start]))[0])
-        yield BatchRequest(epoch, end, order(np.arange(*shards.local_part(start, end))), first)
+        yield _request(shards, order, epoch, start, end)
+
+
+def _request(shards: Shards, order: Callable[[Indices], Indices], epoch: int, start: int, stop: int) -> BatchRequest:
+    """Return this rank's part of the global batch ``[start, stop)``."""
+    first = int(order(np.array([start]))[0])
+    return BatchRequest(epoch, stop, order(np.arange(*shards.local_part(start, stop))), first)
+
+
+def local_parts(
+    shards: Shards, order: Callable[[Indices], Indices], ends: Indices, epoch: int, position: int = 0
+) -> Iterator[BatchRequest]:
+    """Yield this rank's part of each global batch from ``position`` on; the batches end at ``ends``."""
+    for end in ends[ends > position].tolist():
+        yield _request(shards, order, epoch, position, end)
+        position = end
 
 
 class EpochCursor:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 Collate = Callable[[list[Any]], Batch]
 Column: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
 Rebuild = Callable[[list[torch.Tensor]], Batch]
+_WHOLE_STREAM = (
+    "pass nodesplitter=lambda urls: urls to webdataset.WebDataset: every rank reads the whole stream, and rankwise "
+    "selects each rank's part"
+)
 
 
 class FetchedBatch(NamedTuple):
@@ -296,4 +300,6 @@ def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: lis
 
 
 def _reading_failed(what: str, error: Exception, where: str) -> DatasetError:
-    return DatasetError(f"{what} raised {type(error).__name__}: {error}", where=where)
+    # WebDataset refuses to start on several ranks without one, and advises to divide the files by rank.
+    do = _WHOLE_STREAM if "nodesplitter" in str(error) else None
+    return DatasetError(f"{what} raised {type(error).__name__}: {error}", where=where, do=do)

@@ -79,7 +79,8 @@ def replicate(
     Args:
         model: on its device already, compiled with ``torch.compile`` or not. Change its layers, dtype or device before.
         sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it,
-            each rank normalises by its own samples, and the result depends on the number of ranks.
+            each rank normalises by its own samples, and the result depends on the number of ranks. Layers of
+            ``torch.nn.SyncBatchNorm`` do so in any case.
         weight: called with the arguments of each forward call; returns what the loss is a mean over:
             the number of samples or tokens of this rank. At least zero.
         compress: for slow networks: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, ``"top-k"``, or
@@ -138,10 +139,11 @@ def replicate(
     if exchange is not None:
         obstacle = _obstacle(model, method, session.axes)
         share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
+        norms = [] if sync_batchnorm else unsynchronised_batchnorms(model)
+        synchronise_batchnorm(model, sync, exchange, only_torchs=not sync_batchnorm)
         if sync_batchnorm:
-            synchronise_batchnorm(model, sync, exchange)
             watch_copies(session)
-        elif norms := unsynchronised_batchnorms(model):
+        if norms:
             warn(
                 f"{take_their(norms)} statistics per rank, so that the "
                 "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"

@@ -81,13 +81,17 @@ _CLASS_OF: dict[type[nn.Module], type[nn.Module]] = {
 _PLAIN_OF = {ours: torchs for torchs, ours in _CLASS_OF.items()}
 
 
-def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchange) -> None:
-    """Have every BatchNorm layer of ``model`` take its statistics over all ranks of ``exchange``, in place.
+def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchange, *, only_torchs: bool) -> None:
+    """Have BatchNorm layers of ``model`` take their statistics over all ranks of ``exchange``, in place.
+
+    ``only_torchs`` leaves out all but ``torch.nn.SyncBatchNorm``, which asks for it itself and trains on GPUs only.
 
     Raises:
         ConfigurationError: a layer is of a subclass of torch's.
     """
     for name, module in model.named_modules():
+        if only_torchs and type(module) is not nn.SyncBatchNorm:
+            continue
         replacement = _CLASS_OF.get(type(module))
         if replacement is None and isinstance(module, BatchNorm) and not isinstance(module, SYNCHRONISED):
             raise ConfigurationError(

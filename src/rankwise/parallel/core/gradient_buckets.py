@@ -166,7 +166,9 @@ class GradientBuckets:
         gradient = bucket.parameters[bucket.numbers.index(number)].grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise ConfigurationError(
-                f"Parameter {self._names[number]} has a sparse gradient.", do="create the layer with sparse=False"
+                f"Parameter {self._names[number]} has a sparse gradient.",
+                do="create the layer with sparse=False, and use SGD or Adam in place of SparseAdam; or train it with "
+                "rankwise.parameter_server() or `rankwise run --auto`, which take sparse gradients as they are",
             )
         self.first_arrivals.append(number)
 

@@ -103,6 +103,11 @@ def check_unregistered(model: nn.Module, strategy: str) -> dict[str, nn.Paramete
 def _instead(first: str, second: str) -> str:
     """Return the nearest alternative to two strategies that cannot be combined, or not in this order."""
     pair = {first, second}
+    if first == second == "replicate":
+        return (
+            "call replicate() once per model. If its parameters have changed, replicate a copy, model = "
+            "rankwise.replicate(copy.deepcopy(model)), and build the optimizer from it"
+        )
     if first == second:
         return f"call {second}() once per model"
     if "local_sgd" in pair:

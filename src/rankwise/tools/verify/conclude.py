@@ -27,6 +27,7 @@ TIMED_OUT = 124
 NUM_COMPARED = 2
 """In how many steps batches are looked at to tell whose they are."""
 _ENDED = ("script", "steps")
+_BECAUSE_OF_ANOTHER = ("rankwise.errors.PeerFailed", "rankwise.errors.PeerMissing")
 _UNSEEDED = Cause(
     "unseeded",
     "two runs on one rank already differ: something is drawn from a generator that is not seeded",
@@ -163,6 +164,10 @@ def end_differs(reference: RankRun, many: Run) -> Cause | None:
     mine, line = len(reference.steps), reference.steps[-1].step_line
     evidence = tuple(f"rank {rank}: {count} steps" for rank, count in enumerate(counts))
     stopped = [rank for rank, run in enumerate(many.ranks) if run.end in _ENDED]
+    # A rank that waits for one that has stopped fails in a later step.
+    least = min((counts[rank] for rank in stopped), default=max(counts) + 1)
+    if any(one.end_line and len(one.steps) < least and not one.end.startswith("rankwise.") for one in many.ranks):
+        return _failed(many, len(counts))
     if len(set(counts)) > 1 or (stopped and len(stopped) < len(counts)):
         ended = f", where {fold_ranks(stopped)} ended" if stopped and len(stopped) < len(counts) else ""
         return Cause(
@@ -194,13 +199,23 @@ def end_differs(reference: RankRun, many: Run) -> Cause | None:
 
 
 def _failed(many: Run, num_ranks: int) -> Cause:
-    words = f"it runs on one rank and fails on {num_ranks} ranks: {error_of(many)}"
-    return Cause("failed", words, _advice(many) or "fix this error")
+    ended = [rank for rank in many.ranks if rank.end not in {"", *_ENDED}]
+    # The other ranks raise because of the one that failed first.
+    failed = [rank for rank in ended if not rank.end.startswith(_BECAUSE_OF_ANOTHER)]
+    words = (
+        f"it runs on one rank and fails on {num_ranks} ranks: {error_of(replace(many, ranks=tuple(failed or ended)))}"
+    )
+    if not failed:
+        return Cause("failed", words, _advice(ended) or "fix this error")
+    alike = [rank.facts.rank for rank in failed if rank.end == failed[0].end]
+    return Cause(
+        "failed", f"{words}, on {fold_ranks(alike)}", _advice(failed) or "fix this error", line=failed[0].end_line
+    )
 
 
-def _advice(run: Run) -> str | None:
+def _advice(ranks: Sequence[RankRun]) -> str | None:
     """Return what rankwise's own error says to do."""
-    for rank in run.ranks:
+    for rank in ranks:
         _, found, rest = rank.end.partition("\n  do  ")
         if found:
             return " ".join(line.strip() for line in rest.splitlines())

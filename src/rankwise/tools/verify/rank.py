@@ -62,7 +62,7 @@ class Recorded:
         place = read_process() if session is None else session.world
         recorder = Recorder(self.plan, place.rank, place.world_size)
         recorder.install()
-        how = "script"
+        how, failed = "script", None
         try:
             with one_by_one():
                 run_as_main(self.target)
@@ -72,10 +72,10 @@ class Recorded:
             how = "script" if error.code in {None, 0} else f"SystemExit: {error.code}"
             raise
         except BaseException as error:
-            how = "".join(traceback.format_exception_only(error)).rstrip()
+            how, failed = "".join(traceback.format_exception_only(error)).rstrip(), error
             raise
         finally:
-            recorder.finish(how)
+            recorder.finish(how, failed)
 
 
 def launch_ranks(order: RunOrder) -> NoReturn:

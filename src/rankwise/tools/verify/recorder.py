@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -44,6 +45,7 @@ from rankwise.torch_private.saving import on_save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from types import FrameType
 
     from rankwise.tools.verify.records import RankRun
 
@@ -162,15 +164,20 @@ class Recorder:
         on_save(self._note_file)
         sys.addaudithook(self._audit)
 
-    def finish(self, how: str) -> None:
-        """Write how the script ended."""
-        self._end(how)
+    def finish(self, how: str, error: BaseException | None = None) -> None:
+        """Write how the script ended, and which line of it raised ``error``."""
+        self._end(how, "" if error is None else self._line_of_error(error))
         self._file.close()
 
-    def _end(self, how: str) -> None:
-        self._write(
-            "end", {"how": how, "batches_kept": self._loaders.batches_kept, "uses_rankwise": self._rankwise_noted}
-        )
+    def _end(self, how: str, line: str = "") -> None:
+        facts = {"batches_kept": self._loaders.batches_kept, "uses_rankwise": self._rankwise_noted}
+        self._write("end", {"how": how, "line": line, **facts})
+
+    def _line_of_error(self, error: BaseException) -> str:
+        """Return the innermost line of the script in the traceback of the error, or of what caused it."""
+        causes = self._line_of_error(error.__cause__) if error.__cause__ is not None else ""
+        lines = [self._line_in(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        return causes or next((line for line in reversed(lines) if line), "")
 
     def stop(self) -> NoReturn:
         """End the script: it has taken all steps, or there are no more batches."""
@@ -180,11 +187,17 @@ class Recorder:
         """Return the line of the script that is running, ``train.py:31``."""
         frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
         while frame is not None:
-            name = frame.f_code.co_filename
-            if name.startswith(self._root) and not any(word in name for word in _LIBRARIES):
-                return f"{name.removeprefix(self._root)}:{frame.f_lineno}"
+            line = self._line_in(frame, frame.f_lineno)
+            if line:
+                return line
             frame = frame.f_back
         return ""
+
+    def _line_in(self, frame: FrameType, number: int) -> str:
+        """Return the line as ``train.py:31``; empty if it is none of the script's."""
+        name = frame.f_code.co_filename
+        is_own = name.startswith(self._root) and not any(word in name for word in _LIBRARIES)
+        return f"{name.removeprefix(self._root)}:{number}" if is_own else ""
 
     def _write(self, kind: str, value: Facts | Step | Loader | Written | Mapping[str, object]) -> None:
         if os.getpid() == self._pid and not self._file.closed:

@@ -176,6 +176,8 @@ class RankRun:
     written: tuple[Written, ...] = ()
     end: str = ""
     """How the script ended: ``"script"``, ``"steps"`` (as many as asked for), or its error; empty if it was killed."""
+    end_line: str = ""
+    """The line of the script that raised that error, ``train.py:31``."""
     batches_kept: bool = True
     """Whether its batches are on disk, for a run on one rank to take."""
 
@@ -219,6 +221,7 @@ def read(path: Path) -> RankRun | None:
         loaders=tuple(Loader(**one) for one in found.get("loader", [])),
         written=tuple(Written(**one) for one in found.get("written", [])),
         end=end.get("how", ""),
+        end_line=end.get("line", ""),
         batches_kept=end.get("batches_kept", True),
     )
 

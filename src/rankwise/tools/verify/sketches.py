@@ -77,7 +77,7 @@ def digests_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return one digest per row over the bits of all ``tensors``, which have the same number of rows."""
     total = torch.zeros(tensors[0].shape[0], dtype=torch.int64)
     for number, tensor in enumerate(tensors):
-        rows = tensor.detach().to("cpu").reshape(tensor.shape[0], -1)
+        rows = tensor.detach().to("cpu").reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
         if rows.is_complex():
             rows = torch.view_as_real(rows).flatten(1)
         bits = rows.to(torch.float64).view(torch.int64) if rows.is_floating_point() else rows.to(torch.int64)

@@ -20,6 +20,11 @@ def pins(device: torch.device) -> bool:
     return is_accelerator(device.type) and kind_named(device.type).pins
 
 
+def can_pin() -> bool:
+    """Return whether there is an accelerator whose driver locks pages; torch cannot pin memory without one."""
+    return torch.accelerator.is_available()
+
+
 def new_stream(device: torch.device) -> torch.Stream | None:
     """Return a new stream on ``device``; ``None`` for the CPU, and for a device that has only one stream."""
     if not is_accelerator(device.type) or not kind_named(device.type).has_streams:
