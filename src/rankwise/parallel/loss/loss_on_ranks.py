@@ -340,6 +340,10 @@ class LossOnRanks:
         left, self._left = self._left, None
         if left is None or self._group is None or self._channel is None:
             return
+        if self._group.detector.error is not None:
+            # Some report will never arrive.
+            self._group.detector.raise_unraised()
+            return
         try:
             self._hear(self._group, self._channel, left)
             if self.guard is not None:
