@@ -125,11 +125,11 @@ def test_workers_of_several_ranks_meet_elsewhere_or_are_an_error_at_once(
         total(rank=rank, world_size=2)
 
     if __name__ == "__main__":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            own = free.getsockname()[1]
-        if RANK == 0:
-            client().set("port", str(own))
-        mp.spawn(work, nprocs=2, args=(own if {has_own_port} else int(client().get("port")),))
+        free = socket.create_server(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        if {has_own_port}:
+            free.close()  # else it stands for the world that another rank's workers have opened there
+        mp.spawn(work, nprocs=2, args=(port,))
     """,
     )
     if has_own_port:

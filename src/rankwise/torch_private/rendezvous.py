@@ -29,7 +29,7 @@ def follow_spawns(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
     Source: torch.multiprocessing.start_processes, which ``spawn`` calls.
     """
     # torch.multiprocessing exports a function of the same name as this module.
-    spawning = importlib.import_module("torch.multiprocessing.spawn")
+    spawning: Any = importlib.import_module("torch.multiprocessing.spawn")
     before = spawning.start_processes
 
     @functools.wraps(before)
@@ -37,5 +37,5 @@ def follow_spawns(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
         by_fork = "fork" in (more.get("start_method"), *args[4:5])
         return before(fn if by_fork else wrap(fn), *args, **more)
 
-    spawning.start_processes = start
-    importlib.import_module("torch.multiprocessing").start_processes = start
+    exported: Any = importlib.import_module("torch.multiprocessing")
+    spawning.start_processes = exported.start_processes = start
