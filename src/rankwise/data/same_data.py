@@ -289,8 +289,8 @@ def check_same_block(place: str, described: str, node_rank: int) -> None:
                     leaf.shown,
                     "give every rank the whole stream: rankwise selects each rank's part, so the dataset must not "
                     "divide itself by rank (WebDataset: nodesplitter=lambda urls: urls); draw from random, "
-                    "numpy.random or torch in __iter__ (seeded there, alike on every rank), and sort what os.listdir() returned. "
-                    f"Pass {ON_PURPOSE}",
+                    "numpy.random or torch in __iter__ (seeded there, alike on every rank), and sort what "
+                    f"os.listdir() returned. Pass {ON_PURPOSE}",
                 )
 
 
