@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_compiler: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+_compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined] # noqa: SLF001
 _SKIP = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)  # noqa: SLF001
 
 OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
@@ -38,7 +38,7 @@ def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
         return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
 
     # The compiler would compile this for every function and kind of arguments, and give up on it with a warning.
-    _compiler.set_code_exec_strategy(call.__code__, _SKIP)
+    _compiler.set_code_exec_strategy(call.__code__, _SKIP)  # type: ignore[attr-defined]
     return call
 
 
