@@ -51,8 +51,7 @@ class TakeCommand(argparse.Action):
         words = [str(word) for word in values or ()]
         # The first one only ends rankwise's own options.
         namespace.is_ended = words[:1] == ["--"]
-        if namespace.is_ended:
-            words = words[1:]
+        words = words[namespace.is_ended :]
         if not words:
             parser.error("a script or a module is missing")
         namespace.target, namespace.arguments = words[0], words[1:]

@@ -161,6 +161,11 @@ class Session:
         self.num_loaders += 1
         return self.num_loaders
 
+    def number_group(self) -> int:
+        """Count a group that is created now, and return its number. Called by every rank, for each group."""
+        self.num_groups += 1
+        return self.num_groups
+
     def take(
         self, batch: CurrentBatch, *, failure_note: str | None = None, share_note: tuple[int, str] | None = None
     ) -> None:

@@ -61,8 +61,7 @@ def new_group(ranks: Sequence[int]) -> Group:
             do="pass one or more of these, each once",
         )
     own = members.index(world.rank) if world.rank in members else None
-    session.num_groups += 1
-    return Group(members, own, session.num_groups, session, _exchange(members))
+    return Group(members, own, session.number_group(), session, _exchange(members))
 
 
 def _exchange(members: tuple[int, ...]) -> Exchange | None:

@@ -122,6 +122,7 @@ class DrawsOfModel:
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
         has_own_draws = rows is None and self._randomness != "per_rank"
+        sizes = tuple(leaf.shape for leaf in leaves)
         scope = DrawScope(
             rows,
             self._randomness,
@@ -130,9 +131,9 @@ class DrawsOfModel:
             self._masks.get(kind, ()),
             has_graph=torch.is_grad_enabled(),
             on_first_draw=self._warn_of_own_draws if has_own_draws and not self._has_warned else None,
+            part=self._part,
+            splits=self._splits.get((kind, sizes)) or self._splits.get(kind, ()),
         )
-        sizes = tuple(leaf.shape for leaf in leaves)
-        scope.part, scope.splits = self._part, self._splits.get((kind, sizes)) or self._splits.get(kind, ())
         follower = splitter = None
         if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
@@ -141,7 +142,7 @@ class DrawsOfModel:
         if self._part is not None and not is_known and self._can_follow(module):
             self._num_followed += 1
             splitter = SplitTracer(scope)
-        scope.tracers = [one for one in (follower, splitter) if one is not None]
+        scope.tracers.extend(one for one in (follower, splitter) if one is not None)
         self._open.append((kind, scope, follower, splitter, (kind, sizes)))
         enter(None if self._needs_loader and rows is None and self._part is None else scope)
         for tracer in scope.tracers:

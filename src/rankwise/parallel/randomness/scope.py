@@ -105,7 +105,7 @@ class DrawScope:
     """That of the next draw, while split layers are traced."""
     is_off_splits: bool = False
     """Whether it was not known for a draw."""
-    tracers: Sequence[Tracer] = ()
+    tracers: list[Tracer] = field(default_factory=list)
     """Those that follow this pass."""
 
     def note_redraw(self, redraw: Callable[[SampleLayout | None], None] | None) -> None:
