@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import resource
+import stat
 import shutil
 import subprocess
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -100,8 +101,9 @@ def _forbidden(path: Path) -> Generator[None]:
         yield
         return
     # Root reads everything; the folders above belong to it alone.
-    for parent in path.parents[:3]:
-        parent.chmod(0o755)
+    for parent in path.parents:
+        if not parent.stat().st_mode & stat.S_IXOTH:
+            parent.chmod(0o755)
     os.seteuid(NOBODY)
     try:
         yield
