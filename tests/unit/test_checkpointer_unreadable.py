@@ -8,8 +8,8 @@ import hashlib
 import json
 import os
 import resource
-import stat
 import shutil
+import stat
 import subprocess
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
