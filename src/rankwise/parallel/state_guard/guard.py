@@ -226,6 +226,7 @@ class StateGuard:
         Called by: every rank, at the end of the same backward.
         """
         self._has_ended = True
+        self._unaveraged.note_backward()
         for fact in self._all_facts():
             if isinstance(fact.repair, Repair) and fact.repair.is_expected():
                 fact.repair.put_right(self._exchange, is_expected=True)
@@ -248,7 +249,6 @@ class StateGuard:
         self._has_ended = False
         step = self._num_steps
         self._num_steps += 1
-        self._unaveraged.note_backward()
         settings, values = step >= self._settings.next, self._has_values
         if not (settings or values):
             return
