@@ -129,8 +129,8 @@ class StatisticsTracer(MeetingTracer):
             return not has_rows
         if name in {"add", "sub", "rsub"}:
             return not has_rows and len(set(are_rows)) == 1
-        if name == "mul" and len(terms) == 1:
-            return not has_rows or are_rows[0]
+        if name == "mul":
+            return len(terms) == 1 and (not has_rows or are_rows[0])
         if name == "div" and isinstance(call.args[1], torch.Tensor) and identity_of(call.args[1]) in keys:
             # A divisor without a gradient is what a mean is over: the reader of losses adds it up over ranks.
             return isinstance(call.args[0], torch.Tensor) and call.args[0].requires_grad and torch.is_grad_enabled()
@@ -157,12 +157,12 @@ def _is_of_rankwise() -> bool:
 
 
 class FirstBatch:
-    """Follows the first batch that a loader divides among the ranks."""
+    """Follows the first batch that a loader divides among the ranks after a model was spread over them."""
 
     def __init__(self, session: Session) -> None:
-        """Wait for the batch. Called by: the first strategy of a session."""
+        """Follow nothing yet."""
         self._tracer: StatisticsTracer | None = None
-        self._is_done = False
+        self.is_wanted = False
         session.on_take(self._begin)
         session.after_loop(self._end)
         session.at_end(self._end)
@@ -171,7 +171,7 @@ class FirstBatch:
         self._end()
         # The compiler would not compile what is first called under a mode.
         can_follow = torch.is_grad_enabled() and innermost_dispatch_mode() is None and not compiles_code()
-        if not self._is_done and can_follow and 1 < batch.num < batch.num_global:
+        if self.is_wanted and can_follow and 1 < batch.num < batch.num_global:
             self._tracer = StatisticsTracer(batch)
             self._tracer.__enter__()
 
@@ -189,5 +189,5 @@ class FirstBatch:
         if tracer is None or tracer.is_over:
             return None
         self._end()
-        self._is_done = True
+        self.is_wanted = False
         return tracer.of(roots)

@@ -62,7 +62,7 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
         session.at_end(_undo)
         session.on_leave(_check_all)
         session.before_save(_check_all)
-    session.once(FirstBatch)
+    session.once(FirstBatch).is_wanted = True
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
