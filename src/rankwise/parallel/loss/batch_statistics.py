@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 _RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
 _BETWEEN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1] / 'randomness'}{os.sep}")
 """Files that run an operation for their callers."""
-_NO_VALUES = OF_OTHER_VALUES | {f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")}
+_NO_VALUES = OF_OTHER_VALUES | {
+    f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+}
 _MOVING = frozenset(
     "_reshape_alias _to_copy _unsafe_view alias cat clone contiguous copy detach diagonal expand mean neg permute "
     "reshape select slice split squeeze stack sum t to transpose unbind unsqueeze view".split()
@@ -44,6 +46,8 @@ _NOT_ADDED = frozenset(
     "linalg_vector_norm logsumexp max median min mode nanmedian norm prod std std_mean take topk var var_mean".split()
 )
 """Results in which samples meet otherwise than in a sum."""
+_COUNTING = frozenset({"bincount", "histc"})
+"""Sums over samples whose shape depends on values, so that the samples do not show."""
 _MIXING = frozenset("_log_softmax _softmax argsort cummax cummin cumprod cumsum flip logcumsumexp roll sort".split())
 """Keep the rows, and let samples see one another along the dims that they are given."""
 
@@ -82,7 +86,7 @@ class StatisticsTracer(MeetingTracer):
         if self.is_over or any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
             return func(*args, **call.given)
         given = [(one, known) for one in call.tensors if (known := self._of.get(identity_of(one))) is not None]
-        self._met = self._mixed(call)
+        self._met = self._met_unseen(call)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         is_exchange = func.namespace.endswith("c10d")
         known = None if is_exchange or _is_of_rankwise() else self._statistic(call, given)
@@ -101,9 +105,12 @@ class StatisticsTracer(MeetingTracer):
     def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
         self._met = _statistic_of(call, is_term=not are_pairs and call.name not in _NOT_ADDED)
 
-    def _mixed(self, call: TracedCall) -> Statistic | None:
-        if call.name not in _MIXING or not call.tensors or (layout := self._layout(call.tensors[0])) is None:
+    def _met_unseen(self, call: TracedCall) -> Statistic | None:
+        """Return the statistic in which samples meet, if the shape of the result does not show that they do."""
+        if call.name not in _MIXING | _COUNTING or (layout := self._layout(call.tensors[0])) is None:
             return None
+        if call.name in _COUNTING:
+            return _statistic_of(call, is_term=True)
         key, place = ("dims", 2) if call.name == "roll" else ("dims" if call.name == "flip" else "dim", 1)
         dims = call.given.get(key, call.args[place] if len(call.args) > place else -1)
         num_dims = max(call.tensors[0].dim(), 1)
