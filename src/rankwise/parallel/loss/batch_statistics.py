@@ -35,20 +35,24 @@ _NO_VALUES = OF_OTHER_VALUES | {
     f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 }
 _MOVING = frozenset(
-    "_reshape_alias _to_copy _unsafe_view alias cat clone contiguous copy detach diagonal expand mean neg permute "
-    "reshape select slice split squeeze stack sum t to transpose unbind unsqueeze view".split()
+    {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "cat", "clone", "copy", "detach", "expand", "mean"}
+    | {"neg", "permute", "select", "slice", "split", "squeeze", "stack", "sum", "t", "transpose", "unbind"}
+    | {"unsqueeze", "view"}
 )
 """Linear in every tensor that they take."""
 _CLAMPING = frozenset({"clamp", "clamp_min", "maximum", "nan_to_num"})
 _LINEAR_SUMS = frozenset({"bmm", "dot", "mean", "mm", "mv", "sum"})
 _NOT_ADDED = frozenset(
-    "_cdist_forward _pdist_forward all amax amin aminmax any argmax argmin gather index index_select kthvalue "
-    "linalg_vector_norm logsumexp max median min mode nanmedian norm prod std std_mean take topk var var_mean".split()
+    {"_cdist_forward", "_pdist_forward", "all", "amax", "amin", "any", "argmax", "argmin", "gather", "index"}
+    | {"index_select", "kthvalue", "linalg_vector_norm", "logsumexp", "max", "median", "min", "mode", "nanmedian"}
+    | {"prod", "std", "std_mean", "take", "topk", "var", "var_mean"}
 )
 """Results in which samples meet otherwise than in a sum."""
 _COUNTING = frozenset({"bincount", "histc"})
 """Sums over samples whose shape depends on values, so that the samples do not show."""
-_MIXING = frozenset("_log_softmax _softmax argsort cummax cummin cumprod cumsum flip logcumsumexp roll sort".split())
+_MIXING = frozenset(
+    {"_log_softmax", "_softmax", "cummax", "cummin", "cumprod", "cumsum", "flip", "logcumsumexp", "roll"} | {"sort"}
+)
 """Keep the rows, and let samples see one another along the dims that they are given."""
 
 

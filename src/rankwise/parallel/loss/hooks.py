@@ -122,6 +122,10 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
                 if combined is not None:
                     scaling.enter_context(_scaled(verdict.terms, _factors(reached[0], verdict.terms, combined)))
             _original(tensors, *args, **kwargs)
+        except BaseException:
+            for one in subscribers:
+                one.on_interrupted()
+            raise
         finally:
             for one in subscribers:
                 one.end()
