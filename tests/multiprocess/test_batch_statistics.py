@@ -184,8 +184,8 @@ def _warned(world: World) -> dict[str, list[str]]:
 
 
 def _uncertain(model: nn.Module, x: torch.Tensor, y: torch.Tensor, _: Everything) -> torch.Tensor:
-    outputs, (first, *_, last) = model(x), model.parameters()
-    one, other = first.sum(), last.sum()
+    outputs, parameters = model(x), list(model.parameters())
+    one, other = parameters[0].sum(), parameters[-1].sum()
     losses = [functional.mse_loss(outputs, y), EXACT["class_weights"](outputs, y, x)]
     return (-one).exp() * losses[0] + one + losses[1] / (2 * other**2) + other.square().log()
 

@@ -24,7 +24,7 @@ from rankwise.tensors.as_bytes import memory_of
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch.utils.hooks import RemovableHandle
@@ -117,7 +117,9 @@ class _Look:
         self._has_compared = False
 
     @uncompiled
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Compare what the closure of LBFGS returns first: from other values ranks diverge. Called by torch."""
         if not isinstance(optimizer, LBFGS) or self._has_compared:
             return None
