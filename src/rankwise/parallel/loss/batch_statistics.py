@@ -93,12 +93,16 @@ class StatisticsTracer(MeetingTracer):
         self._met = self._met_unseen(call)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         is_exchange = func.namespace.endswith("c10d")
-        known = None if is_exchange or _is_of_rankwise() else self._statistic(call, given)
-        for one in (*outputs_of(out), *(call.tensors if is_exchange else ())):
+        is_own = is_exchange or _is_of_rankwise()
+        known = None if is_own else self._statistic(call, given)
+        keys = {identity_of(one) for one in (*outputs_of(out), *(call.tensors if is_exchange else ()))}
+        if is_own and not (is_exchange or call.name.endswith("_")):
+            keys -= {identity_of(one) for one in call.tensors}  # a view, as of an output that is looked at
+        for key in keys:
             if known is None:
-                self._of.pop(identity_of(one), None)
+                self._of.pop(key, None)
             else:
-                self._of[identity_of(one)] = known
+                self._of[key] = known
         return out
 
     def of(self, roots: Iterable[torch.Tensor]) -> Statistic | None:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 _subscribers: list[ref[LossOnRanks]] = []
 """Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
 _original: Callable[..., None] = torch.autograd.backward
-_warned: set[tuple[str, str]] = set()
+_warned: dict[tuple[str, str], str] = {}
+"""The warnings, by line and subject."""
 
 
 def check_weight_function(weight: object, strategy: str) -> None:
@@ -267,8 +268,13 @@ def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
     """
     where = words(user_call_site())
     if (where, about) not in _warned:
-        _warned.add((where, about))
-        warn(message.format(where=where), all_ranks=all_ranks)
+        text = _warned[where, about] = message.format(where=where)
+        warn(text, all_ranks=all_ranks)
+
+
+def warnings_of_losses() -> tuple[str, ...]:
+    """Return the warnings so far. Called by: rankwise verify, for the cause of a difference."""
+    return tuple(_warned.values())
 
 
 def forget_warnings() -> None:
