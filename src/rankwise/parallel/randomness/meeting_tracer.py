@@ -13,7 +13,7 @@ from rankwise.parallel.randomness.batch_tracer import BatchTracer, KnownLayout, 
 from rankwise.parallel.randomness.scope import DrawScope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -47,7 +47,9 @@ class MeetingTracer(BatchTracer):
             return
         if any(identity_of(one) in layouts for one in outputs):
             return  # changed in place
-        now, grown = self._grown(call, {}), self._grown(call, layouts)
+        if call.is_pointwise and len({at.dim - one.dim() for one, at in _known(call, layouts)}) == 1:
+            return  # every sample with itself
+        now, grown = [one.shape for one in outputs], self._grown(call, layouts)
         if now and grown:
             grows_twice = any(map(_grows_twice, now, grown))
             if now == grown or grows_twice:
@@ -56,6 +58,13 @@ class MeetingTracer(BatchTracer):
     def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
         """Note that samples meet in an operation; ``are_pairs``: its result has an entry for each pair of them."""
         raise NotImplementedError
+
+
+def _known(call: TracedCall, layouts: dict[Any, SampleLayout | None]) -> Iterator[tuple[torch.Tensor, SampleLayout]]:
+    for one in call.tensors:
+        layout = layouts.get(identity_of(one))
+        if layout is not None:
+            yield one, layout
 
 
 def _grows_twice(now: Sequence[int], grown: Sequence[int]) -> bool:
