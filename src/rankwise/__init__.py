@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         mean,
         new_group,
         reduce_scatter,
+        whole_batch,
     )
     from rankwise.comm.collectives.logged_values import log_value
     from rankwise.comm.join import join, leave
@@ -110,6 +111,7 @@ _ROOM_OF = {
     "share": "data.shared",
     "tensor_parallel": "parallel.tensor_parallel.tensor_parallel",
     "weight": "parallel.no_sync_and_weight",
+    "whole_batch": "comm.collectives",
 }
 
 __all__ = [
@@ -161,6 +163,7 @@ __all__ = [
     "share",
     "tensor_parallel",
     "weight",
+    "whole_batch",
 ]
 
 

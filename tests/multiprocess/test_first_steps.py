@@ -254,10 +254,11 @@ SGD, LBFGS = torch.optim.SGD, torch.optim.LBFGS
             "BatchNorm",
             "1 and 2 more BatchNorm layers take their statistics per rank",
         ),
-        ([], LBFGS, "LBFGS", "the loss that the closure returns decides how often"),
+        ([nn.BatchNorm1d(2).eval()], SGD, "BatchNorm", None),
+        ([], LBFGS, "LBFGS", None),
         ([], SGD, "", None),
     ],
-    ids=["dropout", "no dropout", "BatchNorm", "one BatchNorm twice", "BatchNorms", "LBFGS", "nothing"],
+    ids=["dropout", "no dropout", "BatchNorm", "one BatchNorm twice", "BatchNorms", "frozen", "mean", "nothing"],
 )
 def test_causes_of_other_results_than_one_ranks_are_reported_once(
     layers: list[nn.Module], make: Callable[..., torch.optim.Optimizer], words: str, expected: str | None
@@ -265,6 +266,33 @@ def test_causes_of_other_results_than_one_ranks_are_reported_once(
     first, other = [result.get() for result in testing.run_ranks(_said_of, 2, layers, make, words)]
     check_said(first, [] if expected is None else [expected])
     assert other == []
+
+
+def _said_of_lbfgs(world: World, of_own_loss: bool) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    model = rw.replicate(nn.Linear(2, 2))
+    optimizer = LBFGS(model.parameters(), max_iter=1)
+    x = torch.full((4, 2), 1.0 + world.rank)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss if of_own_loss else rw.all_reduce(loss)
+
+    for _ in range(2):
+        optimizer.step(closure)
+    rw.barrier()
+    return [text for text in said if "LBFGS" in text]
+
+
+@pytest.mark.parametrize("of_own_loss", [True, False])
+def test_a_closure_of_lbfgs_that_returns_a_ranks_own_loss_is_named(of_own_loss: bool) -> None:
+    said = [text for result in testing.run_ranks(_said_of_lbfgs, 2, of_own_loss) for text in result.get()]
+    check_said(said, ["decides how often LBFGS runs backward, and it differs between ranks"] if of_own_loss else [])
 
 
 def test_independent_takes_a_module() -> None:

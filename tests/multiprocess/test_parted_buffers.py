@@ -159,7 +159,7 @@ def _train(
 def test_buffers_of_a_ranks_own_samples_are_named_once(strategy: str, make: Make, buffer: str, num_ranks: int) -> None:
     expected = f"buffer {buffer} differed between ranks after training forward 2,"
     for rank, result in enumerate(testing.run_ranks(_train, num_ranks, strategy, make)):
-        said = [line for line in result.get()[0] if "buffer" in line]
+        said = [line for line in result.get()[0] if "buffer " in line]
         check_said(said, [] if rank else [expected])
         assert all("on rank 1; all ranks continue with rank 0's" in line for line in said)
 
@@ -177,7 +177,7 @@ def test_a_buffer_of_all_ranks_samples_is_exact(num_ranks: int) -> None:
     (alone,) = testing.run_ranks(_train, 1, "replicate", _shared_codebook)
     for result in testing.run_ranks(_train, num_ranks, "replicate", _shared_codebook):
         said, state = result.get()
-        assert [line for line in said if "buffer" in line] == []
+        assert [line for line in said if "buffer " in line] == []
         assert largest_difference(state, alone.get()[1]) < TOLERANCE
 
 
@@ -198,4 +198,4 @@ def test_a_buffer_of_all_ranks_samples_is_exact(num_ranks: int) -> None:
 )
 def test_no_report_for(make: Make, num_samples: int, on_rank_zero: bool) -> None:
     for result in testing.run_ranks(_train, 3, "replicate", make, num_samples, on_rank_zero):
-        assert [line for line in result.get()[0] if "buffer" in line] == []
+        assert [line for line in result.get()[0] if "buffer " in line] == []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankwise as rw
+from rankwise import testing
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks
@@ -383,3 +385,41 @@ def test_an_output_in_a_dataclass_and_a_forward_in_between(run_ranks: RunRanks) 
     reference = one_rank(_dataclass_output)
     for result in run_ranks(_dataclass_output, 2):
         assert largest_difference(result.get(), reference) < TOLERANCE
+
+
+class _Stopped(torch.autograd.Function):
+    """Ends backward by an error, between the gradients of two layers."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        del ctx, gradient
+        raise ValueError("stopped")
+
+
+def _caught(world: World, is_warm: bool) -> Parameters:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double() for _ in range(2)]
+    first, other = [rw.replicate(model) for model in models] if world.world_size > 1 else models
+    x = part(torch.arange(18.0, dtype=torch.float64).view(6, 3).sin(), world.rank, world.world_size)
+    if is_warm:
+        for model in (first, other):
+            model(x).square().mean().backward()
+            model.zero_grad()
+    loss = other(x).square().mean()
+    broken = first[2](_Stopped.apply(first[0](x))).square().mean() + first(x).mean()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(ValueError):
+        broken.backward()
+    loss.backward()
+    return {name: one.grad.clone() for name, one in other.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_backward_after_one_that_an_error_ended_is_exact(is_warm: bool) -> None:
+    (plain,) = testing.run_ranks(_caught, 1, is_warm)
+    for result in testing.run_ranks(_caught, 2, is_warm):
+        assert largest_difference(result.get(), plain.get()) < TOLERANCE

@@ -61,6 +61,7 @@ PUBLIC = [
     "share",
     "tensor_parallel",
     "weight",
+    "whole_batch",
 ]
 
 

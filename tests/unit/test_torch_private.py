@@ -345,6 +345,12 @@ def check_module_within() -> None:
     assert compiler.module_within(module) is None
 
 
+@canary("torch._dynamo.eval_frame.cached_backends")
+def check_compiles_code() -> None:
+    torch.compile(nn.Linear(2, 2), backend="eager")
+    assert compiler.compiles_code()
+
+
 @canary(
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
@@ -588,7 +594,11 @@ def check_worker_info() -> None:
 # -- modes ---------------------------------------------------------------------------------------------
 
 
-@canary("torch.utils._python_dispatch.TorchDispatchMode", "torch._ops.OpOverload")
+@canary(
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._get_current_dispatch_mode",
+    "torch._ops.OpOverload",
+)
 def check_dispatch_mode() -> None:
     seen: list[object] = []
 
@@ -597,7 +607,9 @@ def check_dispatch_mode() -> None:
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    with Mode():
+    assert kernels.innermost_dispatch_mode() is None
+    with Mode() as mode:
+        assert kernels.innermost_dispatch_mode() is mode
         torch.rand(2)
         torch.ones(2)
     assert all(isinstance(one, kernels.Operator) for one in seen)

@@ -122,6 +122,21 @@ def test_buffers_of_batchnorm() -> None:
     assert key_of(one, many) == "buffers"
 
 
+@pytest.mark.parametrize("changes", [both(0.3, 0.4), module("Net.first", "Linear"), {"inputs": (8, 9), "modules": ()}])
+def test_a_warning_about_the_loss_is_the_cause(changes: dict[str, Any]) -> None:
+    one = (
+        one_rank(modules=(replace(changes["modules"][0], output=sketch(GRADIENT, 1.0, 4)),))
+        if changes.get("modules")
+        else one_rank()
+    )
+    many = two_ranks(changes, {**changes, "inputs": (10, 11)} if "inputs" in changes else None)
+    warned = ("mean at train.py:3 combines the samples of this rank; apply it to rankwise.whole_batch(x)",)
+    ranks = tuple(replace(rank, facts=replace(rank.facts, warned=warned)) for rank in many.ranks)
+    cause = concluded(one, replace(many, ranks=ranks)).cause
+    assert cause is not None
+    assert (cause.words, cause.fix) == tuple(warned[0].split("; "))
+
+
 def test_the_same_samples_on_every_rank() -> None:
     whole = step((1, 2, 3, 4))
     assert key_of(one_rank(), Run((rank_run(whole), rank_run(whole, rank=1)), 0)) == "same samples"

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import zlib
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet, ref
 
 from torch import nn
@@ -114,17 +114,34 @@ class _Look:
         self._world = world
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._count: Counter[str] = Counter()
-        self._has_warned = False
+        self._has_compared = False
 
     @uncompiled
-    def before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        """Warn once about the closure of LBFGS, before its first step: afterwards ranks may have diverged."""
-        if isinstance(optimizer, LBFGS) and not self._has_warned:
-            self._has_warned = True
-            warn(
-                "the loss that the closure returns decides how often LBFGS runs backward: return "
-                "rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge"
-            )
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Compare what the closure of LBFGS returns first: from other values ranks diverge. Called by torch."""
+        if not isinstance(optimizer, LBFGS) or self._has_compared:
+            return None
+        closure = kwargs.get("closure") or args[1]  # the first one is the optimizer
+
+        def compared() -> Any:  # noqa: ANN401 - as the user's
+            loss = closure()
+            if not self._has_compared:
+                self._has_compared = True
+                self._compare_losses(loss)
+            return loss
+
+        return args[:1], {"closure": compared}
+
+    def _compare_losses(self, loss: Any) -> None:  # noqa: ANN401 - a number or a tensor
+        with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
+            if self._are_posted_unlike("lbfgs", float(loss).hex()):
+                warn(
+                    "the loss that the closure returns decides how often LBFGS runs backward, and it differs between "
+                    "ranks: return rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge",
+                    all_ranks=True,
+                )
 
     @uncompiled
     def after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -142,12 +159,16 @@ class _Look:
                 self._warn_difference(optimizer, own, is_beside=len(own) < len(trained))
 
     def _differs(self, own: Sequence[torch.Tensor]) -> bool:
-        """Post this rank's digest; return whether it is the last rank to do so and the ranks differ."""
+        """Return whether this rank is the last to post its digest, and the ranks differ."""
         # Ranks that step tensors of different shapes train different models on purpose.
         shapes = f"{zlib.crc32(str([(tuple(p.shape), str(p.dtype)) for p in own]).encode()):x}"
         self._count[shapes] += 1
-        part = self._store.prefixed(f"{_KEY}/{shapes}-{self._count[shapes]}")
-        part.set(str(self._world.rank), f"{_digest(own):x}")
+        return self._are_posted_unlike(f"{shapes}-{self._count[shapes]}", f"{_digest(own):x}")
+
+    def _are_posted_unlike(self, key: str, value: str) -> bool:
+        """Post a value of this rank; return whether it is the last rank to do so and the ranks' values differ."""
+        part = self._store.prefixed(f"{_KEY}/{key}")
+        part.set(str(self._world.rank), value)
         if part.add("count", 1) < self._world.world_size:
             return False
         return len({part.get(str(rank), ANSWER_SECONDS) for rank in range(self._world.world_size)}) > 1

@@ -120,6 +120,8 @@ class Session:
     ending: list[Callable[[], None]] = field(default_factory=list)
     saving: list[Callable[[], None]] = field(default_factory=list)
     """Called on every rank before state is saved, to make it one state."""
+    taking: list[Callable[[CurrentBatch], None]] = field(default_factory=list)
+    """Called when a loader is about to yield a batch."""
     looping: list[Callable[[], None]] = field(default_factory=list)
     """Called at the end of every loop over a loader that ran to its end."""
     are_islands_averaged: bool = False
@@ -178,6 +180,8 @@ class Session:
         step_meter.count_samples(batch.num)
         self.batches.pop(batch.loader, None)
         self.batches[batch.loader] = batch
+        for action in self.taking:
+            action(batch)
 
     def break_off(self, batch: CurrentBatch | None) -> None:
         """Note that a loop was left during ``batch``: later work does not belong to it."""
@@ -226,6 +230,10 @@ class Session:
     def before_save(self, action: Callable[[], None]) -> None:
         """Call ``action`` on every rank before each save: the save includes its changes."""
         self.saving.append(action)
+
+    def on_take(self, action: Callable[[CurrentBatch], None]) -> None:
+        """Call ``action`` for each batch that a loader is about to yield."""
+        self.taking.append(action)
 
     def after_loop(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the end of every loop over a loader that was not left early."""

@@ -13,9 +13,8 @@ from weakref import WeakMethod
 from rankwise.comm.agreement import same_on_all_ranks
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.log import warn
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
-from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, take_their, unsynchronised_batchnorms
+from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, warn_of_own_statistics
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.copied_statistics import watch_copies
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
@@ -139,15 +138,11 @@ def replicate(
     if exchange is not None:
         obstacle = _obstacle(model, method, session.axes)
         share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
-        norms = [] if sync_batchnorm else unsynchronised_batchnorms(model)
         synchronise_batchnorm(model, sync, exchange, only_torchs=not sync_batchnorm)
         if sync_batchnorm:
             watch_copies(session)
-        if norms:
-            warn(
-                f"{take_their(norms)} statistics per rank, so that the "
-                "result depends on the number of ranks; replicate(model, sync_batchnorm=True) makes it exact"
-            )
+        else:
+            warn_of_own_statistics(model, "; replicate(model, sync_batchnorm=True) makes it exact")
         buffers = BufferSync(model, exchange, DivergedBuffers(model, exchange, type(model).__name__))
         model.register_forward_pre_hook(OwnHook(buffers.before_training))
     if group is not None:

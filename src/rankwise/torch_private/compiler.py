@@ -61,6 +61,12 @@ def import_compiler() -> None:
     importlib.import_module("torch._dynamo")
 
 
+def compiles_code() -> bool:
+    """Return whether torch.compile has been called in this process."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and any(one is not None for one in compiler.cached_backends.values())
+
+
 def module_within(module: torch.nn.Module) -> torch.nn.Module | None:
     """Return the module that ``torch.compile(module)`` has wrapped, or ``None`` if there is none."""
     return dict(module.named_children()).get("_orig_mod")

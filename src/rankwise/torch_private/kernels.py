@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._ops import OpOverload as Operator
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode as innermost_dispatch_mode
 
 if TYPE_CHECKING:
     from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ __all__ = [
     "Operator",
     "Replacements",
     "dispatch_key",
+    "innermost_dispatch_mode",
     "is_innermost",
     "kernel_of",
     "pop_function_mode",

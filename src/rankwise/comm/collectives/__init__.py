@@ -6,7 +6,13 @@ world or a group of one, each is the identity. Results never alias the arguments
 """
 
 from rankwise.comm.collectives.average import mean
-from rankwise.comm.collectives.data_movement import all_gather, all_gather_uneven, all_to_all, broadcast
+from rankwise.comm.collectives.data_movement import (
+    all_gather,
+    all_gather_uneven,
+    all_to_all,
+    broadcast,
+    whole_batch,
+)
 from rankwise.comm.collectives.group import Group, exchange_of
 from rankwise.comm.collectives.group_creation import new_group
 from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object, gather_json
@@ -27,4 +33,5 @@ __all__ = [
     "mean",
     "new_group",
     "reduce_scatter",
+    "whole_batch",
 ]

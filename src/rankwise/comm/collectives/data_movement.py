@@ -123,6 +123,37 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
     return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
 
 
+def whole_batch(value: T, *, group: Group | None = None) -> T:
+    """Return the samples of all ranks: ``value`` of every rank, one after another, in the order of the global batch.
+
+    Called by: every rank of ``group``, in the same order, with the same dtypes; also by a rank without samples.
+
+    For statistics of the whole batch, such as counts of labels or the mean of the targets:
+
+    >>> import rankwise, torch
+    >>> world = rankwise.join()
+    >>> targets = torch.tensor([1.0, 2.0, 6.0])  # of this rank
+    >>> everything = rankwise.whole_batch(targets)
+    >>> (targets - everything.mean()) / everything.std()
+    tensor([-0.7559, -0.3780,  1.1339])
+    >>> rankwise.leave()
+
+    Args:
+        value: as for :func:`rankwise.all_reduce`; the first dim of each tensor holds this rank's samples.
+        group: from :func:`rankwise.new_group`; default: all ranks.
+
+    Returns:
+        A value of the same kind as ``value``, the same on every rank. No gradient passes through it.
+
+    Raises:
+        ConfigurationError, CollectiveMismatch, PeerFailed, PeerMissing: as :func:`all_gather`.
+    """
+    leaves, tensors, spec = flattened(value, "whole_batch")
+    columns = zip(*all_gather_uneven(tensors, group=group), strict=True)
+    wholes = [back(leaf, torch.cat(parts)) for leaf, parts in zip(leaves, columns, strict=True)]
+    return pytree.tree_unflatten(wholes, spec)  # type: ignore[no-any-return]
+
+
 def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
     """Send a value to every rank, and receive one from each.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.parallel.core import global_statistics
+from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.loss.amounts import multiplied, ratio
 from rankwise.torch_private.modules import AnySizeBatchNorm, BatchNorm, check_input_dim
 from rankwise.world.device.later import check_later
@@ -39,8 +40,7 @@ class _GlobalStatistics(BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         noted = _sync_of.get(self)
-        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if noted is None or not uses_batch:
+        if noted is None or not _uses_batch(self):
             return super().forward(input)
         check_input_dim(self, input)
         if current().exchange is None:
@@ -104,16 +104,36 @@ def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchan
             _sync_of[module] = sync, exchange
 
 
-def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
-    """Return the names of BatchNorm layers whose statistics are taken per rank."""
-    return [
-        name or type(module).__name__
+def warn_of_own_statistics(model: nn.Module, advice: str = "") -> None:
+    """Warn once, before a training forward in which BatchNorm layers normalize by the samples of each rank.
+
+    Layers in evaluation mode, as those of a frozen backbone, normalize by their running statistics.
+    """
+    layers = [
+        (name or type(module).__name__, ref(module))
         for name, module in model.named_modules()
-        if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm | _GlobalStatistics)
     ]
 
+    def before(*_: object) -> None:
+        if torch.is_grad_enabled():
+            names = [name for name, layer in layers if (one := layer()) is not None and _uses_batch(one)]
+            if names:
+                handle.remove()
+                warn(
+                    f"{_take_their(names)} statistics per rank, so that the result depends on the number of ranks"
+                    f"{advice}"
+                )
 
-def take_their(names: list[str]) -> str:
+    if layers:
+        handle = model.register_forward_pre_hook(OwnHook(before))
+
+
+def _uses_batch(layer: BatchNorm) -> bool:
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def _take_their(names: list[str]) -> str:
     """Return the start of a sentence about BatchNorm layers: ``bn1 and 2 more BatchNorm layers take their``."""
     if len(names) == 1:
         return f"{names[0]} (BatchNorm) takes its"

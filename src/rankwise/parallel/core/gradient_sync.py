@@ -85,6 +85,7 @@ class GradientSync:
             self._accumulation,
             device=_device_of_weights(self.parameters, group, compress),
         )
+        self.loss.on_interrupted = _abandon_round
         self._known_share: tuple[torch.Tensor, torch.Tensor] | None = None
         """The weight of a backward, on a device, and its share."""
         self._on_mean: Callable[[float], None] | None = None
@@ -170,9 +171,7 @@ class GradientSync:
 
         Called by: every forward pass that backward may follow.
         """
-        # No backward is under way: the models in the round are of backwards that an error interrupted.
-        while _round:
-            _round[-1].abandon()
+        _abandon_round()  # no backward is under way
         if self._in_backward:
             self.abandon()
         first = self.parameters[0]
@@ -421,6 +420,12 @@ def _device_of_weights(
     devices = {parameter.device for parameter in parameters}
     takes_tensors = not isinstance(group, ThroughHost) and (compress is None or isinstance(compress, Narrow))
     return devices.pop() if takes_tensors and len(devices) == 1 and "cpu" not in {d.type for d in devices} else None
+
+
+def _abandon_round() -> None:
+    """Forget a backward that an error interrupted, of all its models: the next one may be of others."""
+    while _round:
+        _round[-1].abandon()
 
 
 def _finish_round() -> None:

@@ -13,12 +13,14 @@ from weakref import ref
 
 import torch
 
+from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
 from rankwise.health.call_site import user_call_site, words
 from rankwise.health.step_record import BACKWARD
 from rankwise.log import warn
 from rankwise.parallel.loss.amounts import clear_, is_zero, multiplied, ratio
+from rankwise.parallel.loss.batch_statistics import FirstBatch
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.parallel.loss.terms import LossReader
 from rankwise.torch_private.autograd import in_backward
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Amount
     from rankwise.comm.session import Session
+    from rankwise.parallel.loss.batch_statistics import Statistic
     from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
     from rankwise.parallel.loss.reports import GlobalLoss
     from rankwise.parallel.loss.terms import Term
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
 _subscribers: list[ref[LossOnRanks]] = []
 """Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
 _original: Callable[..., None] = torch.autograd.backward
-_warned: set[tuple[str, str]] = set()
+_warned: dict[tuple[str, str], str] = {}
+"""The warnings, by line and subject."""
 
 
 def check_weight_function(weight: object, strategy: str) -> None:
@@ -59,6 +63,7 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
         session.at_end(_undo)
         session.on_leave(_check_all)
         session.before_save(_check_all)
+    session.once(FirstBatch).is_wanted = True
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
@@ -97,10 +102,15 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
         _original(tensors, *args, **kwargs)
         return
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    session = current_or_none()
+    statistic = None if session is None else session.once(FirstBatch).statistic(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
     _check_inputs(kwargs.get("inputs"), subscribers)
     verdict, reader = _read(roots, has_gradients=given is not None, subscribers=subscribers)
     calls = reader.calls
+    is_read = not (verdict.mode is Mode.SAMPLES or any(one.is_given for one in subscribers if one.number in calls))
+    if statistic is not None and is_read:
+        _warn_of_statistic(statistic)
     with ExitStack() as scaling:
         try:
             for one in subscribers:
@@ -113,6 +123,10 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
                 if combined is not None:
                     scaling.enter_context(_scaled(verdict.terms, _factors(reached[0], verdict.terms, combined)))
             _original(tensors, *args, **kwargs)
+        except BaseException:
+            for one in subscribers:
+                one.on_interrupted()
+            raise
         finally:
             for one in subscribers:
                 one.end()
@@ -234,6 +248,16 @@ def _warn_unread(because: str) -> None:
     )
 
 
+def _warn_of_statistic(statistic: Statistic) -> None:
+    warn_once(
+        statistic.place,
+        f"{statistic.name} at {statistic.place} combines the samples of this rank, and the loss ({{where}}) depends on "
+        "the result otherwise than as a mean or a sum over samples: on one rank it would combine those of the whole "
+        "batch; apply it to rankwise.whole_batch(x), the samples of all ranks; or average a number with "
+        "rankwise.mean(value, len(x))",
+    )
+
+
 def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
     """Warn, once per line and subject.
 
@@ -244,8 +268,13 @@ def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
     """
     where = words(user_call_site())
     if (where, about) not in _warned:
-        _warned.add((where, about))
-        warn(message.format(where=where), all_ranks=all_ranks)
+        text = _warned[where, about] = message.format(where=where)
+        warn(text, all_ranks=all_ranks)
+
+
+def warnings_of_losses() -> tuple[str, ...]:
+    """Return the warnings so far. Called by: rankwise verify, for the cause of a difference."""
+    return tuple(_warned.values())
 
 
 def forget_warnings() -> None:

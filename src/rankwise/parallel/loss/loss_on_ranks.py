@@ -34,7 +34,7 @@ from rankwise.parallel.loss.reports import (
 from rankwise.world.device.later import check_later
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -168,6 +168,8 @@ class LossOnRanks:
         self._left: _Left | None = None
         """Of the step before, if its reports have not been received."""
         self.guard: StateGuard | None = None
+        self.on_interrupted: Callable[[], None] = lambda: None
+        """Called when an error has ended a backward."""
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
 

@@ -42,7 +42,6 @@ COUPLING = frozenset(
         "Cummin",
         "Cumprod",
         "Cumsum",
-        "Dot",
         "Flip",
         "LinalgEigh",
         "LinalgSvd",
@@ -67,7 +66,7 @@ COUPLING = frozenset(
     }
 )
 """Let samples see one another where they act on the first dim, or on all."""
-PRODUCTS = frozenset({"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Mm", "Mv"})
+PRODUCTS = frozenset({"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Mm", "Mv"})
 """Products of matrices: they couple samples where two factors come from a model's outputs."""
 LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect"})
 """Choose rows of a parameter by samples, which are not in the graph."""

@@ -225,6 +225,8 @@ class GraphPath(NamedTuple):
     times_python: tuple[float, ...] = ()
     by_data: tuple[Amount, ...] = ()
     """Values of tensors divided by."""
+    by_parameters: Node | None = None
+    """The outermost product with a value of parameters, whose gradient depends on the terms below."""
 
     def deciding(self) -> LossReduction | None:
         """Return the reduction that runs first of those over samples."""
@@ -285,7 +287,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     return Term(
         kind,
         operation,
-        deciding.node,
+        path.by_parameters or deciding.node,
         amount,
         num_rows,
         divisor=max(shares, default=abs(divisor) if path.by_python else 0.0),
@@ -411,12 +413,24 @@ class LossReader:
             self._read(live[0], path)
         elif name in SCALING:
             self._read_scaled(edge, live, path)
+        elif name in PRODUCTS and not path.reductions and math.prod(shape) == 1:
+            # A sum over the products of two vectors, as of torch.dot and torch.einsum.
+            length = math.prod(self._shape(live[0]))
+            total = LossReduction("sum", node, (length,), all_dims(1), 1.0)
+            coupling = [found for one in live[1:] if (found := self._note_marks(one[0]))]
+            self._end(live[0], path.through(total), next(iter(coupling), None))
         else:
             self._end(edge, path, name if shape == () or not path.reductions else None)
 
     def _read_scaled(self, edge: Edge, live: list[Edge], path: GraphPath) -> None:
         node, shape = edge[0], self._shape(edge)
         name, is_scalar = operation_of(node), shape == ()
+        if is_scalar and len(live) > 1:
+            # A loss times exp(-s) of a learned s: one factor, the same on every rank.
+            of_samples = [one for one in live if not is_of_parameters(one[0])]
+            if len(of_samples) == 1 and (name == "Mul" or of_samples[0] == inputs_of(node)[0]):
+                self._read(of_samples[0], path._replace(by_parameters=path.by_parameters or node))
+                return
         if len(live) > 1:
             self._end(edge, path, f"{name} of two reductions" if is_scalar or not path.reductions else None)
             return
@@ -424,17 +438,31 @@ class LossReader:
         if name == "Div" and (not inputs or live[0] != inputs[0]):
             self._end(edge, path, "Div by an output" if is_scalar or not path.reductions else None)
             return
-        factor = saved(node, "other") if self._shape(live[0]) == shape else None
-        if factor is None and name == "Mul" and is_scalar:
+        is_of_shape = self._shape(live[0]) == shape
+        factor = saved(node, "other") if is_of_shape else None
+        if factor is None and name == "Mul" and (is_scalar or is_of_shape):
             factor = saved(node, "self")
         if isinstance(factor, torch.Tensor) and factor.dim():
-            self._end(edge, path, None if path.reductions else name)
+            if path.reductions and self._is_reduced(live[0]):
+                self._read(live[0], path)
+            else:
+                self._end(edge, path, None if path.reductions else name)
             return
         if factor is None:
             # Autograd does not save the factor if it is a Python number of some kinds, or needs no gradient.
             self._end(edge, path, name if is_scalar or not path.reductions else None)
             return
         self._read(live[0], scaled(path, factor, is_division=name == "Div"))
+
+    def _is_reduced(self, edge: Edge) -> bool:
+        """Return whether a value is a mean or a sum over the first dim, or several of them, as means of classes are."""
+        node = edge[0]
+        name, inputs = operation_of(node), inputs_of(node)
+        if name in REDUCING:
+            return 0 in dims_of(node, len(saved(node, "self_sizes") or self._shape(inputs[0])))
+        if name == "Stack":
+            return all(self._shape(one) == () for one in inputs)
+        return name in PASSING and len(inputs) == 1 and self._is_reduced(inputs[0])
 
     def _splits(self, name: str, shape: tuple[int, ...], live: list[Edge], path: GraphPath) -> bool:
         """Return whether each input of a node is a term of its own, by dims, which do not depend on samples."""

@@ -21,8 +21,8 @@ from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.log import log, warn
-from rankwise.parallel.core.batchnorm import take_their, unsynchronised_batchnorms
+from rankwise.log import log
+from rankwise.parallel.core.batchnorm import warn_of_own_statistics
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
@@ -190,8 +190,7 @@ def shard(
     buffers = None
     within_group = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
     if session.exchange is not None:
-        if norms := unsynchronised_batchnorms(model):
-            warn(f"{take_their(norms)} statistics per rank, so that the result depends on the number of ranks")
+        warn_of_own_statistics(model)
         if within_group is not None:
             buffers = BufferSync(model, within_group, DivergedBuffers(model, within_group, name))
     hooks = _ForwardHooks(sync, SameForward(along, f"sharded {name}"), weight, buffers, before, was_meta)

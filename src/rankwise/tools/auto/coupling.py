@@ -2,8 +2,7 @@
 """Follows the samples through a call, and notes where they meet: a result that all of them determine.
 
 Comparing values cannot show that samples never meet: a limit may be exceeded, or a sequence padded, in a later batch
-only. Each operation on samples has a result that grows with one more sample; a result that does not grow is computed
-from several samples. Nor may a call read values of samples, on which its next operation could depend.
+only. Nor may a call read values of samples, on which its next operation could depend.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rankwise.health.call_site import user_call_site, words
-from rankwise.parallel.randomness.batch_tracer import BatchTracer, KnownLayout, TracedCall, identity_of, outputs_of
+from rankwise.parallel.randomness.batch_tracer import TracedCall, identity_of, outputs_of
+from rankwise.parallel.randomness.meeting_tracer import MeetingTracer
 from rankwise.parallel.randomness.sample_layout import SampleLayout
-from rankwise.parallel.randomness.scope import DrawScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -42,17 +41,14 @@ _READS = frozenset(
 )
 """Operations whose result, or its shape, depends on values."""
 _LEAVES_TORCH = frozenset({torch.Tensor.__array__, torch.Tensor.numpy, torch.Tensor.tolist})
-_OF_OTHER_VALUES = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
-"""Operations that take from samples nothing but their dtype and device."""
-_SLICES = frozenset({"narrow", "select", "slice", "split", "split_with_sizes", "unbind", "unsafe_split"})
 
 
-class CouplingWatch(BatchTracer):
+class CouplingWatch(MeetingTracer):
     """Notes the first operation of a call in which samples meet, or that reads their values."""
 
     def __init__(self, num_samples: int, inputs: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Start with the split inputs, and the dims of their rows."""
-        super().__init__(DrawScope(None, "torch", 0), num_samples, [(one, [SampleLayout(dim)]) for one, dim in inputs])
+        super().__init__(num_samples, [(one, [SampleLayout(dim)]) for one, dim in inputs])
         self._of_samples = {identity_of(one) for one, _ in inputs}
         self._is_paused = False
         self.found: str | None = None
@@ -101,34 +97,13 @@ class CouplingWatch(BatchTracer):
     def _is_masked(self, call: TracedCall) -> bool:
         return any(one.dtype in {torch.bool, torch.uint8} for one in call.tensors[1:])
 
-    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]) -> Any:  # noqa: ANN401 - as torch
-        out = call.func(*call.args, **call.given)
-        fact = max(found, key=lambda one: one[0].dim())[1] if found else None
-        for one in outputs_of(out):
-            self.set_fact(
-                one, fact if fact is not None and fact.layout is not None and fact.layout.dim < one.dim() else None
-            )
-        return out
-
-    def _note(self, call: TracedCall, layouts: dict[Any, SampleLayout | None], out: object) -> None:
-        super()._note(call, layouts, out)
-        outputs = outputs_of(out)
-        if self._is_paused or call.name in _SLICES | _OF_OTHER_VALUES or not any(layouts.values()):
-            return
-        if any(identity_of(one) in layouts for one in outputs):
-            return  # changed in place
-        now, grown = self._grown(call, {}), self._grown(call, layouts)
-        if now and grown and (now == grown or any(map(_grows_twice, now, grown))):
-            self._note_first(f"samples meet in {call.name.strip('_')} at {words(user_call_site())}")
+    def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
+        del are_pairs
+        self._note_first(f"samples meet in {call.name.strip('_')} at {words(user_call_site())}")
 
     def _note_first(self, text: str) -> None:
         if self.found is None and not self._is_paused:
             self.found = text
-
-
-def _grows_twice(now: Sequence[int], grown: Sequence[int]) -> bool:
-    """Return whether a result has an entry for each pair of samples."""
-    return sum(old != new for old, new in zip(now, grown, strict=False)) > 1
 
 
 class _LeavingTorch(TorchFunctionMode):

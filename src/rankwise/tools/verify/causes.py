@@ -39,6 +39,15 @@ def explain(evidence: Evidence) -> Cause:
     return Cause("unknown", "no known cause fits this difference", "compare the code that computes it on each rank")
 
 
+def _warned_of(evidence: Evidence) -> Cause | None:
+    """What rankwise has warned of in the loss, while the script ran on several ranks."""
+    for rank in evidence.many:
+        for text in rank.facts.warned:
+            words, _, fix = text.partition("; ")
+            return Cause("coupled samples", words, fix)
+    return None
+
+
 # -- data ----------------------------------------------------------------------------------------------------
 
 
@@ -48,7 +57,7 @@ def _drawn_in_the_loop(evidence: Evidence) -> Cause | None:
     total = Counter(digest for step in evidence.theirs for batch in step.batches for digest in batch.digests)
     if evidence.gap.kind == "batch" or not mine or mine != total:
         return None
-    return Cause(
+    return _warned_of(evidence) or Cause(
         "noise in the loop",
         "the loaders give the same samples, but the script changes them before the model with random numbers that "
         "each rank draws for itself",
@@ -388,8 +397,9 @@ def _other_buffer(evidence: Evidence) -> Cause | None:
 _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
     "data": (_drawn_in_the_loop, _other_number_of_samples, _other_samples),
     "initial parameters": (_different_start,),
-    "forward": (_batch_norm, _random_in_forward, _coupled),
+    "forward": (_batch_norm, _random_in_forward, _warned_of, _coupled),
     "gradient": (
+        _warned_of,
         _clipped_locally,
         _mean_of_means,
         _scaled,

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankwise.comm.session import current_or_none
+from rankwise.parallel.loss.hooks import warnings_of_losses
 from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import RowDraws, State, torch_state
@@ -117,6 +118,7 @@ class Recorder:
         self._unused: list[Batch] = []
         self._hooked: dict[int, torch.Tensor] = {}
         self._rankwise_noted = False
+        self._warned: tuple[str, ...] = ()
         self._clear()
         self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is"))
         if plan.keep:
@@ -170,7 +172,11 @@ class Recorder:
         self._file.close()
 
     def _end(self, how: str, line: str = "") -> None:
-        facts = {"batches_kept": self._loaders.batches_kept, "uses_rankwise": self._rankwise_noted}
+        facts = {
+            "batches_kept": self._loaders.batches_kept,
+            "uses_rankwise": self._rankwise_noted,
+            "warned": self._warned,
+        }
         self._write("end", {"how": how, "line": line, **facts})
 
     def _line_of_error(self, error: BaseException) -> str:
@@ -457,6 +463,7 @@ class Recorder:
         self._steps += 1
         if not self._rankwise_noted and current_or_none() is not None:
             self._rankwise_noted = True
+        self._warned = warnings_of_losses() or self._warned
         self._write(
             "step",
             Step(

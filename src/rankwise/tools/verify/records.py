@@ -7,7 +7,7 @@ Values only; imports no torch. Written by ``recorder``, read by ``compare``.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ class Facts:
     dtype: str
     uses_rankwise: bool = False
     """Whether it called ``rankwise.join()``."""
+    warned: tuple[str, ...] = ()
+    """The warnings of rankwise about its losses: the cause, then what to do after the first semicolon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +217,9 @@ def read(path: Path) -> RankRun | None:
     if "facts" not in found:
         return None
     end = found.get("end", [{}])[-1]
+    facts = Facts(**{**found["facts"][0], "uses_rankwise": end.get("uses_rankwise", False)})
     return RankRun(
-        facts=Facts(**{**found["facts"][0], "uses_rankwise": end.get("uses_rankwise", False)}),
+        facts=replace(facts, warned=tuple(end.get("warned", ()))),
         steps=tuple(map(_step, found.get("step", []))),
         loaders=tuple(Loader(**one) for one in found.get("loader", [])),
         written=tuple(Written(**one) for one in found.get("written", [])),

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of a rank's samples that a loss depends on without being a mean or a sum over them.
+
+The graph of a loss does not show them all: a normalized advantage, a count of labels or a permuted sample may need no
+gradient. So the first batch is followed from the loader to backward, operation by operation. Used by hooks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.randomness.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
+from rankwise.parallel.randomness.meeting_tracer import OF_OTHER_VALUES, MeetingTracer
+from rankwise.parallel.randomness.sample_layout import SampleLayout, layout_of
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.compiler import compiles_code
+from rankwise.torch_private.kernels import innermost_dispatch_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rankwise.comm.session import CurrentBatch, Session
+    from rankwise.torch_private.kernels import Operator
+
+_RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
+_BETWEEN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1] / 'randomness'}{os.sep}")
+"""Files that run an operation for their callers."""
+_NO_VALUES = OF_OTHER_VALUES | {
+    f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+}
+_MOVING = frozenset(
+    {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "cat", "clone", "copy", "detach", "expand", "mean"}
+    | {"neg", "permute", "select", "slice", "split", "squeeze", "stack", "sum", "t", "transpose", "unbind"}
+    | {"unsqueeze", "view"}
+)
+"""Linear in every tensor that they take."""
+_CLAMPING = frozenset({"clamp", "clamp_min", "maximum", "nan_to_num"})
+_LINEAR_SUMS = frozenset({"bmm", "dot", "mean", "mm", "mv", "sum"})
+_NOT_ADDED = frozenset(
+    {"_cdist_forward", "_pdist_forward", "all", "amax", "amin", "any", "argmax", "argmin", "gather", "index"}
+    | {"index_select", "kthvalue", "linalg_vector_norm", "logsumexp", "max", "median", "min", "mode", "nanmedian"}
+    | {"prod", "std", "std_mean", "take", "topk", "var", "var_mean"}
+)
+"""Results in which samples meet otherwise than in a sum."""
+_COUNTING = frozenset({"bincount", "histc"})
+"""Sums over samples whose shape depends on values, so that the samples do not show."""
+_MIXING = frozenset(
+    {"_log_softmax", "_softmax", "cummax", "cummin", "cumprod", "cumsum", "flip", "logcumsumexp", "roll"} | {"sort"}
+)
+"""Keep the rows, and let samples see one another along the dims that they are given."""
+
+
+class Statistic(NamedTuple):
+    """A result of several samples of this rank."""
+
+    name: str
+    """The operation in which they met."""
+    place: str
+    """Its line."""
+    is_term: bool
+    """Whether it is a mean or a sum that has been no more than scaled and added since, as the terms of a loss are."""
+    has_graph: bool = False
+
+
+class StatisticsTracer(MeetingTracer):
+    """Notes for each tensor which statistic of this rank's samples it depends on."""
+
+    def __init__(self, batch: CurrentBatch) -> None:
+        """Start with the tensors that a loader has given."""
+        super().__init__(batch.num, ())
+        self._of: dict[Any, Statistic] = {}
+        self._met: Statistic | None = None
+        """Of the operation under way."""
+        self.is_over = False
+        for one in pytree.tree_leaves(batch.values):
+            if isinstance(one, torch.Tensor) and (layout := layout_of(one.shape, batch.num)) is not None:
+                self.set_fact(one, KnownLayout(layout))
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+        """See one operation. Called by torch."""
+        call = TracedCall(func, args, dict(kwargs or {}))
+        if self.is_over or any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
+            return func(*args, **call.given)
+        given = [(one, known) for one in call.tensors if (known := self._of.get(identity_of(one))) is not None]
+        self._met = self._met_unseen(call)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        is_exchange = func.namespace.endswith("c10d")
+        is_own = is_exchange or _is_of_rankwise()
+        known = None if is_own else self._statistic(call, given)
+        keys = {identity_of(one) for one in (*outputs_of(out), *(call.tensors if is_exchange else ()))}
+        if is_own and not (is_exchange or call.name.endswith("_")):
+            keys -= {identity_of(one) for one in call.tensors}  # a view, as of an output that is looked at
+        for key in keys:
+            if known is None:
+                self._of.pop(key, None)
+            else:
+                self._of[key] = known
+        return out
+
+    def of(self, roots: Iterable[torch.Tensor]) -> Statistic | None:
+        """Return the first statistic that a loss depends on otherwise than as its terms."""
+        found = (self._of.get(identity_of(root)) for root in roots)
+        return next((one for one in found if one is not None and not one.is_term), None)
+
+    def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
+        self._met = _statistic_of(call, is_term=not are_pairs and call.name not in _NOT_ADDED)
+
+    def _met_unseen(self, call: TracedCall) -> Statistic | None:
+        """Return the statistic in which samples meet, if the shape of the result does not show that they do."""
+        if call.name not in _MIXING | _COUNTING or (layout := self._layout(call.tensors[0])) is None:
+            return None
+        if call.name in _COUNTING:
+            return _statistic_of(call, is_term=True)
+        key, place = ("dims", 2) if call.name == "roll" else ("dims" if call.name == "flip" else "dim", 1)
+        dims = call.given.get(key, call.args[place] if len(call.args) > place else -1)
+        num_dims = max(call.tensors[0].dim(), 1)
+        is_along = any(dim % num_dims == layout.dim for dim in pytree.tree_leaves(dims))
+        return _statistic_of(call, is_term=False) if is_along else None
+
+    def _statistic(self, call: TracedCall, given: Sequence[tuple[torch.Tensor, Statistic]]) -> Statistic | None:
+        """Return the statistic that the result of an operation depends on."""
+        if not given or call.name in _NO_VALUES:
+            return self._met
+        known = min((one for _, one in given), key=lambda one: (one.is_term, one.has_graph))
+        return known if not known.is_term or self._is_linear(call, given) else known._replace(is_term=False)
+
+    def _is_linear(self, call: TracedCall, given: Sequence[tuple[torch.Tensor, Statistic]]) -> bool:
+        """Return whether the result of an operation on terms is a term, as far as the graph does not show it."""
+        name, terms = call.name.rstrip("_"), [one for one, _ in given]
+        keys = set(map(identity_of, terms))
+        has_rows = any(identity_of(one) not in keys and self._layout(one) is not None for one in call.tensors)
+        are_rows = [self._layout(one) is not None for one in terms]  # rows that a term has divided
+        if self._met is not None:
+            return name in _LINEAR_SUMS and all(are_rows)
+        if name in _MOVING:
+            return not has_rows
+        if name in {"add", "sub", "rsub"}:
+            return not has_rows and len(set(are_rows)) == 1
+        if name == "mul":
+            return len(terms) == 1 and (not has_rows or are_rows[0])
+        if name == "div" and isinstance(call.args[1], torch.Tensor) and identity_of(call.args[1]) in keys:
+            # A divisor without a gradient is what a mean is over: the reader of losses adds it up over ranks.
+            return isinstance(call.args[0], torch.Tensor) and call.args[0].requires_grad and torch.is_grad_enabled()
+        if name == "div":
+            return not has_rows or are_rows[0]
+        return not (has_rows or any(are_rows)) and (name in _CLAMPING or any(one.requires_grad for one in terms))
+
+    def _layout(self, tensor: torch.Tensor) -> SampleLayout | None:
+        fact = self._facts.get(identity_of(tensor))
+        return None if fact is None else fact.layout
+
+
+def _statistic_of(call: TracedCall, *, is_term: bool) -> Statistic:
+    has_graph = torch.is_grad_enabled() and any(one.requires_grad for one in call.tensors)
+    return Statistic(call.name.strip("_"), words(user_call_site()), is_term, has_graph)
+
+
+def _is_of_rankwise() -> bool:
+    """Return whether rankwise runs an operation itself: its results are those of all ranks."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the only way to see the callers without a traceback
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_RANKWISE)
+
+
+class FirstBatch:
+    """Follows the first batch that a loader divides among the ranks after a model was spread over them."""
+
+    def __init__(self, session: Session) -> None:
+        """Follow nothing yet."""
+        self._tracer: StatisticsTracer | None = None
+        self.is_wanted = False
+        session.on_take(self._begin)
+        session.after_loop(self._end)
+        session.at_end(self._end)
+
+    def _begin(self, batch: CurrentBatch) -> None:
+        self._end()
+        # The compiler would not compile what is first called under a mode.
+        can_follow = torch.is_grad_enabled() and innermost_dispatch_mode() is None and not compiles_code()
+        if self.is_wanted and can_follow and 1 < batch.num < batch.num_global:
+            self._tracer = StatisticsTracer(batch)
+            self._tracer.__enter__()
+
+    def _end(self) -> None:
+        tracer = self._tracer
+        if tracer is not None:
+            tracer.is_over = True
+            if innermost_dispatch_mode() is tracer:
+                self._tracer = None
+                tracer.__exit__(None, None, None)
+
+    def statistic(self, roots: Sequence[torch.Tensor]) -> Statistic | None:
+        """Stop following, and return the statistic that a loss depends on otherwise than as its terms."""
+        tracer = self._tracer
+        if tracer is None or tracer.is_over:
+            return None
+        self._end()
+        self.is_wanted = False
+        return tracer.of(roots)
