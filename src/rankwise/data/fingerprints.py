@@ -146,9 +146,9 @@ def _leaves(value: Any, path: str) -> Iterator[Leaf]:  # noqa: ANN401, C901 - a 
     elif type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "mode"):
         (leaf,) = _of_array(np.asarray(value), path)
         yield leaf._replace(kind=f"PIL {value.mode} {leaf.kind}")
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif path.count(".") < _DEEPEST_OBJECT:
+        for name, item in attributes_of(value).items():
+            yield from _leaves(item, f"{path}.{name}")
 
 
 def _of_list(value: list[Any] | tuple[Any, ...], path: str) -> Iterator[Leaf]:
