@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from rankwise.data.sources import (
     is_stream,
 )
 from rankwise.data.workers import WorkerOptions, Workers
-from rankwise.errors import DatasetError
+from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import DATA, EVALUATION
@@ -179,6 +179,12 @@ class DataLoader(StepSource, EpochPosition):
             del unknown["batch_size"]
         with all_ranks_succeed("DataLoader"):
             refuse(unknown)
+            if isinstance(dataset, DataLoader):
+                raise ConfigurationError(
+                    "The dataset is a rankwise.DataLoader, which already yields this rank's part of each global batch.",
+                    do="pass torch.utils.data.DataLoader(dataset, batch_size=...) as the dataset: its batches are divided "
+                    "among the ranks, as rows with batch_size=None, or whole with global_batch_size=",
+                )
             options = WorkerOptions(
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
@@ -224,14 +230,19 @@ class DataLoader(StepSource, EpochPosition):
         if self._is_stream:
             self._source = StreamSource(dataset, collate, self._shards, seed, self._where, compares=compares)
         else:
-            self._source = SampleSource(dataset, collate, seed, self._where) if columns is None else columns
+            # The samples of a dataset of batches are whole batches, on every rank.
+            collates = "samples" if self._is_ready else "batches"
+            self._source = SampleSource(dataset, collate, seed, self._where, collates) if columns is None else columns
         stop_signals = current().preemption.signals
         in_process = num_workers == 0 or columns is not None
         prober = None
-        if compares and not isinstance(self._source, StreamSource):
+        if compare_samples and not isinstance(self._source, StreamSource):
             prober = Prober(self._source, None if in_process else options, self._where, stop_signals)
         settings = self._compared_facts(compare_samples=compare_samples)
-        check_with_peers(settings, dataset if compares else None, prober)
+        check_with_peers(settings, dataset if compares else None, prober if compares else None)
+        self._dims = None
+        if collate_fn is not None and not self._is_ready:
+            self._dims = cache(dict[str, int] if prober is None else prober.dims_of_samples)
         self._workers = None if in_process else Workers(self._source, options, self._where, stop_signals)
 
     @property
@@ -326,7 +337,15 @@ class DataLoader(StepSource, EpochPosition):
         else:
             number = position // self._shards.global_batch_size
         return CurrentBatch(
-            self._number, self._cursor.epoch, number, high - low, stop - start, low - start, batch, get_ident()
+            self._number,
+            self._cursor.epoch,
+            number,
+            high - low,
+            stop - start,
+            low - start,
+            batch,
+            get_ident(),
+            self._dims,
         )
 
     def state_dict(self) -> State:

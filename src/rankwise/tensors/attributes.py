@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,7 +37,7 @@ def tensors_in(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[
     if type(value) is torch.Tensor:
         yield path, value
         return
-    parts: Mapping[object, object] = {}
+    parts: Mapping[Any, object] = {}
     if isinstance(value, list | tuple):
         parts = dict(enumerate(value))
     elif isinstance(value, Mapping):
