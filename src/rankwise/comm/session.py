@@ -55,6 +55,9 @@ class CurrentBatch:
     dims: Callable[[], Mapping[str, int]] | None = None
     """Returns which dim of each tensor in a batch holds the samples, if a function of the user's made the batch."""
 
+    indices: Callable[[], Sequence[int]] | None = None
+    """Returns the places of this rank's samples in the dataset, where they have any."""
+
     def dim_of_samples(self, path: str, tensor: torch.Tensor) -> int | None:
         """Return which dim of the tensor at ``path`` in the batch holds the samples; ``None`` if none does."""
         dims = [dim for dim, size in enumerate(tensor.shape) if size == self.num]

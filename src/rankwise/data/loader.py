@@ -12,6 +12,7 @@ from functools import cache, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
@@ -179,12 +180,7 @@ class DataLoader(StepSource, EpochPosition):
             del unknown["batch_size"]
         with all_ranks_succeed("DataLoader"):
             refuse(unknown)
-            if isinstance(dataset, DataLoader):
-                raise ConfigurationError(
-                    "The dataset is a rankwise.DataLoader, which already yields this rank's part of each global batch.",
-                    do="pass torch.utils.data.DataLoader(dataset, batch_size=...) as the dataset: its batches are divided "
-                    "among the ranks, as rows with batch_size=None, or whole with global_batch_size=",
-                )
+            _refuse_own(dataset)
             options = WorkerOptions(
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
@@ -240,9 +236,8 @@ class DataLoader(StepSource, EpochPosition):
             prober = Prober(self._source, None if in_process else options, self._where, stop_signals)
         settings = self._compared_facts(compare_samples=compare_samples)
         check_with_peers(settings, dataset if compares else None, prober if compares else None)
-        self._dims = None
-        if collate_fn is not None and not self._is_ready:
-            self._dims = cache(dict[str, int] if prober is None else prober.dims_of_samples)
+        dims = cache(dict[str, int] if prober is None else prober.dims_of_samples)
+        self._dims = None if collate_fn is None or self._is_ready else dims
         self._workers = None if in_process else Workers(self._source, options, self._where, stop_signals)
 
     @property
@@ -346,7 +341,13 @@ class DataLoader(StepSource, EpochPosition):
             batch,
             get_ident(),
             self._dims,
+            None if self._is_stream or self._is_ready else partial(self._indices, self._cursor.epoch, start, stop),
         )
+
+    def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Return the places in the dataset of this rank's part of a global batch."""
+        found: list[int] = self._order(epoch)(np.arange(*self._parts.local_part(start, stop))).tolist()
+        return found
 
     def state_dict(self) -> State:
         """Return the position of the training loop, JSON-able, the same on every rank.
@@ -409,3 +410,13 @@ def _as_returned(convert: Callable[[Any], Batch], items: list[Any]) -> Batch:
     """Return the batch that the dataset returned, as the collate function of the one item that a step takes."""
     (item,) = items
     return convert(item)
+
+
+def _refuse_own(dataset: object) -> None:
+    """Raise if a dataset is a loader of rankwise's, whose batches are parts already."""
+    if isinstance(dataset, DataLoader):
+        raise ConfigurationError(
+            "The dataset is a rankwise.DataLoader, which already yields this rank's part of each global batch.",
+            do="pass torch.utils.data.DataLoader(dataset, batch_size=...) as the dataset: its batches are divided "
+            "among the ranks by rows with batch_size=None, and kept whole with global_batch_size=",
+        )
