@@ -25,7 +25,7 @@ def _trained(_: World, value: float) -> list[str]:
     data = torch.ones(19, 2)
     data[AT, 0] = value
     with listening() as said:
-        for _ in range(2):
+        for _epoch in range(2):
             for x in rw.DataLoader(data, global_batch_size=BATCH):  # a rank has none of the last three samples
                 optimizer.zero_grad()
                 model(x).square().mean().backward()

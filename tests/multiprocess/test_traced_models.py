@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ def _trained(_: World, traces: bool) -> list[float]:
     if traces:
         torch.jit.trace(model, x, check_trace=False)
         model.eval()
-        for traced in (torch.jit.trace(model, x), torch.jit.script(copy.deepcopy(model))):
+        graphs: list[Any] = [torch.jit.trace(model, x), torch.jit.script(copy.deepcopy(model))]
+        for traced in graphs:
             torch.testing.assert_close(traced(x), copy.deepcopy(model)(x), rtol=0, atol=0)
         model.train()
     torch.manual_seed(1)

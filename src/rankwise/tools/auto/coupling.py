@@ -101,12 +101,14 @@ class CouplingWatch(BatchTracer):
     def _is_masked(self, call: TracedCall) -> bool:
         return any(one.dtype in {torch.bool, torch.uint8} for one in call.tensors[1:])
 
-    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]) -> Any:  # noqa: ANN401 - as torch
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
         out = call.func(*call.args, **call.given)
         fact = max(found, key=lambda one: one[0].dim())[1] if found else None
         for one in outputs_of(out):
             self.set_fact(
-                one, fact if fact is not None and fact.layout is not None and fact.layout.dim < one.dim() else None
+                one,
+                fact if fact is not None and fact.layout is not None and fact.layout.dim < one.dim() else None,
+                is_lost=is_lost,
             )
         return out
 
