@@ -25,7 +25,16 @@ if TYPE_CHECKING:
 LENGTH = 23
 TOKENS = 12
 ENDS = [0, 5, 6, 13, 21, 23]
-KINDS = ["buckets", "torch", "in workers", "batches", "batches in workers", "stream of batches"]
+KINDS = [
+    "buckets",
+    "torch",
+    "in workers",
+    "batches",
+    "batches in workers",
+    "stream of batches",
+    "torch's loader",
+    "several of its batches",
+]
 
 
 class Buckets:
@@ -72,6 +81,11 @@ def loader_of(kind: str, rank: int) -> rw.DataLoader:
         return rw.DataLoader(list(zip(*samples(), strict=True)), batch_sampler=Buckets(), num_workers=2)
     if kind == "buckets":
         return rw.DataLoader(columns, batch_sampler=Buckets())
+    if kind == "torch's loader":
+        return rw.DataLoader(torch.utils.data.DataLoader(columns, batch_size=7, shuffle=True), batch_size=None)
+    if kind == "several of its batches":
+        batches = torch.utils.data.DataLoader(columns, batch_size=3, shuffle=True, drop_last=True)
+        return rw.DataLoader(batches, global_batch_size=3)
     if kind == "stream of batches":
         return rw.DataLoader(ReadyStream(), batch_size=None)
     return rw.DataLoader(Ready(), batch_size=None, shuffle=True, num_workers=2 * ("workers" in kind))

@@ -78,6 +78,33 @@ def synthetic_samples(world: World, _: str) -> Any:
     return Items([(torch.randn(1, 8, 8), 0) for _ in range(20)])
 
 
+class Graph:
+    """A sample of a class that keeps its tensors in an object of its own, as PyTorch Geometric does."""
+
+    def __init__(self, x: torch.Tensor, whole: list[Any]) -> None:
+        self._store = {"x": x}
+        self.whole = whole  # which holds this sample
+
+
+class Slotted:
+    """A sample whose class has slots."""
+
+    __slots__ = ("__weakref__", "unset", "x")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def graphs(world: World, _: str) -> Any:
+    held: list[Any] = []
+    held += [Graph(torch.randn(3), held) for _ in range(20)]
+    return Items(held)
+
+
+def slotted(world: World, _: str) -> Any:
+    return Items([[Slotted(torch.randn(3))] for _ in range(20)])
+
+
 def one_label_of_rows(world: World, _: str) -> Any:
     labels = torch.zeros(200, dtype=torch.int64)
     labels[77] = world.rank
@@ -129,6 +156,11 @@ def _constructed(world: World, make: Callable[[World, str], Any], folder: str, o
         (samples_by_shuffle, ("dataset[0]['image'] differs", "rank 1: dataset[0]['image'] = float32[3] ", "seed")),
         (synthetic_columns, ("dataset[0][0] differs", "rank 0: dataset[0][0] = float32[3] ", "torch.manual_seed(0)")),
         (synthetic_samples, ("dataset[0][0] differs", "rank 1: dataset[0][0] = float32[1, 8, 8] ", "broadcast_object")),
+        (
+            graphs,
+            ("dataset[0]._store['x'] differs", "rank 1: dataset[0]._store['x'] = float32[3] ", "torch.manual_seed(0)"),
+        ),
+        (slotted, ("dataset[0][0].x differs", "rank 1: dataset[0][0].x = float32[3] ", "compare_samples=False")),
         (one_label_of_rows, ("dataset[77][1] differs", "rank 1: dataset[77][1] = int64 1", "compare_samples=False")),
         (another_shape, ("dataset[0] differs", "rank 1: dataset[0] = float32[4] 0, 0, 0, 0", "seed")),
         (another_key, ("dataset[0]['label'] differs", "rank 0: dataset[0]['label'] = nothing", "seed")),

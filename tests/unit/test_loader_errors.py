@@ -269,6 +269,13 @@ def test_orders_that_are_none(options: dict[str, Any], words: str) -> None:
         next(iter(loader))
 
 
+@pytest.mark.parametrize("options", [{"global_batch_size": 2}, {"batch_size": None}])
+def test_a_loader_of_rankwises_is_no_dataset(options: dict[str, Any]) -> None:
+    inner = DataLoader(Squares(), global_batch_size=4)
+    with pytest.raises(ConfigurationError, match=r"is a rankwise\.DataLoader, which already yields this rank's part"):
+        DataLoader(inner, **options)
+
+
 class Divides(Counting):
     def __iter__(self) -> Iterator[torch.Tensor]:
         message = "you need to add an explicit nodesplitter to your input pipeline for multi-node training"

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
 from rankwise.health import step_meter
 from rankwise.health.preemption import Preemption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.failure_detector import FailureDetector
@@ -50,6 +52,21 @@ class CurrentBatch:
     """The batch that the loader yielded, to recognize tensors derived from it."""
     thread: int = 0
     """The thread that took it."""
+    dims: Callable[[], Mapping[str, int]] | None = None
+    """Returns which dim of each tensor in a batch holds the samples, if a function of the user's made the batch."""
+
+    indices: Callable[[], Sequence[int]] | None = None
+    """Returns the places of this rank's samples in the dataset, where they have any."""
+
+    def dim_of_samples(self, path: str, tensor: torch.Tensor) -> int | None:
+        """Return which dim of the tensor at ``path`` in the batch holds the samples; ``None`` if none does."""
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == self.num]
+        if self.dims is None:
+            return 0 if dims[:1] == [0] else None
+        if len(dims) > 1:
+            found = self.dims().get(path)
+            return found if found in dims else None
+        return dims[0] if dims else None
 
 
 class Loop(Protocol):
@@ -112,6 +129,8 @@ class Session:
     """A note on the current batch, to be added to an error that this rank raises now."""
     share_note: tuple[int, str] | None = None
     """The samples of a global batch, and the note to add to an error that mentions that number."""
+    reads: Literal["", "samples", "batches"] = ""
+    """What a loader reads now, if it does: random numbers are seeded by sample where it reads one sample at a time."""
     batch: CurrentBatch | None = None
     """The batch this rank trains on, if it is from a loader whose loop is running."""
     open_group: Callable[[], None] = lambda: None

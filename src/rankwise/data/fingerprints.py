@@ -7,7 +7,6 @@ dataset, draws nothing, does no communication.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Subset
+
+from rankwise.tensors.attributes import attributes_of
 
 _MOST_ELEMENTS = 2**20
 """Elements of one array that are digested, evenly spaced: a volume of 512**3 would take a second."""
@@ -44,6 +45,8 @@ _MOST_UNLIKE = 0.1
 _AS_NUMPY = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _MOST_LISTS = 8
 _PAIR = 2
+_MOST_OBJECTS = 256
+"""Objects in one sample of which attributes are compared: some hold the whole dataset."""
 
 
 class Leaf(NamedTuple):
@@ -70,10 +73,10 @@ def leaves_of(sample: object) -> list[Leaf]:
     """Return the comparable values of ``sample``, in order.
 
     Tensors, arrays, PIL images, numbers, booleans, None, texts, bytes and paths, in lists, tuples, mappings and
-    dataclasses. Other objects are left out: their content is unknown. Of a string that is a path the last part
-    is compared: hosts may keep the same files in different folders.
+    attributes of objects. Of a string that is a path the last part is compared: hosts may keep the same files in
+    different folders.
     """
-    return list(_leaves(sample, ""))
+    return list(_leaves(sample, "", set()))
 
 
 def unlike(one: Leaf, other: Leaf, *, same_host: bool) -> bool:
@@ -123,7 +126,8 @@ def _comparable(leaves: list[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.is_label] or leaves
 
 
-def _leaves(value: Any, path: str) -> Iterator[Leaf]:  # noqa: ANN401, C901 - a case per type reads best in one place
+def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[Leaf]:  # noqa: ANN401, C901 - a case per type reads best in one place
+    """Yield the values in ``value``, apart from objects that were ``seen``: some refer to each other."""
     if isinstance(value, torch.Tensor):
         yield from _of_tensor(value, path)
     elif isinstance(value, np.ndarray | np.generic):
@@ -140,18 +144,19 @@ def _leaves(value: Any, path: str) -> Iterator[Leaf]:  # noqa: ANN401, C901 - a 
         yield Leaf(path, f"bytes[{len(value)}]", digest_of(value), _shortened(repr(bytes(value[:64]))), [])
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}[{key!r}]")
+            yield from _leaves(item, f"{path}[{key!r}]", seen)
     elif isinstance(value, list | tuple):
-        yield from _of_list(value, path)
+        yield from _of_list(value, path, seen)
     elif type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "mode"):
         (leaf,) = _of_array(np.asarray(value), path)
         yield leaf._replace(kind=f"PIL {value.mode} {leaf.kind}")
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    elif id(value) not in seen and len(seen) < _MOST_OBJECTS:
+        seen.add(id(value))
+        for name, item in attributes_of(value).items():
+            yield from _leaves(item, f"{path}.{name}", seen)
 
 
-def _of_list(value: list[Any] | tuple[Any, ...], path: str) -> Iterator[Leaf]:
+def _of_list(value: list[Any] | tuple[Any, ...], path: str, seen: set[int]) -> Iterator[Leaf]:
     if len(value) > _SHOWN_ELEMENTS and all(type(item) in (int, float) for item in value):
         # Such as the tokens of a text.
         yield from _of_array(np.asarray(value), path)
@@ -159,7 +164,7 @@ def _of_list(value: list[Any] | tuple[Any, ...], path: str) -> Iterator[Leaf]:
     words = f"{type(value).__name__} of {len(value)}"
     yield Leaf(f"{path}.length", _LENGTH, digest_of(words.encode()), words, [])
     for number, item in enumerate(value[:_MOST_ITEMS]):
-        yield from _leaves(item, f"{path}[{number}]")
+        yield from _leaves(item, f"{path}[{number}]", seen)
 
 
 def _of_tensor(tensor: torch.Tensor, path: str) -> Iterator[Leaf]:

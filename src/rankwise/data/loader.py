@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
@@ -42,7 +43,7 @@ from rankwise.data.sources import (
     is_stream,
 )
 from rankwise.data.workers import WorkerOptions, Workers
-from rankwise.errors import DatasetError
+from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import DATA, EVALUATION
@@ -179,6 +180,7 @@ class DataLoader(StepSource, EpochPosition):
             del unknown["batch_size"]
         with all_ranks_succeed("DataLoader"):
             refuse(unknown)
+            _refuse_own(dataset)
             options = WorkerOptions(
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
@@ -224,14 +226,18 @@ class DataLoader(StepSource, EpochPosition):
         if self._is_stream:
             self._source = StreamSource(dataset, collate, self._shards, seed, self._where, compares=compares)
         else:
-            self._source = SampleSource(dataset, collate, seed, self._where) if columns is None else columns
+            # The samples of a dataset of batches are whole batches, on every rank.
+            collates = "samples" if self._is_ready else "batches"
+            self._source = SampleSource(dataset, collate, seed, self._where, collates) if columns is None else columns
         stop_signals = current().preemption.signals
         in_process = num_workers == 0 or columns is not None
         prober = None
-        if compares and not isinstance(self._source, StreamSource):
+        if compare_samples and not isinstance(self._source, StreamSource):
             prober = Prober(self._source, None if in_process else options, self._where, stop_signals)
         settings = self._compared_facts(compare_samples=compare_samples)
-        check_with_peers(settings, dataset if compares else None, prober)
+        check_with_peers(settings, dataset if compares else None, prober if compares else None)
+        dims = cache(dict[str, int] if prober is None else prober.dims_of_samples)
+        self._dims = None if collate_fn is None or self._is_ready else dims
         self._workers = None if in_process else Workers(self._source, options, self._where, stop_signals)
 
     @property
@@ -326,8 +332,22 @@ class DataLoader(StepSource, EpochPosition):
         else:
             number = position // self._shards.global_batch_size
         return CurrentBatch(
-            self._number, self._cursor.epoch, number, high - low, stop - start, low - start, batch, get_ident()
+            self._number,
+            self._cursor.epoch,
+            number,
+            high - low,
+            stop - start,
+            low - start,
+            batch,
+            get_ident(),
+            self._dims,
+            None if self._is_stream or self._is_ready else partial(self._indices, self._cursor.epoch, start, stop),
         )
+
+    def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Return the places in the dataset of this rank's part of a global batch."""
+        found: list[int] = self._order(epoch)(np.arange(*self._parts.local_part(start, stop))).tolist()
+        return found
 
     def state_dict(self) -> State:
         """Return the position of the training loop, JSON-able, the same on every rank.
@@ -390,3 +410,13 @@ def _as_returned(convert: Callable[[Any], Batch], items: list[Any]) -> Batch:
     """Return the batch that the dataset returned, as the collate function of the one item that a step takes."""
     (item,) = items
     return convert(item)
+
+
+def _refuse_own(dataset: object) -> None:
+    """Raise if a dataset is a loader of rankwise's, whose batches are parts already."""
+    if isinstance(dataset, DataLoader):
+        raise ConfigurationError(
+            "The dataset is a rankwise.DataLoader, which already yields this rank's part of each global batch.",
+            do="pass torch.utils.data.DataLoader(dataset, batch_size=...) as the dataset: its batches are divided "
+            "among the ranks by rows with batch_size=None, and kept whole with global_batch_size=",
+        )

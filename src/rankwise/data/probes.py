@@ -7,7 +7,7 @@ the training loop reaches that sample.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -65,7 +65,16 @@ class Prober:
 
         Values that differ between reads or have none of ``paths`` are left out. The process's generators are restored.
         """
-        reading = _Reading(self._source, num_reads, paths)
+        found = self._fetched(_Reading(self._source, num_reads, paths), indices)
+        # The training loop's own workers will report it, where users look for it.
+        return [Probe(index, None) for index in indices] if found is None else found
+
+    def dims_of_samples(self) -> dict[str, int]:
+        """Return the dim of each tensor in a batch that holds the samples, by the tensor's path; of no other one."""
+        return self._fetched(_Growing(self._source), []) or {}
+
+    def _fetched(self, reading: _Reading | _Growing, indices: list[int]) -> Any:  # noqa: ANN401 - as the reading
+        """Return what ``reading`` fetches; ``None`` if the worker fails."""
         request = BatchRequest(0, 0, np.array(indices, dtype=np.int64), -1)
         if self._options is None:
             return reading.fetch(request)
@@ -73,9 +82,8 @@ class Prober:
         try:
             (fetched,) = Workers(reading, one, self._where, self._stop_signals).read(iter([request]))
         except Exception:  # noqa: BLE001 - a worker may fail to start or to read in any way
-            # The training loop's own workers will report it, where users look for it.
-            return [Probe(index, None) for index in indices]
-        return fetched.batch  # type: ignore[no-any-return] # what fetch() below returned
+            return None
+        return fetched.batch
 
 
 class _Reading:
@@ -114,6 +122,24 @@ class _Reading:
             return leaves_of(self._source.sample(index))
         row: npt.NDArray[np.int64] = np.array([index])
         return leaves_of(map_tensors(lambda tensor: tensor[0], self._source.fetch(BatchRequest(0, 0, row, -1))))
+
+
+class _Growing:
+    """A source for the workers, whose batch is what a second sample adds to a batch of one."""
+
+    def __init__(self, source: ColumnSource | SampleSource) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fetch(self, request: BatchRequest) -> dict[str, int]:
+        """Return the dims that grow with a sample; none if a collate function fails on two equal samples."""
+        del request
+        try:
+            return self._source.dims_of_samples() if isinstance(self._source, SampleSource) else {}
+        except Exception:  # noqa: BLE001 - the dataset and the collate function are the user's
+            return {}
 
 
 def digest_of_probes(probes: list[Probe]) -> str:

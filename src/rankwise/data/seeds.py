@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import random
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from rankwise.comm.session import current_or_none
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -94,6 +96,20 @@ def generators_kept() -> Generator[None]:
         yield
     finally:
         set_generator_state(state)
+
+
+@contextmanager
+def reading(what: Literal["samples", "batches"]) -> Generator[None]:
+    """Note in the session that draws inside the block are seeded by sample, or by a rank's part of a batch."""
+    session = current_or_none()
+    if session is None:
+        yield
+        return
+    before, session.reads = session.reads, what
+    try:
+        yield
+    finally:
+        session.reads = before
 
 
 def owners_of_generators(dataset: object) -> list[Any]:

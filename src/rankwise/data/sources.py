@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,13 @@ from rankwise.data.seeds import (
     generator_state,
     generators_kept,
     owners_of_generators,
+    reading,
     sample_seeds,
     seed_generators,
     set_generator_state,
 )
 from rankwise.errors import ConfigurationError, DatasetError
+from rankwise.tensors.attributes import tensors_in
 
 if TYPE_CHECKING:
     from rankwise.data.shards import BatchRequest, Shards
@@ -92,8 +94,16 @@ class SampleSource:
     batch's first sample, so random augmentation there depends on the number of ranks.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int, where: str) -> None:  # noqa: ANN401 - any dataset
+    def __init__(
+        self,
+        dataset: Any,  # noqa: ANN401 - any dataset
+        collate: Collate,
+        seed: int,
+        where: str,
+        collates: Literal["samples", "batches"] = "batches",
+    ) -> None:
         self._dataset = dataset
+        self._collates: Literal["samples", "batches"] = collates
         self._collate = collate
         self._seed = seed
         self._where = where
@@ -105,7 +115,7 @@ class SampleSource:
 
     def fetch(self, request: BatchRequest) -> Batch:
         """Return the collated samples; the process's generators are restored."""
-        with generators_kept():
+        with generators_kept(), reading(self._collates):
             if len(request.indices):
                 places = request.indices.tolist()
                 return self._collated(self._read(request.epoch, request.indices), places)
@@ -121,6 +131,23 @@ class SampleSource:
         with generators_kept():
             return self._read(0, np.array([index]))[0]
 
+    def dims_of_samples(self) -> dict[str, int]:
+        """Return the dim of each tensor in a batch, by its path, that grows by one with each sample."""
+        with generators_kept():
+            (sample,) = self._read(0, np.array([0]))
+            one, two = (
+                dict(tensors_in(self._collated([copy.deepcopy(sample) for _ in range(num)], [0] * num)))
+                for num in (1, 2)
+            )
+        found: dict[str, int] = {}
+        for path, tensor in one.items():
+            more = two[path].shape if path in two else ()
+            sizes = zip(tensor.shape, more, strict=True) if tensor.dim() == len(more) else ()
+            grown = [(dim, many - few) for dim, (few, many) in enumerate(sizes) if few != many]
+            if [by for _, by in grown] == [1]:
+                found[path] = grown[0][0]
+        return found
+
     def _read(self, epoch: int, indices: npt.NDArray[np.int64]) -> list[Any]:
         seeds = sample_seeds(self._seed, epoch, indices).tolist()
         samples: list[Any] = []
@@ -130,9 +157,10 @@ class SampleSource:
                 place = indices.tolist()
                 seed_generators(seeds[0], self._owners)
                 return self._dataset.__getitems__(place)
-            for place, seed in zip(indices.tolist(), seeds, strict=True):
-                seed_generators(seed, self._owners)
-                samples.append(self._dataset[place])
+            with reading("samples"):
+                for place, seed in zip(indices.tolist(), seeds, strict=True):
+                    seed_generators(seed, self._owners)
+                    samples.append(self._dataset[place])
         except Exception as error:
             raise _reading_failed(f"dataset[{place}]", error, self._where) from error
         return samples
@@ -192,9 +220,10 @@ class StreamSource:
 
     def _part_of(self, block: list[Any]) -> Batch:
         low, high = self._shards.local_part(0, len(block))
-        if low < high:
-            return collated(self._collate, block[low:high], self._where)
-        return _of_no_samples(block[0], lambda samples: collated(self._collate, samples, self._where))
+        with reading("batches"):
+            if low < high:
+                return collated(self._collate, block[low:high], self._where)
+            return _of_no_samples(block[0], lambda samples: collated(self._collate, samples, self._where))
 
 
 def _of_no_samples(sample: Any, collate: Collate) -> Batch:  # noqa: ANN401 - any sample
@@ -290,7 +319,7 @@ def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: lis
         seed_generators(seed, owners)
         own = generator_state()
     while True:
-        with generators_kept():
+        with generators_kept(), reading("samples"):
             set_generator_state(own)
             fetched = next(batches, None)
             own = generator_state()

@@ -13,6 +13,8 @@ import contextlib
 import ctypes
 import os
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 from rankwise.world.device.kinds import LOADS_PROFILER
@@ -33,9 +35,27 @@ def keep_modules() -> None:
 
 
 def _hide_modules() -> None:
+    # Functions that were registered before it run later, and may import these modules.
+    sys.meta_path.insert(0, _KeptModules())
     for name in _kept.keys() - {"__main__", "builtins", "sys"}:
         if sys.modules.get(name) is _kept[name]:
             del sys.modules[name]
+
+
+class _KeptModules(MetaPathFinder, Loader):
+    """Finds hidden modules again: most libraries cannot be imported twice by one process."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Find a hidden module. Called by Python."""
+        del path, target
+        return ModuleSpec(fullname, self) if fullname in _kept else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module. Called by Python."""
+        return _kept[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: it ran long ago. Called by Python."""
 
 
 def leave_libraries_alone() -> None:

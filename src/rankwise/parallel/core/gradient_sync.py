@@ -476,7 +476,7 @@ class SyncAfterForward(OwnHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
         """Note a forward call. Called by torch."""
-        if not torch.is_grad_enabled():
+        if torch.jit.is_tracing() or not torch.is_grad_enabled():
             return
         sync = self._sync
         if self._count_seen != self._counts.parameters:

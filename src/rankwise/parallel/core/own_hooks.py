@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
+
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ class OwnHook:
 
     @uncompiled
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the function. Called by torch."""
-        return self._call(*args, **kwargs)
+        """Call the function, unless torch records the operations of a model for a graph. Called by torch."""
+        return None if torch.jit.is_tracing() else self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> NoHook:
         return NoHook()

@@ -21,6 +21,7 @@ from rankwise.health.step_record import BACKWARD
 from rankwise.log import warn
 from rankwise.parallel.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.parallel.loss.batch_statistics import FirstBatch
+from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.parallel.loss.terms import LossReader
 from rankwise.torch_private.autograd import in_backward
@@ -83,6 +84,7 @@ def _undo() -> None:
     torch.autograd.backward = _original
     _subscribers.clear()
     forget_checks()
+    forget_losses()
     forget_warnings()
 
 
@@ -104,6 +106,7 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     session = current_or_none()
     statistic = None if session is None else session.once(FirstBatch).statistic(roots)
+    look_at_losses(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
     _check_inputs(kwargs.get("inputs"), subscribers)
     verdict, reader = _read(roots, has_gradients=given is not None, subscribers=subscribers)

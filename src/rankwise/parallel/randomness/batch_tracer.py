@@ -16,7 +16,15 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
-from rankwise.parallel.randomness.sample_layout import SampleLayout, expanded, layout_of, layouts_of, viewed
+from rankwise.parallel.randomness.draw_warnings import warn_of_own_rows
+from rankwise.parallel.randomness.sample_layout import (
+    OWN_ROWS,
+    SampleLayout,
+    expanded,
+    layout_of,
+    layouts_of,
+    viewed,
+)
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.kernels import DispatchMode
 
@@ -31,6 +39,9 @@ if TYPE_CHECKING:
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 SIZED = {"empty", "zeros", "ones", "full", "arange", "new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
 _SLICES = {"select", "slice", "narrow"}
+_SPLITS = {"split", "split_with_sizes", "unsafe_split"}
+_BY_SAMPLE = {"index_add", "index_reduce", "scatter", "scatter_add", "scatter_reduce"}
+"""Operations that gather rows by an index: of a sample, if the index says so."""
 RESHAPES = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 """Views in place."""
 FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
@@ -78,8 +89,9 @@ class TracedCall:
         return next((one for one in lists if all(isinstance(size, int) for size in one)), ())
 
     def dim(self, tensor: torch.Tensor) -> int:
-        """Return the dim of a slice."""
-        dim = self.args[1] if len(self.args) > 1 else self.given.get("dim", 0)
+        """Return the dim of a slice or a split."""
+        place = 2 if self.name in _SPLITS else 1
+        dim = self.args[place] if len(self.args) > place else self.given.get("dim", 0)
         return int(dim) % max(tensor.dim(), 1)
 
 
@@ -89,14 +101,23 @@ class BatchTracer(DispatchMode):
     def __init__(
         self, scope: DrawScope, num_samples: int, inputs: Iterable[tuple[torch.Tensor, list[SampleLayout]]]
     ) -> None:
-        """Start with the inputs of the model, each with its possible layouts; the first input's is certain."""
+        """Start with the inputs of the model, each with its possible layouts; the first input's is certain.
+
+        ``[OWN_ROWS]`` stands for an input that holds samples in a way that cannot be followed.
+        """
         super().__init__()
         self._scope = scope
         self._num = num_samples
         self._facts: dict[Identity, KnownLayout] = {}
+        self._lost: set[Identity] = set()
+        """Tensors computed from samples, of which it is not known where the samples are in them."""
+        self._drawn_by_sizes: dict[Identity, str] = {}
+        """Where random numbers were drawn whose shape was given in numbers."""
         is_first = True
         for tensor, layouts in inputs:
-            if layouts:
+            if layouts == [OWN_ROWS]:
+                self._lost.add(identity_of(tensor))
+            elif layouts:
                 guess = None if is_first else Guess([*layouts, None])
                 self._facts[identity_of(tensor)] = KnownLayout(layouts[0], guess, is_direct=True)
                 is_first = False
@@ -107,25 +128,61 @@ class BatchTracer(DispatchMode):
         """See one operation. Called by torch."""
         call = TracedCall(func, args, dict(kwargs or {}))
         found = [(one, fact) for one in call.tensors if (fact := self._facts.get(identity_of(one))) is not None]
+        is_lost = any(identity_of(one) in self._lost for one in call.tensors)
         if call.is_random:
-            return self._draw(call, found)
+            return self._draw(call, found, is_lost=is_lost)
         if not found:
             out = func(*args, **call.given)
             self._note_new(call, out)
+            self._note_lost(call, out, is_lost=is_lost)
             return out
         layouts = self._settle(call, found)
         if call.name in RESHAPES:
             return self._reshape(call, layouts)
         out = func(*args, **call.given)
         self._note(call, layouts, out)
+        self._note_lost(call, out, is_lost=is_lost)
         return out
+
+    def _note_lost(self, call: TracedCall, out: object, *, is_lost: bool) -> None:
+        """Note results of samples whose place is not known."""
+        if call.name in SIZED:
+            is_lost = False  # they take the dtype and the device
+        if not is_lost:
+            return
+        by_sample = self._by_sample(call)
+        for one in outputs_of(out):
+            fact = self._facts.get(identity_of(one))
+            if fact is None or fact.guess is not None:
+                is_by_sample = by_sample is not None and by_sample.fits(one.shape, self._num)
+                self.set_fact(one, KnownLayout(by_sample) if is_by_sample else None, is_lost=not is_by_sample)
+        for one in call.tensors if call.is_pointwise else ():
+            place = self._drawn_by_sizes.pop(identity_of(one), None)
+            if place is not None and any(one.shape == other.shape for other in call.tensors if other is not one):
+                self._warn_of_own_rows(place, one)
+
+    def _by_sample(self, call: TracedCall) -> SampleLayout | None:
+        """Return where samples are after rows were gathered by an index that numbers the samples, in order."""
+        if call.name.rstrip("_") not in _BY_SAMPLE or not isinstance(call.args[1], int):
+            return None
+        out, dim, index = call.args[:3]
+        dim %= max(out.dim(), 1)
+        if index.dim() > dim > 0:
+            index = index.movedim(dim, 0)
+        numbers = index.reshape(len(index), -1)[:, 0] if index.numel() else index
+        is_in_order = numbers.numel() > 0 and bool((numbers.diff() >= 0).all())
+        is_whole = is_in_order and int(numbers[0]) == 0 and int(numbers[-1]) == self._num - 1
+        return SampleLayout(dim) if is_whole else None
 
     # -- draws -------------------------------------------------------------------------------------
 
-    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]) -> Any:  # noqa: ANN401 - as torch
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
         scope = self._scope
         guess = None
-        if found:
+        if is_lost:
+            layout = OWN_ROWS
+            self._warn_of_own_rows(words(user_call_site()), max(call.tensors, key=torch.Tensor.dim))
+        elif found:
             fact = max(found, key=lambda one: one[0].dim())[1]
             layout, guess = fact.layout, fact.guess
             if guess is not None and not guess.place:
@@ -147,10 +204,18 @@ class BatchTracer(DispatchMode):
         else:
             guess = None
         for one in outputs_of(out):
-            is_of_batch = layout is not None and layout.dim < one.dim()
-            self.set_fact(one, KnownLayout(layout, guess, is_direct=True) if is_of_batch or guess is not None else None)
+            is_of_batch = layout is not None and 0 <= layout.dim < one.dim()
+            fact = KnownLayout(layout, guess, is_direct=True) if is_of_batch or guess is not None else None
+            self.set_fact(one, fact, is_lost=is_lost)
+            if not (found or is_lost):
+                self._drawn_by_sizes[identity_of(one)] = words(user_call_site())
         scope.note_redraw(None)
         return out
+
+    def _warn_of_own_rows(self, place: str, numbers: torch.Tensor) -> None:
+        rows = self._scope.rows
+        if rows is not None and rows.num != rows.num_global and not self._scope.is_per_rank:
+            warn_of_own_rows(place, numbers.shape, rows.num)
 
     # -- what was given in numbers -----------------------------------------------------------------
 
@@ -217,7 +282,9 @@ class BatchTracer(DispatchMode):
             guess = None
         found = self._found(call, layouts, known, outputs) if known else [None] * len(outputs)
         for one, layout in zip(outputs, found, strict=True):
-            self.set_fact(one, KnownLayout(layout, guess) if layout is not None or guess is not None else None)
+            is_lost = layout == OWN_ROWS
+            has_fact = not is_lost and (layout is not None or guess is not None)
+            self.set_fact(one, KnownLayout(layout, guess) if has_fact else None, is_lost=is_lost)
         if call.is_pointwise:
             self._note_changed(call, out)
 
@@ -256,14 +323,29 @@ class BatchTracer(DispatchMode):
             return [self._viewed(layout, first.shape, one.shape) for one in outputs]
         if call.name == "expand" or call.is_pointwise:
             return [_broadcast(known, one) for one in outputs]
-        if call.name in _SLICES and call.dim(first) == layout.dim:
-            return [layout if one.shape == first.shape else None for one in outputs]
+        if call.name in _SLICES | _SPLITS and call.dim(first) == layout.dim:
+            return [self._sliced(layout, first, one) for one in outputs]
         if call.name in SIZED:
             return [layout_of(one.shape, self._num) for one in outputs]
         grown = self._grown(call, layouts)
         if grown is None or len(grown) != len(outputs):
-            return [None] * len(outputs)
-        return [_growing(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
+            return [OWN_ROWS] * len(outputs)
+        places = [_growing(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
+        return [
+            OWN_ROWS if at is not None and not at.fits(one.shape, self._num) else at
+            for at, one in zip(places, outputs, strict=True)
+        ]
+
+    def _sliced(self, layout: SampleLayout, whole: torch.Tensor, part: torch.Tensor) -> SampleLayout | None:
+        """Return where samples are in a slice along the dim that holds them: all of one batch of several, or one."""
+        if part.dim() < whole.dim() or part.shape == whole.shape:
+            return layout if part.shape == whole.shape else None
+        batch = self._num * layout.inner
+        first = part.storage_offset() - whole.storage_offset()
+        is_of_batches = part.stride() == whole.stride() and part.shape[layout.dim] % batch == 0
+        if not (is_of_batches and first % (batch * whole.stride(layout.dim)) == 0):
+            return OWN_ROWS
+        return replace(layout, outer=part.shape[layout.dim] // batch)
 
     def _viewed(self, layout: SampleLayout, old: Sequence[int], new: Sequence[int]) -> SampleLayout | None:
         """Return where samples lie after a view with other sizes."""
@@ -296,9 +378,10 @@ class BatchTracer(DispatchMode):
         is_kept = fact is not None and fact.layout is not None and fact.layout.dim < out.dim() - 1
         self.set_fact(out, replace(fact, is_direct=False) if fact is not None and is_kept else None)
 
-    def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None) -> None:
-        """Note where the samples are in a tensor; ``None``: it holds none."""
+    def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None, *, is_lost: bool = False) -> None:
+        """Note where the samples are in a tensor; ``None``: it holds none, or they are lost."""
         key = identity_of(tensor)
+        (self._lost.add if is_lost else self._lost.discard)(key)
         if fact is not None:
             self._facts[key] = fact
         else:
@@ -349,12 +432,12 @@ def _broadcast(known: list[tuple[torch.Tensor, SampleLayout]], out: torch.Tensor
 def _growing(
     now: torch.Size, grown: torch.Size, known: list[tuple[torch.Tensor, SampleLayout]], name: str
 ) -> SampleLayout | None:
-    """Return the dim that grows with one more sample, if there is exactly one."""
+    """Return the dim that grows with one more sample; none if none does, ``OWN_ROWS`` if several do."""
     if len(now) != len(grown):
-        return None
+        return OWN_ROWS
     dims = [dim for dim, (size, more) in enumerate(zip(now, grown, strict=True)) if size != more]
     if len(dims) != 1:
-        return None
+        return OWN_ROWS if dims else None
     dim = dims[0]
     growth = grown[dim] - now[dim]
     for _, layout in known:
@@ -364,7 +447,7 @@ def _growing(
     per_part = first.outer * first.inner
     if name in {"cat", "repeat", "concat"} and growth % per_part == 0:
         return SampleLayout(dim, first.outer * growth // per_part, first.inner)
-    return None
+    return OWN_ROWS
 
 
 def _contradicts(guess: Guess, tensor: torch.Tensor) -> ConfigurationError:

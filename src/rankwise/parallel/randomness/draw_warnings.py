@@ -61,6 +61,10 @@ _one_by_one = _OneByOne()
 def notice(operation: str, shape: Sequence[int]) -> None:
     """Warn once per line that draws as many rows as this rank has samples: one rank would draw other numbers."""
     session = current_or_none()
+    if session is not None and session.reads:
+        if session.reads == "batches" and session.world.world_size > 1:
+            _warn_of_reading(words(user_call_site()))
+        return
     if session is None or session.batch is None:
         return
     if math.prod(shape) == 1:
@@ -113,6 +117,16 @@ def permutes_a_part(function: str, rows: CurrentBatch) -> ConfigurationError:
     )
 
 
+def _warn_of_reading(place: str) -> None:
+    if place not in _noticed:
+        _noticed.add(place)
+        warn(
+            f"{place} draws random numbers for the samples that this rank has of a batch (in collate_fn or "
+            "__getitems__): other ranks draw others, and the result depends on the number of ranks; draw them in the "
+            "dataset's __getitem__, where they are seeded by sample"
+        )
+
+
 def _warn_of_single_rows(place: str, times: int) -> None:
     if place not in _noticed:
         _noticed.add(place)
@@ -131,6 +145,18 @@ def warn_of_rejection(operation: str) -> None:
         warn(
             f"{operation.strip('_')} at {place} uses a number of random numbers that depends on the values, which "
             "differ between ranks: its numbers depend on the position and differ from torch's"
+        )
+
+
+def warn_of_own_rows(place: str, shape: Sequence[int], num_samples: int) -> None:
+    """Warn once per line that draws for rows of which it is not known which sample each belongs to."""
+    if place not in _noticed:
+        _noticed.add(place)
+        warn(
+            f"the random numbers at {place}, of shape {list(shape)}, are for rows that cannot be followed from the "
+            f"{num_samples} samples of this rank: a run on a different number of ranks differs as a run with a "
+            'different seed would; draw where there is one row per sample, or pass randomness="per_rank" to '
+            "replicate() if that is intended"
         )
 
 

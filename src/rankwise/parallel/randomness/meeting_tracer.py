@@ -31,12 +31,14 @@ class MeetingTracer(BatchTracer):
         """Start with the inputs, each with its possible layouts; the first input's is certain."""
         super().__init__(DrawScope(None, "torch", 0), num_samples, inputs)
 
-    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]]) -> Any:  # noqa: ANN401 - as torch
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
         out = call.func(*call.args, **call.given)
         fact = max(found, key=lambda one: one[0].dim())[1] if found else None
         for one in outputs_of(out):
             self.set_fact(
-                one, fact if fact is not None and fact.layout is not None and fact.layout.dim < one.dim() else None
+                one,
+                fact if fact is not None and fact.layout is not None and fact.layout.dim < one.dim() else None,
+                is_lost=is_lost,
             )
         return out
 

@@ -19,12 +19,12 @@ from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.randomness.batch_tracer import BatchTracer
 from rankwise.parallel.randomness.draw_warnings import warn_of_dropout
 from rankwise.parallel.randomness.kernels import install
-from rankwise.parallel.randomness.sample_layout import SampleLayout, layouts_of
+from rankwise.parallel.randomness.sample_layout import OWN_ROWS, SampleLayout, layouts_of
 from rankwise.parallel.randomness.scope import DrawScope, enter, leave
 from rankwise.parallel.randomness.source import default_generator
 from rankwise.parallel.randomness.split_tracer import SplitTracer, warn_of_parts
 from rankwise.parallel.state_guard.guard import Repair, add_fact
-from rankwise.torch_private import tree as pytree
+from rankwise.tensors.attributes import tensors_in
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_compiled
 
@@ -118,7 +118,7 @@ class DrawsOfModel:
         """Draw as one rank would from now on. Called by torch, before a forward pass."""
         if not in_backward():
             self._abandon()
-        leaves = [one for one in pytree.tree_leaves((tuple(args), kwargs)) if type(one) is torch.Tensor and one.dim()]
+        leaves = [one for _, one in tensors_in((args, kwargs)) if one.dim()]
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
         has_own_draws = rows is None and self._randomness != "per_rank"
@@ -137,7 +137,7 @@ class DrawsOfModel:
         follower = splitter = None
         if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
-            follower = BatchTracer(scope, rows.num, [(one, input_layouts(one, rows)) for one in leaves])
+            follower = BatchTracer(scope, rows.num, list(zip(leaves, layouts_of_inputs(leaves, rows), strict=True)))
         is_known = (kind, sizes) in self._splits or (kind in self._splits and kind not in self._sized)
         if self._part is not None and not is_known and self._can_follow(module):
             self._num_followed += 1
@@ -220,26 +220,37 @@ def rows_in_hand(known: Sequence[CurrentBatch], leaves: Sequence[torch.Tensor]) 
 
 
 def _dim_in_batch(leaf: torch.Tensor, rows: CurrentBatch) -> int | None:
-    """Return the dim of a view of a loader's batch that is the first dim of the batch."""
-    for given in pytree.tree_leaves(rows.values):
-        is_same = isinstance(given, torch.Tensor) and given.dim() > 0 and given.data_ptr() == leaf.data_ptr() != 0
-        if is_same and given.shape[0] == rows.num:
-            dims = [
-                dim for dim in range(leaf.dim()) if leaf.stride(dim) == given.stride(0) and leaf.shape[dim] == rows.num
-            ]
+    """Return the dim of a view of a loader's batch that holds the samples; -1 if none does."""
+    for path, given in tensors_in(rows.values):
+        if given.dim() and given.data_ptr() == leaf.data_ptr() != 0:
+            held = rows.dim_of_samples(path, given)
+            if held is None:
+                return -1
+            stride = given.stride(held)
+            dims = [dim for dim in range(leaf.dim()) if leaf.stride(dim) == stride and leaf.shape[dim] == rows.num]
             return dims[0] if len(dims) == 1 else None
     return None
 
 
-def input_layouts(leaf: torch.Tensor, rows: CurrentBatch) -> list[SampleLayout]:
-    """Return the possible layouts of an input of a model, the likeliest first."""
-    dim = _dim_in_batch(leaf, rows)
-    if dim is not None:
-        return [SampleLayout(dim)]
-    found = [one for one in layouts_of(leaf.shape, rows.num) if one.inner == 1]
-    if rows.num > 0 and not found and leaf.shape[0] % rows.num == 0 and leaf.shape[0]:
-        # Batches one after another, as of real and generated samples.
-        found.append(SampleLayout(0, outer=leaf.shape[0] // rows.num))
+def layouts_of_inputs(leaves: Sequence[torch.Tensor], rows: CurrentBatch) -> list[list[SampleLayout]]:
+    """Return the possible layouts of each input of a model, the likeliest first; ``[OWN_ROWS]`` if it is not followed.
+
+    Tensors of the loader's are known. Others, which the script made of them, are taken to hold samples in the dim that
+    is as long as the batch, or several batches one after another, unless the loader's own hold other rows.
+    """
+    given = [(one, rows.dim_of_samples(path, one)) for path, one in tensors_in(rows.values) if one.dim()]
+    other_rows = {one.shape[0] for one, held in given if held is None}
+    found: list[list[SampleLayout]] = []
+    for leaf in leaves:
+        dim = _dim_in_batch(leaf, rows)
+        layouts = [SampleLayout(dim)] if dim is not None and dim >= 0 else []
+        if dim is None:
+            layouts = [one for one in layouts_of(leaf.shape, rows.num) if one.inner == 1]
+            if rows.num > 0 and not (layouts or other_rows) and leaf.shape[0] % rows.num == 0 and leaf.shape[0]:
+                # Batches one after another, as of real and generated samples.
+                layouts.append(SampleLayout(0, outer=leaf.shape[0] // rows.num))
+        is_lost = not layouts and (dim == -1 or leaf.shape[0] in other_rows)
+        found.append([OWN_ROWS] if is_lost else layouts)
     return found
 
 

@@ -26,7 +26,7 @@ class SampleLayout:
 
     def fits(self, shape: Sequence[int], num_samples: int) -> bool:
         """Return whether a tensor of that shape can hold ``num_samples`` in this layout."""
-        return self.dim < len(shape) and shape[self.dim] == self.outer * num_samples * self.inner
+        return 0 <= self.dim < len(shape) and shape[self.dim] == self.outer * num_samples * self.inner
 
     def resized(self, shape: Sequence[int], num_samples: int) -> list[int]:
         """Return a shape with another number of samples."""
@@ -50,6 +50,12 @@ class SampleLayout:
     def part(self, whole: torch.Tensor, num_global: int, start: int, num: int) -> torch.Tensor:
         """Return the samples from ``start`` on of a tensor that holds all."""
         return self.parts(whole, num_global, start, num).flatten(self.dim, self.dim + 2)
+
+
+OWN_ROWS = SampleLayout(-1)
+"""The layout of numbers for rows that are computed from samples, of which it is not known which sample each belongs to,
+as nodes of graphs or the tokens that a mask selects: each rank draws its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.randomness.sample_layout import PartOfLayer, SampleLayout, layout_of
+from rankwise.parallel.randomness.sample_layout import OWN_ROWS, PartOfLayer, SampleLayout, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -52,7 +52,7 @@ class PlannedDraw:
         """Return whether a draw in another batch can be this one again."""
         if self.operation != operation or self.num_dims != len(shape):
             return False
-        return self.layout is None or self.layout.fits(shape, num_samples)
+        return self.layout is None or self.layout == OWN_ROWS or self.layout.fits(shape, num_samples)
 
 
 class Tracer(Protocol):

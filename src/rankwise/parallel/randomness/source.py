@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.parallel.randomness.counter import mixed
+from rankwise.parallel.randomness.sample_layout import OWN_ROWS
 from rankwise.parallel.randomness.scope import drawing
 from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
 
@@ -127,14 +128,16 @@ def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: t
     device = like.device
     planned = scope.plan_draw(operation, like.shape, like.stride())
     layout, part = planned.layout, scope.plan_part(like.shape)
+    is_own = scope.is_per_rank or layout == OWN_ROWS
+    layout = None if is_own else layout
     rows = None if layout is None else scope.rows
-    if scope.randomness == "torch" and not scope.is_per_rank:
+    if scope.randomness == "torch" and not is_own:
         known_by, source = (
             _state_of(generator, device),
             NumberSource(layout, rows, 0, None, generator, planned.order, part),
         )
     else:
-        salt = mixed(scope.rank) if scope.is_per_rank else 0
+        salt = mixed(scope.rank) if is_own else 0
         if generator is None and not is_checkpointing(scope):
             return NumberSource(layout, rows, salt, key_of_pass(scope), None, planned.order, part)
         known_by = _take_key(generator)

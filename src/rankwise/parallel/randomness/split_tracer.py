@@ -43,10 +43,6 @@ class SplitTracer(BatchTracer):
 
     def __init__(self, scope: DrawScope) -> None:
         super().__init__(scope, 1, ())
-        self._lost: set[Identity] = set()
-        """Tensors computed from a part of which it is not known where the part lies in them."""
-        self._drawn_by_sizes: dict[Identity, str] = {}
-        """Where random numbers were drawn whose shape was given in numbers."""
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
