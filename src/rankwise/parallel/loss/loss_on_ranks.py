@@ -277,12 +277,11 @@ class LossOnRanks:
 
     def report_at_start(self) -> None:
         """Report now, if the model does so. Called by: every rank, for the models that a loss comes from."""
-        is_on_device = self._device is not None
-        # A rank without samples takes part in what the others add up on the device before backward.
-        if (self.reports_at_start or (is_on_device and self.is_empty)) and not self._accumulation.is_continued:
+        # The others may wait for the report of a rank without samples before backward, which has collectives of its own.
+        if (self.reports_at_start or self.is_empty) and not self._accumulation.is_continued:
             self.begin(self._expected_weight)
             self.report()
-            if is_on_device:
+            if self._device is not None:
                 self.receive()
 
     def exchange_terms(self) -> GlobalLoss | None:
