@@ -23,6 +23,7 @@ from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.parallel.core.own_hooks import OwnHook, leave_out_of_copies
 from rankwise.parallel.core.same_model import broadcast_model, check_same_model
+from rankwise.parallel.core.sparse_gradients import sparse_layers
 from rankwise.parallel.core.strategy_registry import check_split, check_unregistered, is_placed, register
 from rankwise.parallel.loss.hooks import check_weight_function, subscribe
 from rankwise.parallel.one_copy.choice import share_parameters
@@ -130,14 +131,15 @@ def replicate(
         _check_same(model, method, randomness)
         broadcast_model(model, exchange)
         group = exchange.dup()
-    sync = GradientSync(names, parameters, group, type(model).__name__, method)
+    sparse = sparse_layers(model)
+    sync = GradientSync(names, parameters, group, type(model).__name__, method, sparse=sparse)
     sync.loss.expect_weights(by_forward=weight is not None)
     subscribe(sync.loss, session)
     register(model, sync)
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     buffers = None
     if exchange is not None:
-        obstacle = _obstacle(model, method, session.axes)
+        obstacle = "its gradients are sparse" if sparse else _obstacle(model, method, session.axes)
         share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
         norms = [] if sync_batchnorm else unsynchronised_batchnorms(model)
         synchronise_batchnorm(model, sync, exchange, only_torchs=not sync_batchnorm)

@@ -34,7 +34,7 @@ from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch import nn
 
@@ -61,7 +61,19 @@ class GradientSync:
         compress: Method | None = None,
         *,
         strategy: str = "replicate",
+        sparse: Container[int] = (),
     ) -> None:
+        """Follow parameters.
+
+        Args:
+            names: of the parameters.
+            parameters: of the model.
+            group: the ranks that average their gradients; ``None``: nothing is averaged here.
+            model_name: for errors.
+            compress: how gradients are compressed for sending.
+            strategy: that the model went through.
+            sparse: identities of the parameters whose gradients are sparse.
+        """
         self.strategy = strategy
         self.number = next(model_numbers)
         """Ranks replicate their models in one order, so it is the same on every rank."""
@@ -92,6 +104,7 @@ class GradientSync:
         self._in_backward = False
         self._has_gradients = False
         self._compress = compress
+        self._sparse = {number for number, parameter in enumerate(self.parameters) if id(parameter) in sparse}
         self._hooked: set[int] = set()
         self._unhooked = list(enumerate(self.parameters))
         self._buckets: GradientBuckets | None = None
@@ -162,7 +175,14 @@ class GradientSync:
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
         self._buckets = GradientBuckets(
-            self.parameters, order, group, self._what, self._compress, names=self.names, replaced=self._buckets
+            self.parameters,
+            order,
+            group,
+            self._what,
+            self._compress,
+            names=self.names,
+            replaced=self._buckets,
+            sparse=self._sparse,
         )
 
     def before_backward(self) -> None:

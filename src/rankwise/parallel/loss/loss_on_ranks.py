@@ -266,6 +266,9 @@ class LossOnRanks:
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
             is_empty = self._expected_weight is not None and is_zero(self._expected_weight)
+        if is_empty and self._accumulation.counted_in == _COUNTED_IN[Mode.SUM]:
+            # All ranks may be without samples in the last microstep: the earlier ones tell that this is a sum.
+            verdict, is_empty = Verdict(Mode.SUM), False
         self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
         self._kind = _kind_of(self._verdict)
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (self._is_queued and self._rows is not None):
@@ -277,7 +280,7 @@ class LossOnRanks:
 
     def report_at_start(self) -> None:
         """Report now, if the model does so. Called by: every rank, for the models that a loss comes from."""
-        # The others may wait for the report of a rank without samples before backward, which has collectives of its own.
+        # Others may wait for the report of a rank without samples before backward, which has collectives of its own.
         if (self.reports_at_start or self.is_empty) and not self._accumulation.is_continued:
             self.begin(self._expected_weight)
             self.report()
