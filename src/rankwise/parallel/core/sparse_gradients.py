@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from rankwise.errors import ConfigurationError
 from rankwise.parallel.loss.amounts import is_zero, multiplied, ratio
 from rankwise.torch_private.tensors import sparse_indices, sparse_values
 
@@ -32,6 +33,17 @@ def sparse_layers(model: nn.Module) -> dict[int, str]:
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
+
+
+def check_no_sparse(model: nn.Module, strategy: str) -> None:
+    """Raise if a layer of ``model`` has sparse gradients, which torch cannot split over ranks."""
+    name = next(iter(sparse_layers(model).values()), None)
+    if name is not None:
+        raise ConfigurationError(
+            f"Parameter {name}{'.' * bool(name)}weight has a sparse gradient, and {strategy}() splits dense ones only.",
+            do="create the layer with sparse=False, or call rankwise.replicate(model), which sends only the rows of "
+            "sparse gradients",
+        )
 
 
 class SparseGradients:
