@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
+from rankwise import testing
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -63,6 +64,21 @@ class _Text(nn.Module):
         if len(marked):
             h = h.index_add(0, marked, self.rare(x[marked, 2]))
         return self.head(torch.tanh(h))
+
+
+class _Hooked(_Factors):
+    """Gradients that hooks halve and clip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.items.weight.register_hook(_clipped)
+
+
+def _clipped(gradient: torch.Tensor) -> torch.Tensor:
+    rows = gradient.coalesce()
+    values = rows.values().clamp(-0.02, 0.02)
+    return torch.sparse_coo_tensor(rows.indices(), values, rows.shape, check_invariants=False)
 
 
 class _Tied(nn.Module):
@@ -148,6 +164,7 @@ CASES: dict[str, tuple[Make, Any, Any, Loss]] = {
     "text, accumulated": (_Text, _sgd, _accumulated, functional.mse_loss),
     "text, accumulated sum": (_Text, _sgd, _accumulated, _summed),
     "factors, accumulated": (_Factors, _sparse_adam, _accumulated, functional.mse_loss),
+    "hooked": (_Hooked, _sgd, _as_it_is, functional.mse_loss),
     "tied": (_Tied, _sgd, _as_it_is, functional.mse_loss),
     "tied, two backwards": (_Tied, _sgd, _twice, functional.mse_loss),
 }
@@ -177,3 +194,54 @@ def test_sparse_gradients_are_exact(run_ranks: RunRanks, num_ranks: int) -> None
     for result in run_ranks(_on_ranks, num_ranks):
         apart = {name: largest_difference(got, plain[name]) for name, got in result.get().items()}
         assert {name: value for name, value in apart.items() if value > TOLERANCE} == {}
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    words = nn.Embedding(NUM_WORDS, 4, sparse=True)
+    return nn.Sequential(words, nn.Flatten(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def _descend(model: nn.Module, step: Callable[[torch.Tensor, torch.Tensor], object], rank: int, of: int) -> Parameters:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, y in _batches():
+        optimizer.zero_grad()
+        for _ in range(2):
+            step(part(x, rank, of), part(y, rank, of))
+        optimizer.step()
+    return {key: value.detach().clone() for key, value in model.state_dict().items() if not value.is_meta}
+
+
+def _plain_layers() -> Parameters:
+    model = _layers()
+    return _descend(model, lambda x, y: functional.mse_loss(model(x), y).backward(), 0, 1)
+
+
+def _staged(world: World) -> Parameters:
+    rw.mesh(pp=2, dp_replicate=2)
+    model = _layers()
+    step = rw.pipeline(model, functional.mse_loss, example=_batches()[0][0], micro_batches=2)
+    return _descend(model, step, world.rank % 2, 2)
+
+
+def test_sparse_gradients_of_a_pipelines_copies_are_exact() -> None:
+    plain = _plain_layers()
+    for result in testing.run_ranks(_staged, 4):
+        got = result.get()
+        assert largest_difference(got, {key: plain[key] for key in got}) <= TOLERANCE
+
+
+def _refused(_: World, strategy: str) -> None:
+    if strategy == "tensor_parallel":
+        rw.mesh(tp=2)
+        rw.tensor_parallel(_layers())
+    else:
+        rw.shard(_layers())
+
+
+@pytest.mark.parametrize("strategy", ["shard", "tensor_parallel"])
+def test_strategies_that_split_parameters_refuse_sparse_gradients(strategy: str) -> None:
+    for result in testing.run_ranks(_refused, 2, strategy):
+        assert isinstance(result.error, ConfigurationError)
+        assert "Parameter 0.weight has a sparse gradient" in str(result.error)
+        assert "rankwise.replicate(model)" in str(result.error)
