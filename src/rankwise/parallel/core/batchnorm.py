@@ -104,6 +104,14 @@ def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchan
             _sync_of[module] = sync, exchange
 
 
+def undo_batchnorm(model: nn.Module) -> None:
+    """Make the BatchNorm layers of ``model`` torch's own again."""
+    for module in model.modules():
+        if isinstance(module, SYNCHRONISED):
+            del _sync_of[module]
+            module.__class__ = _PLAIN_OF[type(module)]  # pyright: ignore[reportAttributeAccessIssue] - its base
+
+
 def unsynchronised_batchnorms(model: nn.Module) -> list[str]:
     """Return the names of BatchNorm layers whose statistics are taken per rank."""
     return [

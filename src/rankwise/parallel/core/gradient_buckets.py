@@ -102,6 +102,7 @@ class GradientBuckets:
             sizes.append(ChannelSize(num_elements, len(inside), first.dtype, first.device))
         channels = open_channels(compress, exchange, sizes, shapes, what)
         self._names = names or [f"{number} of shape {list(one.shape)}" for number, one in enumerate(parameters)]
+        self._parameters = parameters
         scratch = Scratch()
         self._buckets = [
             Bucket(inside, parameters, channel, scratch) for inside, channel in zip(members, channels, strict=True)
@@ -217,8 +218,24 @@ class GradientBuckets:
                 "again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )
-        bucket.send(weights)
+        try:
+            bucket.send(weights)
+        except RuntimeError:
+            self._check_shapes(bucket)
+            raise
         self._num_sent += 1
+
+    def _check_shapes(self, bucket: Bucket) -> None:
+        """Raise if a parameter has changed its shape since the buckets were laid out."""
+        for number, before in zip(bucket.numbers, bucket.shapes(), strict=True):
+            now = own_part(self._parameters[number]).shape
+            if now != before:
+                raise ConfigurationError(
+                    f"Parameter {self._names[number]} has changed its shape since the model was distributed.",
+                    evidence=f"it was {list(before)} and is {list(now)}",
+                    do="distribute the model again after such a change, as by rankwise.replicate(model), and create "
+                    "the optimizer after that",
+                ) from None
 
     def take_back(self) -> None:
         """Wait for the results, which become the gradients. Ends the step.
@@ -226,7 +243,11 @@ class GradientBuckets:
         A parameter that no rank had a gradient for keeps ``grad=None``.
         """
         for bucket in self._buckets:
-            bucket.take_back()
+            try:
+                bucket.take_back()
+            except RuntimeError:
+                self._check_shapes(bucket)
+                raise
         if self._sparse is not None and self._weights is not None:
             self._sparse.reduce(self._weights, self.total())
         self._num_sent = 0

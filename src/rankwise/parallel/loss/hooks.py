@@ -63,6 +63,11 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
 
+def unsubscribe(subscriber: LossOnRanks) -> None:
+    """Read no more losses for a model."""
+    _subscribers[:] = [ref(one) for one in _living() if one is not subscriber]
+
+
 def _living() -> list[LossOnRanks]:
     return [one for reference in _subscribers if (one := reference()) is not None]
 
