@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 
+from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
 from rankwise.health.call_site import user_call_site, words
@@ -20,7 +21,7 @@ from rankwise.health.step_record import BACKWARD
 from rankwise.log import warn
 from rankwise.parallel.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
-from rankwise.parallel.loss.terms import LossReader
+from rankwise.parallel.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
 from rankwise.world.device.later import forget_checks, run_checks
 
@@ -151,9 +152,19 @@ def _read(
         _warn_unread("backward() was called with gradients")
         return Verdict(Mode.SAMPLES), reader
     verdict = verdict_of(reader.terms)
+    if verdict.mode is Mode.TERMS and are_of_single_samples(verdict.terms, _num_given()):
+        _warn_of_loop()
+        return Verdict(Mode.SAMPLES), reader
     if any(one.reads_amounts for one in reached):
         verdict = verdict.read()
     return _followed(verdict, reached), reader
+
+
+def _num_given() -> int:
+    """Return how many samples a loader gave this rank last; 0 if none did."""
+    session = current_or_none()
+    batch = None if session is None else session.latest_batch
+    return 0 if batch is None else batch.num or 0
 
 
 def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
@@ -226,6 +237,15 @@ def _warn_scaled(term: Term) -> None:
         f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of "
         "samples but is treated as a constant: if it is that number, write the sum with reduction='sum' or "
         ".sum()",
+    )
+
+
+def _warn_of_loop() -> None:
+    warn_once(
+        "a loop over samples",
+        "the loss ({where}) has terms of single samples, as in a loop over them: its gradients are averaged over ranks "
+        "by samples, which is exact for their mean; pass rankwise.weight(model, len(x)) if it is that, or write a sum "
+        "with reduction='sum' and no divisor",
     )
 
 

@@ -505,8 +505,9 @@ class LossOnRanks:
         return ConfigurationError(
             f"The loss of {self._model_name} does not have the same terms on all ranks.",
             evidence=f"on this rank: {own}",
-            do="compute every term on every rank, multiplied by zero where a rank has no samples for it; or pass "
-            "the number that the loss averages over to rankwise.weight(model, amount)",
+            do="compute every term on every rank, also of classes without samples there: (loss * mask).sum() / "
+            "mask.sum().clamp_min(1); for the mean of one term per sample, put backward() into "
+            "`with rankwise.weight(model, len(x))`",
         )
 
 
