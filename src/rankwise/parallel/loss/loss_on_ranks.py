@@ -281,7 +281,7 @@ class LossOnRanks:
     def report_at_start(self) -> None:
         """Report now, if the model does so. Called by: every rank, for the models that a loss comes from."""
         # Others may wait for the report of a rank without samples before backward, which has collectives of its own.
-        if (self.reports_at_start or self.is_empty) and not self._accumulation.is_continued:
+        if (self.reports_at_start or self._verdict.mode is Mode.NOTHING) and not self._accumulation.is_continued:
             self.begin(self._expected_weight)
             self.report()
             if self._device is not None:
