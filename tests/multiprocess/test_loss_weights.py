@@ -169,19 +169,21 @@ def _adversarial(generator: nn.Module, critic: nn.Module, rank: int, of: int) ->
     return state | {f"critic.{key}": value.detach().clone() for key, value in critic.state_dict().items()}
 
 
-def _critic() -> nn.Module:
+def _critic(norm: type[nn.Module]) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    return nn.Sequential(nn.Linear(4, 6), norm(6), nn.Tanh(), nn.Linear(6, 1)).double()
 
 
-def _adversarial_on_ranks(world: World) -> Parameters:
-    return _adversarial(rw.replicate(plain_model()), rw.replicate(_critic()), world.rank, world.world_size)
+def _adversarial_on_ranks(world: World, norm: type[nn.Module]) -> Parameters:
+    critic = rw.replicate(_critic(norm), sync_batchnorm=True)
+    return _adversarial(rw.replicate(plain_model()), critic, world.rank, world.world_size)
 
 
-def test_two_models_that_a_loss_crosses_are_exact(run_ranks: RunRanks) -> None:
-    plain = _adversarial(plain_model(), _critic(), 0, 1)
+@pytest.mark.parametrize("norm", [nn.Identity, nn.BatchNorm1d])
+def test_two_models_that_a_loss_crosses_are_exact(run_ranks: RunRanks, norm: type[nn.Module]) -> None:
+    plain = _adversarial(plain_model(), _critic(norm), 0, 1)
     for num_ranks in (2, 4):
-        for result in run_ranks(_adversarial_on_ranks, num_ranks):
+        for result in run_ranks(_adversarial_on_ranks, num_ranks, norm):
             assert largest_difference(result.get(), plain) < TOLERANCE
 
 

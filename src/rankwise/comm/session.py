@@ -158,6 +158,10 @@ class Session:
             self._made[make] = make(self)
         return self._made[make]
 
+    def made(self, make: Callable[[Session], T]) -> T | None:
+        """Return the result of :meth:`once`, if it was called."""
+        return self._made.get(make)
+
     def data_rank(self, divider: str) -> tuple[int, int]:
         """Return which part of each global batch this rank takes, and how many parts there are.
 

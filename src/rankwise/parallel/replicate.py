@@ -10,34 +10,49 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakMethod
 
+from torch import nn
+
 from rankwise.comm.agreement import same_on_all_ranks
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
-from rankwise.parallel.core.batchnorm import SYNCHRONISED, synchronise_batchnorm, warn_of_own_statistics
+from rankwise.parallel.core.batchnorm import (
+    SYNCHRONISED,
+    synchronise_batchnorm,
+    undo_batchnorm,
+    warn_of_own_statistics,
+)
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.copied_statistics import watch_copies
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
 from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
-from rankwise.parallel.core.own_hooks import OwnHook, leave_out_of_copies
+from rankwise.parallel.core.own_hooks import OwnHook, leave_out_of_copies, remove_own_hooks
 from rankwise.parallel.core.same_model import broadcast_model, check_same_model
-from rankwise.parallel.core.strategy_registry import check_split, check_unregistered, is_placed, register
-from rankwise.parallel.loss.hooks import check_weight_function, subscribe
-from rankwise.parallel.one_copy.choice import share_parameters
-from rankwise.parallel.randomness.model_draws import draw_as_one_rank
+from rankwise.parallel.core.sparse_gradients import sparse_layers
+from rankwise.parallel.core.strategy_registry import (
+    check_split,
+    check_unregistered,
+    is_placed,
+    register,
+    strategy_of,
+    unregister,
+)
+from rankwise.parallel.loss.hooks import check_weight_function, subscribe, unsubscribe
+from rankwise.parallel.one_copy.choice import share_parameters, stop_sharing
+from rankwise.parallel.randomness.model_draws import draw_as_one_rank, forget_draws_of
 from rankwise.parallel.randomness.scope import check_randomness
 from rankwise.parallel.state_guard.guard import StateGuard, shared_statistics
 from rankwise.torch_private.compiler import GraphSplit
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
-    from torch import nn
 
     from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.session import Session
     from rankwise.parallel.compress.methods import Method
     from rankwise.parallel.randomness.scope import Randomness
     from rankwise.world.mesh import Axes
@@ -56,7 +71,7 @@ def replicate(
 ) -> M:
     """Train ``model`` data parallel, in place: after ``loss.backward()`` gradients are global means.
 
-    Called by: every rank, with the same model, before the optimizer is built.
+    Called by: every rank, with the same model, before the optimizer is built; again, after its parameters have changed.
 
     Every rank starts from rank zero's parameters and buffers. Then each ``backward()`` returns with every
     gradient equal on all ranks: the mean over all samples of all ranks, also when ranks have unequal numbers
@@ -76,7 +91,8 @@ def replicate(
     a step by gradients that were not averaged is an error. Hooks on gradients of parameters get the mean.
 
     Args:
-        model: on its device already, compiled with ``torch.compile`` or not. Change its layers, dtype or device before.
+        model: on its device already, compiled with ``torch.compile`` or not. After a change of its layers, dtype or
+            device, call ``replicate`` again, then create the optimizer.
         sync_batchnorm: take BatchNorm statistics over the whole global batch, as one rank would. Without it,
             each rank normalises by its own samples, and the result depends on the number of ranks. Layers of
             ``torch.nn.SyncBatchNorm`` do so in any case.
@@ -99,28 +115,23 @@ def replicate(
     Raises:
         NotJoined: before :func:`rankwise.join`.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
-        ConfigurationError: the model is replicated already, or has nothing to train; ``compress`` is unknown, or does
-            not support models of :func:`rankwise.tensor_parallel`; or :func:`rankwise.mesh` laid ranks out along
-            ``dp_shard`` or ``pp``, whose strategies replicate themselves.
+        ConfigurationError: the model is replicated already and has not changed, or has nothing to train; ``compress``
+            is unknown, or does not support models of :func:`rankwise.tensor_parallel`; or :func:`rankwise.mesh` laid
+            ranks out along ``dp_shard`` or ``pp``, whose strategies replicate themselves.
 
     Source: the exact mean is sum_r w_r g_r / sum_r w_r; bucketing as in Li et al., "PyTorch Distributed"
         (VLDB 2020), section 3.2.
     """
     session = current()
     method = method_of(compress)
+    is_again = _undo(model, session)
     check_unregistered(model, "replicate")
     check_weight_function(weight, "replicate")
     check_randomness(randomness, "replicate")
     named = dict(model.named_parameters())  # each tied parameter once
     names, parameters = list(named), list(named.values())
     _check_trainable(named)
-    if isinstance(method, Int8 | TopK) and any(own_part(p) is not p for p in parameters):
-        raise ConfigurationError(
-            f"The layers that tensor_parallel() copies would diverge with compress={compress!r}.",
-            evidence="the compressed value of a gradient depends on its neighbours, which differ between ranks "
-            "along tp",
-            do='pass compress="powersgd", "bf16" or "fp16"',
-        )
+    _check_compress(compress, method, parameters)
     if session.axes is not None:
         check_split(model, session.axes, "replicate")
     exchange = session.exchange if session.axes is None else _exchange_of(session.axes)
@@ -129,14 +140,14 @@ def replicate(
         _check_same(model, method, randomness)
         broadcast_model(model, exchange)
         group = exchange.dup()
-    sync = GradientSync(names, parameters, group, type(model).__name__, method)
+    sync = GradientSync(names, parameters, group, type(model).__name__, method, sparse=sparse_layers(model))
     sync.loss.expect_weights(by_forward=weight is not None)
     subscribe(sync.loss, session)
     register(model, sync)
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     buffers = None
     if exchange is not None:
-        obstacle = _obstacle(model, method, session.axes)
+        obstacle = "it was replicated before" if is_again else _obstacle(model, method, session.axes)
         share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
         synchronise_batchnorm(model, sync, exchange, only_torchs=not sync_batchnorm)
         if sync_batchnorm:
@@ -161,6 +172,38 @@ def replicate(
     draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)
     return model
+
+
+def _undo(model: object, session: Session) -> bool:
+    """Undo an earlier call for a model whose parameters have changed since; return whether there is one.
+
+    Called by: every rank.
+    """
+    sync = strategy_of(model) if isinstance(model, nn.Module) else None
+    if not isinstance(model, nn.Module) or not isinstance(sync, GradientSync) or sync.strategy != "replicate":
+        return False
+    is_divided = is_placed(model) or any(own_part(parameter) is not parameter for parameter in model.parameters())
+    if is_divided or not sync.has_changed(model):
+        return False
+    stop_sharing(sync.parameters, session)
+    sync.stop()
+    unsubscribe(sync.loss)
+    remove_own_hooks(model)
+    undo_batchnorm(model)
+    forget_draws_of(model)
+    unregister(model)
+    return True
+
+
+def _check_compress(compress: object, method: Method | None, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise if ``compress`` would make copies of one parameter different."""
+    if isinstance(method, Int8 | TopK) and any(own_part(p) is not p for p in parameters):
+        raise ConfigurationError(
+            f"The layers that tensor_parallel() copies would diverge with compress={compress!r}.",
+            evidence="the compressed value of a gradient depends on its neighbours, which differ between ranks "
+            "along tp",
+            do='pass compress="powersgd", "bf16" or "fp16"',
+        )
 
 
 def _check_trainable(named: Mapping[str, nn.Parameter]) -> None:
@@ -190,6 +233,8 @@ def _obstacle(model: nn.Module, method: Method | None, axes: Axes | None) -> str
     """Return why the ranks of a host cannot share one copy of the parameters; empty if nothing here forbids it."""
     if is_placed(model):
         return "place() moves its parameters"
+    if sparse_layers(model):
+        return "its gradients are sparse"
     if method is not None:
         return "compress= is for slow networks"
     return "" if axes is None else "rankwise.mesh() arranged the ranks"

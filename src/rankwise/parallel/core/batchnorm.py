@@ -104,6 +104,14 @@ def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchan
             _sync_of[module] = sync, exchange
 
 
+def undo_batchnorm(model: nn.Module) -> None:
+    """Make the BatchNorm layers of ``model`` torch's own again."""
+    for module in model.modules():
+        if isinstance(module, SYNCHRONISED):
+            del _sync_of[module]
+            module.__class__ = _PLAIN_OF[type(module)]  # pyright: ignore[reportAttributeAccessIssue] - its base
+
+
 def warn_of_own_statistics(model: nn.Module, advice: str = "") -> None:
     """Warn once, before a training forward in which BatchNorm layers normalize by the samples of each rank.
 

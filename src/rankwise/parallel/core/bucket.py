@@ -67,6 +67,10 @@ class Bucket:
         self._streams: set[torch.Stream] = set()
         """The streams that this step's gradients were computed on."""
 
+    def shapes(self) -> list[torch.Size]:
+        """Return the shapes of the gradients that fit the channel."""
+        return [body.shape for body in self._bodies]
+
     def start_over(self) -> None:
         """Begin a step: no gradient has arrived."""
         self.num_missing = len(self.parameters)

@@ -19,10 +19,11 @@ from rankwise.errors import ConfigurationError
 from rankwise.parallel.compress.open_channels import open_channels
 from rankwise.parallel.core.bucket import Bucket, Scratch
 from rankwise.parallel.core.parameter_division import plan
+from rankwise.parallel.core.sparse_gradients import SparseGradients
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -67,6 +68,7 @@ class GradientBuckets:
         *,
         names: Sequence[str] | None = None,
         replaced: GradientBuckets | None = None,
+        sparse: Container[int] = (),
     ) -> None:
         """Open a channel per bucket.
 
@@ -80,11 +82,17 @@ class GradientBuckets:
             compress: how gradients are compressed for sending.
             names: of all parameters, for errors; default: their numbers and shapes.
             replaced: the buckets of earlier steps, whose error feedback is taken over.
+            sparse: numbers of the parameters whose gradients are sparse; they are sent when backward has ended.
 
         Raises:
             CollectiveMismatch: the shapes are not the same on every rank.
         """
-        numbers = list(order)
+        order = list(order)
+        numbers = [number for number in order if number not in sparse]
+        in_rows = sorted(set(order).difference(numbers))
+        if not numbers:
+            # The channel of a bucket adds the weights up.
+            numbers, parameters = [len(parameters)], [*parameters, parameters[order[0]].new_zeros(1)]
         members = plan(parameters, numbers, FIRST_BUCKET_BYTES, exchange.channel_bytes(parameters[numbers[0]].device))
         shapes = [[own_part(parameters[number]).shape for number in inside] for inside in members]
         sizes = []
@@ -94,11 +102,17 @@ class GradientBuckets:
             sizes.append(ChannelSize(num_elements, len(inside), first.dtype, first.device))
         channels = open_channels(compress, exchange, sizes, shapes, what)
         self._names = names or [f"{number} of shape {list(one.shape)}" for number, one in enumerate(parameters)]
+        self._parameters = parameters
         scratch = Scratch()
         self._buckets = [
             Bucket(inside, parameters, channel, scratch) for inside, channel in zip(members, channels, strict=True)
         ]
-        self._bucket_of = {number: bucket for bucket in self._buckets for number in bucket.numbers}
+        self._sparse = SparseGradients([parameters[number] for number in in_rows], exchange, what) if in_rows else None
+        self._bucket_of: dict[int, Bucket | SparseGradients] = (
+            dict.fromkeys(in_rows, self._sparse) if self._sparse else {}
+        )
+        self._bucket_of.update({number: bucket for bucket in self._buckets for number in bucket.numbers})
+        self._weights: Weights | None = None
         self._num_sent = 0
         self._is_first_step = True
         self._turns: list[float] | None = None
@@ -163,12 +177,14 @@ class GradientBuckets:
 
     def _note_first_arrival(self, number: int) -> None:
         bucket = self._bucket_of[number]
+        if not isinstance(bucket, Bucket):
+            return
         gradient = bucket.parameters[bucket.numbers.index(number)].grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise ConfigurationError(
                 f"Parameter {self._names[number]} has a sparse gradient.",
-                do="create the layer with sparse=False, and use SGD or Adam in place of SparseAdam; or train it with "
-                "rankwise.parameter_server() or `rankwise run --auto`, which take sparse gradients as they are",
+                do="compute it by a layer that is known when the model is distributed, as torch.nn.Embedding(..., "
+                "sparse=True) or EmbeddingBag in rankwise.replicate(); or pass sparse=False",
             )
         self.first_arrivals.append(number)
 
@@ -191,6 +207,7 @@ class GradientBuckets:
         """
         while self._num_sent < len(self._buckets):
             self._send_next(weights)
+        self._weights = weights
 
     def _send_next(self, weights: Weights) -> None:
         bucket = self._buckets[self._num_sent]
@@ -201,8 +218,24 @@ class GradientBuckets:
                 "again.",
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )
-        bucket.send(weights)
+        try:
+            bucket.send(weights)
+        except RuntimeError:
+            self._check_shapes(bucket)
+            raise
         self._num_sent += 1
+
+    def _check_shapes(self, bucket: Bucket) -> None:
+        """Raise if a parameter has changed its shape since the buckets were laid out."""
+        for number, before in zip(bucket.numbers, bucket.shapes(), strict=True):
+            now = own_part(self._parameters[number]).shape
+            if now != before:
+                raise ConfigurationError(
+                    f"Parameter {self._names[number]} has changed its shape since the model was distributed.",
+                    evidence=f"it was {list(before)} and is {list(now)}",
+                    do="distribute the model again after such a change, as by rankwise.replicate(model), and create "
+                    "the optimizer after that",
+                ) from None
 
     def take_back(self) -> None:
         """Wait for the results, which become the gradients. Ends the step.
@@ -210,7 +243,13 @@ class GradientBuckets:
         A parameter that no rank had a gradient for keeps ``grad=None``.
         """
         for bucket in self._buckets:
-            bucket.take_back()
+            try:
+                bucket.take_back()
+            except RuntimeError:
+                self._check_shapes(bucket)
+                raise
+        if self._sparse is not None and self._weights is not None:
+            self._sparse.reduce(self._weights, self.total())
         self._num_sent = 0
         self._is_first_step = False
 

@@ -62,6 +62,13 @@ class GradientHooks:
             if changing or any(isinstance(hook, _Deferred) for hook in following.values()):
                 self._held[number] = changing, following
 
+    def stop(self) -> None:
+        """Give the hooks back to torch."""
+        for tables in self._held.values():
+            for table in tables:
+                table.update({key: hook.hook for key, hook in table.items() if isinstance(hook, _Deferred)})
+        self._held.clear()
+
     def begin(self, *, is_deferred: bool) -> None:
         """Note that a backward begins. Called before it reaches the parameters, if the model itself was called."""
         self._take_over()

@@ -34,9 +34,10 @@ from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.parallel.compress.methods import Method
@@ -61,13 +62,26 @@ class GradientSync:
         compress: Method | None = None,
         *,
         strategy: str = "replicate",
+        sparse: Container[int] = (),
     ) -> None:
+        """Follow parameters.
+
+        Args:
+            names: of the parameters.
+            parameters: of the model.
+            group: the ranks that average their gradients; ``None``: nothing is averaged here.
+            model_name: for errors.
+            compress: how gradients are compressed for sending.
+            strategy: that the model went through.
+            sparse: identities of the parameters whose gradients are sparse.
+        """
         self.strategy = strategy
         self.number = next(model_numbers)
         """Ranks replicate their models in one order, so it is the same on every rank."""
         self.names = list(names)
         self.parameters = list(parameters)
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
+        self._kinds = [_kind_of(parameter) for parameter in self.parameters]
         self._group = group
         self._model_name = model_name
         self._first_call: FirstCall | None = None
@@ -93,7 +107,9 @@ class GradientSync:
         self._in_backward = False
         self._has_gradients = False
         self._compress = compress
+        self._sparse = {number for number, parameter in enumerate(self.parameters) if id(parameter) in sparse}
         self._hooked: set[int] = set()
+        self._handles: list[RemovableHandle] = []
         self._unhooked = list(enumerate(self.parameters))
         self._buckets: GradientBuckets | None = None
         self._is_order_known = False
@@ -152,8 +168,7 @@ class GradientSync:
         # torch runs the hooks of each device in a thread of its own.
         is_alone = len({parameter.device for parameter in self.parameters}) == 1
         arrived = GradientSync._take_note if is_alone else GradientSync._take_note_in_turn
-        for number in new:
-            call_when_accumulated(self.parameters[number], self, arrived, number)
+        self._handles += [call_when_accumulated(self.parameters[n], self, arrived, n) for n in new]
         self._hooked.update(new)
         self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
         if self._group is not None:
@@ -163,7 +178,14 @@ class GradientSync:
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
         self._buckets = GradientBuckets(
-            self.parameters, order, group, self._what, self._compress, names=self.names, replaced=self._buckets
+            self.parameters,
+            order,
+            group,
+            self._what,
+            self._compress,
+            names=self.names,
+            replaced=self._buckets,
+            sparse=self._sparse,
         )
 
     def before_backward(self) -> None:
@@ -194,12 +216,29 @@ class GradientSync:
         known = {id(parameter) for parameter in self.parameters}
         new = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
         if new:
+            first = "change the model first (layers, load_state_dict(assign=True)), then call"
+            if self.strategy == "replicate":
+                first = "after each change of the model (layers, load_state_dict(assign=True)), call"
             raise ConfigurationError(
                 f"Parameter {new[0]} was added after {self.strategy}(), so its gradient would not be synchronized.",
                 evidence=f"new parameters: {', '.join(new)}",
-                do="change the model first (layers, load_state_dict(assign=True)), "
-                f"then call rankwise.{self.strategy}(model)",
+                do=f"{first} rankwise.{self.strategy}(model), then create the optimizer, or pass the new parameters to "
+                "optimizer.add_param_group()",
             )
+
+    def has_changed(self, model: nn.Module) -> bool:
+        """Return whether ``model`` has other parameters than when it went through the strategy."""
+        now = list(model.parameters())
+        known = list(zip(map(id, self.parameters), self._kinds, strict=True))
+        return [(id(parameter), _kind_of(parameter)) for parameter in now] != known
+
+    def stop(self) -> None:
+        """Follow no gradient any more: the model goes through a strategy again."""
+        self.abandon()
+        for handle in self._handles:
+            handle.remove()
+        if self._hooks is not None:
+            self._hooks.stop()
 
     # -- while backward runs -----------------------------------------------------------------------
 
@@ -411,6 +450,10 @@ class GradientSync:
             _round.remove(self)
         self._accumulation.abandon()
         self._start_over()
+
+
+def _kind_of(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.shape, parameter.dtype, parameter.device
 
 
 def _device_of_weights(

@@ -59,6 +59,16 @@ def leave_out_of_copies(model: nn.Module) -> None:
         vars(model)["__getstate__"] = _PlainState(model)
 
 
+def remove_own_hooks(model: nn.Module) -> None:
+    """Remove the :class:`OwnHook` entries of ``model``, and what kept them out of its copies."""
+    vars(model).pop("__getstate__", None)
+    tables = {name: table for name, table in vars(model).items() if isinstance(table, dict)}
+    for name, table in tables.items():
+        for key in [key for key, hook in table.items() if isinstance(hook, OwnHook)]:
+            for beside in [other for other in tables if other.startswith(name)]:
+                tables[beside].pop(key, None)
+
+
 class _PlainState:
     """Replaces a module's ``__getstate__``, which Python looks up on the module itself first.
 

@@ -59,6 +59,11 @@ def register(model: nn.Module, strategy: GradientStrategy | ref[GradientStrategy
     _registered[model] = strategy if isinstance(strategy, ref) else lambda: strategy
 
 
+def unregister(model: nn.Module) -> None:
+    """Note that a strategy has left ``model``, which may go through one again."""
+    del _registered[model]
+
+
 def register_placed(model: nn.Module) -> None:
     """Note that the parts of ``model`` are placed on devices of this process."""
     _placed.update(model.modules())
@@ -104,10 +109,7 @@ def _instead(first: str, second: str) -> str:
     """Return the nearest alternative to two strategies that cannot be combined, or not in this order."""
     pair = {first, second}
     if first == second == "replicate":
-        return (
-            "call replicate() once per model. If its parameters have changed, replicate a copy, model = "
-            "rankwise.replicate(copy.deepcopy(model)), and build the optimizer from it"
-        )
+        return "call replicate() once per model, and again after its parameters have changed"
     if first == second:
         return f"call {second}() once per model"
     if "local_sgd" in pair:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.torch_private.tensors import sparse_values
 from rankwise.world.device.kinds import kind_named
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def multiplied(gradient: torch.Tensor, factor: Amount) -> torch.Tensor:
 
 def clear_(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Fill a gradient with zeros, in place, if a factor on its device is zero."""
-    return gradient.masked_fill_(factor == 0, 0.0)
+    (sparse_values(gradient) if gradient.is_sparse else gradient).masked_fill_(factor == 0, 0.0)
+    return gradient
 
 
 def _product(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from rankwise.parallel.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.parallel.loss.batch_statistics import FirstBatch
 from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
-from rankwise.parallel.loss.terms import LossReader
+from rankwise.parallel.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
 from rankwise.world.device.later import forget_checks, run_checks
 
@@ -67,6 +67,11 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     session.once(FirstBatch).is_wanted = True
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
+
+
+def unsubscribe(subscriber: LossOnRanks) -> None:
+    """Read no more losses for a model."""
+    _subscribers[:] = [ref(one) for one in _living() if one is not subscriber]
 
 
 def _living() -> list[LossOnRanks]:
@@ -163,9 +168,19 @@ def _read(
         _warn_unread("backward() was called with gradients")
         return Verdict(Mode.SAMPLES), reader
     verdict = verdict_of(reader.terms)
+    if verdict.mode is Mode.TERMS and are_of_single_samples(verdict.terms, _num_given()):
+        _warn_of_loop()
+        return Verdict(Mode.SAMPLES), reader
     if any(one.reads_amounts for one in reached):
         verdict = verdict.read()
     return _followed(verdict, reached), reader
+
+
+def _num_given() -> int:
+    """Return how many samples a loader gave this rank last; 0 if none did."""
+    session = current_or_none()
+    batch = None if session is None else session.latest_batch
+    return 0 if batch is None else batch.num or 0
 
 
 def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
@@ -238,6 +253,15 @@ def _warn_scaled(term: Term) -> None:
         f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of "
         "samples but is treated as a constant: if it is that number, write the sum with reduction='sum' or "
         ".sum()",
+    )
+
+
+def _warn_of_loop() -> None:
+    warn_once(
+        "a loop over samples",
+        "the loss ({where}) has terms of single samples, as in a loop over them: its gradients are averaged over ranks "
+        "by samples, which is exact for their mean; pass rankwise.weight(model, len(x)) if it is that, or write a sum "
+        "with reduction='sum' and no divisor",
     )
 
 

@@ -268,6 +268,9 @@ class LossOnRanks:
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
             is_empty = self._expected_weight is not None and is_zero(self._expected_weight)
+        if is_empty and self._accumulation.counted_in == _COUNTED_IN[Mode.SUM]:
+            # All ranks may be without samples in the last microstep: the earlier ones tell that this is a sum.
+            verdict, is_empty = Verdict(Mode.SUM), False
         self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
         self._kind = _kind_of(self._verdict)
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (self._is_queued and self._rows is not None):
@@ -279,12 +282,11 @@ class LossOnRanks:
 
     def report_at_start(self) -> None:
         """Report now, if the model does so. Called by: every rank, for the models that a loss comes from."""
-        is_on_device = self._device is not None
-        # A rank without samples takes part in what the others add up on the device before backward.
-        if (self.reports_at_start or (is_on_device and self.is_empty)) and not self._accumulation.is_continued:
+        # Others may wait for the report of a rank without samples before backward, which has collectives of its own.
+        if (self.reports_at_start or self._verdict.mode is Mode.NOTHING) and not self._accumulation.is_continued:
             self.begin(self._expected_weight)
             self.report()
-            if is_on_device and self._foresee() is None:
+            if self._device is not None and self._foresee() is None:
                 self.receive()
 
     def exchange_terms(self) -> GlobalLoss | None:
@@ -510,8 +512,9 @@ class LossOnRanks:
         return ConfigurationError(
             f"The loss of {self._model_name} does not have the same terms on all ranks.",
             evidence=f"on this rank: {own}",
-            do="compute every term on every rank, multiplied by zero where a rank has no samples for it; or pass "
-            "the number that the loss averages over to rankwise.weight(model, amount)",
+            do="compute every term on every rank, also of classes without samples there: (loss * mask).sum() / "
+            "mask.sum().clamp_min(1); for the mean of one term per sample, put backward() into "
+            "`with rankwise.weight(model, len(x))`",
         )
 
 

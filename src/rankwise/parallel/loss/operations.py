@@ -30,6 +30,10 @@ PASSING = frozenset(
 """Linear in their one input, element by element: a mean of what they give is a mean of what they got."""
 ADDING = frozenset({"Add", "Rsub", "Sub"})
 """Sums of terms."""
+CHOOSING = frozenset({"Select", "Unbind"})
+"""Take one row of a tensor."""
+JOINING = frozenset({"Cat", "Stack"})
+"""Lists of terms, if what they join are single numbers."""
 SCALING = frozenset({"Mul", "Div"})
 REDUCING = frozenset({"Mean", "Sum"})
 COUPLING = frozenset(

@@ -94,13 +94,15 @@ def verdict_of(terms: Sequence[Term]) -> Verdict:
     if len(terms) == 1 and terms[0].kind == "mean":  # as most losses
         return Verdict(Mode.MEAN, tuple(terms))
     shared = tuple(term for term in terms if term.kind != "same")
-    if not shared or any(term.kind == "unknown" for term in shared) or len(shared) > MOST_TERMS:
+    if not shared or any(term.kind == "unknown" for term in shared):
         return Verdict(Mode.SAMPLES, shared)
     has_constants = any(term.has_constants for term in shared)
     if len(shared) == 1 and shared[0].kind == "mean":
         return Verdict(Mode.MEAN, shared)
     if len(shared) == len(terms) and all(term.kind == "sum" for term in shared) and not has_constants:
         return Verdict(Mode.SUM, shared)
+    if len(shared) > MOST_TERMS:
+        return Verdict(Mode.SAMPLES, shared)
     return Verdict(Mode.TERMS, shared)
 
 

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 
 from rankwise.parallel.loss.amounts import amount_of, is_zero
-from rankwise.parallel.loss.operations import ADDING, COUPLING, LOOKUPS, PASSING, PRODUCTS, REDUCING, SCALING
+from rankwise.parallel.loss.operations import (
+    ADDING,
+    CHOOSING,
+    COUPLING,
+    JOINING,
+    LOOKUPS,
+    PASSING,
+    PRODUCTS,
+    REDUCING,
+    SCALING,
+)
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import is_of_python, is_of_strategy, metadata_of, saved, shape_of
 
@@ -327,6 +337,24 @@ def _is_reciprocal(value: float, sizes: Collection[int]) -> bool:
     return 0 < abs(value) < 0.5 and any(math.isclose(1 / abs(value), one, rel_tol=1e-12) for one in sizes)  # noqa: PLR2004
 
 
+def are_of_single_samples(terms: Sequence[Term], num_samples: int) -> bool:
+    """Return whether each term is of one row of a tensor with ``num_samples`` rows, as in a loop over samples."""
+    return len(terms) >= num_samples > 0 and all(_picks_a_row(term.node, num_samples) for term in terms)
+
+
+def _picks_a_row(start: Node, num_rows: int) -> bool:
+    stack = [start]
+    for _ in range(FARTHEST_NODES):
+        if not stack:
+            break
+        node = stack.pop()
+        inputs = inputs_of(node)
+        if operation_of(node) in CHOOSING and saved(node, "dim") == 0 and shape_of(inputs[0])[0] == num_rows:
+            return True
+        stack += [one for one, _ in inputs]
+    return False
+
+
 class Lead(Enum):
     """The kind of node that a node of the graph leads to."""
 
@@ -466,8 +494,8 @@ class LossReader:
 
     def _splits(self, name: str, shape: tuple[int, ...], live: list[Edge], path: GraphPath) -> bool:
         """Return whether each input of a node is a term of its own, by dims, which do not depend on samples."""
-        if name == "Stack":
-            return all(self._shape(one) == () for one in live)
+        if name in JOINING:
+            return all(math.prod(self._shape(one)) == 1 and len(self._shape(one)) < 2 for one in live)  # noqa: PLR2004
         return name in ADDING and (shape == () or (not path.reductions and math.prod(shape) == 1))
 
     def _end(self, edge: Edge, path: GraphPath, unknown: str | None) -> None:

@@ -15,6 +15,8 @@ from rankwise.parallel.one_copy.divided_step import DividedSteps
 from rankwise.parallel.one_copy.shared_parameters import ParameterLayout, SharedParameters, why_not_shared
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from rankwise.comm.backends.protocol import Exchange
@@ -59,6 +61,16 @@ def share_parameters(
             f"one_copy_per_host=True is impossible for this {type(model).__name__}: {reason}.",
             do="leave one_copy_per_host out",
         )
+
+
+def stop_sharing(parameters: Sequence[nn.Parameter], session: Session) -> None:
+    """Give every rank its own copy, if the ranks of a host share some of these parameters.
+
+    Called by: every rank of the host.
+    """
+    steps = session.made(_steps_of)
+    if steps is not None and steps.models_of(parameters):
+        steps.give_up("a model has changed")
 
 
 def _share(model: nn.Module, sync: GradientSync, exchange: SharedMemory, session: Session, *, is_wanted: bool) -> str:

@@ -20,6 +20,7 @@ from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.same_inputs import describe_arguments
+from rankwise.parallel.core.sparse_gradients import sparse_layers
 from rankwise.parallel.loss.amounts import amount_of, ratio
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
@@ -75,7 +76,8 @@ class Pipeline:
         self._link = PipelineLink(group, axes.ranks_along(world.rank, "pp"), plan.device, session.detector)
         copies = exchange_along("dp_replicate")
         own = plan.own_parameters(place)
-        self._gradients = StepGradients(own, copies, f"gradients of {type(plan.model).__name__}")
+        what = f"gradients of {type(plan.model).__name__}"
+        self._gradients = StepGradients(own, copies, what, sparse_layers(plan.model))
         self._has_copies = copies is not None
         losses = MicroBatchLosses(own)
         self._losses = losses if weight is None and place == self._last_place else None

@@ -19,7 +19,7 @@ from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from torch import nn
 
@@ -30,13 +30,25 @@ if TYPE_CHECKING:
 class StepGradients:
     """The gradients of this rank's stages: :meth:`begin`, compute them, :meth:`finish`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], copies: Exchange | None, what: str) -> None:
-        """Open channels to ``copies``, the ranks with the same stages. Called by: every rank, in one order."""
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], copies: Exchange | None, what: str, sparse: Container[int]
+    ) -> None:
+        """Open channels to ``copies``, the ranks with the same stages.
+
+        Called by: every rank, in one order.
+
+        Args:
+            parameters: of this rank's stages.
+            copies: ``None`` if there are none.
+            what: the name of the gradients, for errors.
+            sparse: identities of the parameters whose gradients are sparse.
+        """
         self._parameters = parameters
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets: GradientBuckets | None = None
         if copies is not None and self._trained:
-            self._buckets = GradientBuckets(self._trained, range(len(self._trained)), copies, what)
+            in_rows = {number for number, one in enumerate(self._trained) if id(one) in sparse}
+            self._buckets = GradientBuckets(self._trained, range(len(self._trained)), copies, what, sparse=in_rows)
         self._earlier: Earlier = []
 
     def begin(self, *, has_factor: bool) -> None:

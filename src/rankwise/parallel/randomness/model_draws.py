@@ -86,6 +86,11 @@ def draw_as_one_rank(
     model.register_forward_hook(OwnHook(draws.after), prepend=True, always_call=True)
 
 
+def forget_draws_of(model: nn.Module) -> None:
+    """Have a model whose hooks were removed draw as torch does."""
+    _draws_of.pop(model, None)
+
+
 class DrawsOfModel:
     """How the forward passes of one model draw random numbers."""
 

@@ -31,6 +31,7 @@ from rankwise.parallel.core.gradient_hooks import has_hooks
 from rankwise.parallel.core.same_inputs import SameForward
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
+from rankwise.parallel.core.sparse_gradients import check_no_sparse
 from rankwise.parallel.core.strategy_registry import (
     check_no_optimizer_holds,
     check_split,
@@ -277,11 +278,7 @@ def _check_trainable(model: nn.Module) -> None:
             f"Parameter {hooked} has a hook, which shard() would lose: it replaces the parameters.",
             do="call shard() first, then register hooks on the parameters that the model has",
         )
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise ConfigurationError(
-                f"Parameter {name}.weight has a sparse gradient.", do="create the layer with sparse=False"
-            )
+    check_no_sparse(model, "shard")
 
 
 def _check_flags(**given: object) -> None:

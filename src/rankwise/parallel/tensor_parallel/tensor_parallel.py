@@ -23,6 +23,7 @@ from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
+from rankwise.parallel.core.sparse_gradients import check_no_sparse
 from rankwise.parallel.core.strategy_registry import check_unregistered
 from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.split_tracer import follow_layer
@@ -138,6 +139,7 @@ def _left(plan: TensorPlan) -> str:
 
 def _check_first(model: nn.Module) -> None:
     check_unregistered(model, "tensor_parallel")
+    check_no_sparse(model, "tensor_parallel")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigurationError(
             "The model has parameters that are already distributed over ranks.",
