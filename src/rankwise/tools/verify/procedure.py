@@ -153,7 +153,20 @@ class _Verification:
             f"each rank takes batches of its own: compared with one rank that takes those of {number} ranks together, "
             "with their learning rate"
         )
-        return replace(verdict, notes=(*notes, note))
+        return replace(verdict, notes=(*notes, note, *_scaled_settings(one, many.ranks[0])))
+
+
+def _scaled_settings(one: RankRun, rank: RankRun) -> list[str]:
+    """Return a note on each hyperparameter that the script multiplies by something that depends on the ranks."""
+    pairs = zip(one.steps[0].hyperparameters, rank.steps[0].hyperparameters, strict=False)
+    held = {key: (group[key], value) for group, theirs in pairs for key, value in theirs.items() if key in group}
+    return [
+        f"{key} is {value:g} on {rank.facts.world_size} ranks and {mine:g} on one, so the result of the script depends "
+        f"on the number of ranks: intended if it scales {key} with the batch, as batches are {rank.facts.world_size} "
+        "times as large"
+        for key, (mine, value) in held.items()
+        if mine != value and key != "initial_lr"
+    ]
 
 
 def _notes_on(floor: Floor) -> tuple[str, ...]:
