@@ -41,6 +41,7 @@ GENERAL = (
     "not exchanged",
     "bypassed",
     "wrong exchange",
+    "hook",
     "optimizer state",
     "update",
     "buffers",
@@ -266,6 +267,20 @@ def _is_plain(evidence: Evidence, factor: float) -> bool:
     )
 
 
+def _hooked(evidence: Evidence) -> Cause | None:
+    line = evidence.many[0].hook_line
+    if not line or not ranks_agree(evidence):
+        return None
+    return Cause(
+        "hook",
+        "a hook changes the gradients of what the model computes: on each rank it sees those of the mean over that "
+        "rank's samples",
+        "keep the change linear, as scaling and masking are, or change the gradients of parameters after backward()"
+        + (", or in parameter.register_hook, which gets the mean over all ranks" if evidence.replicates else ""),
+        line=line,
+    )
+
+
 def _unequal_counts(evidence: Evidence) -> Cause | None:
     """The exchange is a plain mean or sum, and still not one rank's: the losses count something else."""
     if not ranks_agree(evidence) or not any(_is_plain(evidence, one) for one in (1.0, 1 / evidence.num_ranks)):
@@ -488,6 +503,7 @@ _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
         _scaled,
         _not_exchanged,
         _unused,
+        _hooked,
         _unequal_counts,
         _wrong_exchange,
     ),

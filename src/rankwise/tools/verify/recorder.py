@@ -129,7 +129,7 @@ class Recorder:
         self._noted: dict[str, object] | None = None
         """What is to be known of rankwise's part in the run, after the first step."""
         self._metrics: list[float] = []
-        self._scheduler_line = ""
+        self._scheduler_line = self._hook_line = ""
         self._clear()
         self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is"))
         if plan.keep:
@@ -167,6 +167,8 @@ class Recorder:
         self._draws.install()
         replace_attributes(nn.Module, ["__call__"], self._around_module)
         replace_attributes(torch.Tensor, ["backward"], self._around_backward)
+        for kind, name in ((torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook")):
+            replace_attributes(kind, [name], self._around_hooks)
         replace_attributes(nn.utils, ["clip_grad_norm_"], self._around_clipping)
         replace_attributes(Optimizer, ["add_param_group"], self._around_groups)
         replace_attributes(torch.amp.GradScaler, ["step"], self._around_scaler)
@@ -197,6 +199,7 @@ class Recorder:
             "lines_of_copies": self._names.lines_of_copies(),
             "missing": "" if error is None else self._missing(error),
             "scheduler_line": self._scheduler_line,
+            "hook_line": self._hook_line,
         }
         self._write("end", content)
 
@@ -420,6 +423,17 @@ class Recorder:
             return original(tensor, *args, **kwargs)
 
         return backward
+
+    def _around_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def register(owner: torch.Tensor | nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+            # Those of parameters are hooks on the gradient that ranks exchange.
+            if not (isinstance(owner, torch.Tensor) and owner.is_leaf):
+                self._hook_line = self._hook_line or self._line_in(frame, frame.f_lineno)
+            return original(owner, *args, **kwargs)
+
+        return register
 
     def _around_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

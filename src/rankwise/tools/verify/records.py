@@ -207,6 +207,8 @@ class RankRun:
     """Which line first called each model that was called without gradients only."""
     scheduler_line: str = ""
     """The line that gave a scheduler a value to decide from."""
+    hook_line: str = ""
+    """The line that registered a hook on the gradient of what a model computes, such as ``h.register_hook(f)``."""
     missing: str = ""
     """What the script did not find in its copy of the working folder, although it exists outside."""
 
@@ -256,6 +258,7 @@ def read(path: Path) -> RankRun | None:
         warnings=tuple(found.get("warning", [])),
         lines_of_copies=end.get("lines_of_copies", {}),
         scheduler_line=end.get("scheduler_line", ""),
+        hook_line=end.get("hook_line", ""),
         missing=end.get("missing", ""),
     )
 
