@@ -34,7 +34,7 @@ with rw.join() as world:
     model = rw.replicate(Net(), sync_batchnorm=True)
     average = rw.replicate(AveragedModel(model), sync_batchnorm=True)
     loader = rw.DataLoader(data, global_batch_size=8, shuffle=True)
-    unlabelled = rw.DataLoader(TensorDataset(torch.randn(9, 5)), global_batch_size=4)
+    unlabelled = rw.DataLoader(TensorDataset(torch.randn(10, 5)), global_batch_size=4)
     validation = rw.DataLoader(TensorDataset(torch.randn(20, 5), torch.randn(20, 1)), global_batch_size=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -556,11 +556,12 @@ def _facts_of_rankwise() -> dict[str, object]:
     return {"uses_rankwise": True, "strategies": strategies, "randomness": sorted(ways_to_draw())}
 
 
-class _Warnings(logging.Handler):
+class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
     """Notes what rankwise warns of that makes results depend on the number of ranks, and shows all that it logs."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
+        self.setFormatter(logging.Formatter("[rankwise] %(message)s"))
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -572,7 +573,7 @@ class _Warnings(logging.Handler):
         source = "" if frame is None else frame.f_globals["__name__"]
         if record.levelno >= logging.WARNING and source.startswith(_ABOUT_RESULTS) and source not in _ABOUT_SPEED:
             self._note(record.getMessage())
-        print(f"[rankwise] {record.getMessage()}", file=sys.stderr, flush=True)  # noqa: T201 - as without a handler
+        super().emit(record)
 
 
 def _state_of(held: Mapping[Any, Any], parameter: str) -> dict[str, tuple[float, float]]:
