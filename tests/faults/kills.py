@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill a training at random moments of its saves and restores until it ends; nothing may be lost, hang or differ.
 
-``python tests/faults/kills.py [--kills 30] [--seed 0]``. Each kill ends one rank or the whole job with SIGKILL. After
-each, the folder's newest checkpoint must be whole and at least as new as every one that a rank has reported; at the end
-the parameters must equal those of a training that nobody disturbed.
+``python tests/faults/kills.py [--kills 30] [--seed 0]``. Each training has a strategy, saves in the foreground or
+beside its steps, and has one launcher, or one per rank as on two hosts. Each kill ends one rank or the whole job with
+SIGKILL. After each, the folder's newest checkpoint must be whole and at least as new as every one that a rank has
+reported; at the end the parameters must equal those of a training that nobody disturbed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +34,16 @@ asynchronous, strategy, steps = sys.argv[1] == "asynchronous", sys.argv[2], int(
 with rw.join() as world:
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(40, 64).double(), torch.randn(40, 64).double())
-    model = getattr(rw, strategy)(torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)).double())
+    layers = torch.nn.Linear(64, 512), torch.nn.Dropout(0.1), torch.nn.Linear(512, 64)
+    model, loss_fn, step = torch.nn.Sequential(*layers).double(), torch.nn.functional.mse_loss, None
+    if strategy == "tensor_parallel":
+        rw.mesh(tp=2)
+        rw.tensor_parallel(model, {"0": "column", "2": "row"})
+    elif strategy == "pipeline":
+        rw.mesh(pp=2)
+        step = rw.pipeline(model, loss_fn, example=torch.zeros(2, 64).double(), micro_batches=4)
+    else:
+        getattr(rw, strategy)(model)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     loader = rw.DataLoader(data, global_batch_size=8, shuffle=True)
     checkpoints = rw.Checkpointer("net", keep=2, asynchronous=asynchronous)
@@ -44,7 +56,10 @@ with rw.join() as world:
         for x, y in loader:
             if extra["steps"] == steps:
                 break
-            torch.nn.functional.mse_loss(model(x), y).backward()
+            if step is None:
+                loss_fn(model(x), y).backward()
+            else:
+                step(x, y)
             optimizer.step()
             optimizer.zero_grad()
             extra["steps"] += 1
@@ -55,31 +70,61 @@ with rw.join() as world:
     checkpoints.close()
     rw.save("end", model=model, optimizer=optimizer)
 """
+STRATEGIES = ["replicate", "shard", "tensor_parallel", "pipeline"]
 LIMIT_SECONDS = 120.0
 
 
-def _start(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "rankwise", "run", "-n", "2", "train.py", *words]
-    with (folder / "output.txt").open("ab") as output:
-        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, start_new_session=True)
+class Job:
+    """The launchers of one training: one for both ranks, or one for each."""
+
+    def __init__(self, folder: Path, words: list[str], num_launchers: int) -> None:
+        command = [sys.executable, "-m", "rankwise", "run", "-n", str(2 // num_launchers)]
+        if num_launchers > 1:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                address = f"127.0.0.1:{server.getsockname()[1]}"
+            command += ["--nodes", str(num_launchers), "--rendezvous", address]
+        with (folder / "output.txt").open("ab") as output:
+            self._launchers = [
+                subprocess.Popen(
+                    [*command, "train.py", *words], cwd=folder, stdout=output, stderr=output, start_new_session=True
+                )
+                for _ in range(num_launchers)
+            ]
+
+    def wait(self, seconds: float) -> int:
+        """Return an exit code that is not 0, if there is one, when every launcher has ended."""
+        deadline = time.monotonic() + seconds
+        codes = [one.wait(max(0.0, deadline - time.monotonic())) for one in self._launchers]
+        return next(filter(None, codes), 0)
+
+    def has_ended(self) -> bool:
+        """Whether every launcher has ended."""
+        return all(one.poll() is not None for one in self._launchers)
+
+    def kill(self) -> None:
+        """Kill the launchers and all ranks."""
+        for one in self._launchers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
 
 
-def _wait_for_ranks(job: subprocess.Popen[bytes], folder: Path) -> None:
+def _wait_for_ranks(job: Job, folder: Path) -> None:
     """Return when both ranks are about to restore, or the job has ended."""
-    while job.poll() is None and not all((folder / f"pid-{rank}").exists() for rank in (0, 1)):
+    while not job.has_ended() and not all((folder / f"pid-{rank}").exists() for rank in (0, 1)):
         time.sleep(0.02)
 
 
-def _kill(job: subprocess.Popen[bytes], folder: Path, draw: random.Random) -> str:
-    """Kill one rank, or the launcher and all ranks; return which."""
+def _kill(job: Job, folder: Path, draw: random.Random) -> str:
+    """Kill one rank, or the launchers and all ranks; return which."""
     whom = draw.choice(["rank 0", "rank 1", "the job"])
     pid = folder / f"pid-{whom[-1]}"
+    number = int(pid.read_text(encoding="utf-8") or "0") if whom != "the job" and pid.exists() else 0
     try:
-        if whom == "the job" or not pid.exists():
-            whom = "the job"
-            os.killpg(job.pid, signal.SIGKILL)
+        if number:
+            os.kill(number, signal.SIGKILL)
         else:
-            os.kill(int(pid.read_text(encoding="utf-8") or "0") or job.pid, signal.SIGKILL)
+            whom = "the job"
+            job.kill()
     except ProcessLookupError:
         whom += ", which had ended"
     job.wait(LIMIT_SECONDS)
@@ -95,10 +140,10 @@ def _newest_whole(folder: Path) -> int:
     return 0 if taken is None else numbers[taken.name]
 
 
-def _train_to_the_end(folder: Path, words: list[str]) -> float:
+def _train_to_the_end(folder: Path, words: list[str], num_launchers: int) -> float:
     """Train undisturbed; return the seconds from the restore to the end."""
     (folder / "train.py").write_text(TRAIN, encoding="utf-8")
-    job = _start(folder, words)
+    job = Job(folder, words, num_launchers)
     _wait_for_ranks(job, folder)
     began = time.monotonic()
     if job.wait(LIMIT_SECONDS):
@@ -115,14 +160,15 @@ def main() -> int:
     draw, num_kills, lost = random.Random(options.seed), 0, 0
     join(device="cpu")
     while num_kills < options.kills:
-        words = [draw.choice(["synchronous", "asynchronous"]), draw.choice(["replicate", "shard"]), str(options.steps)]
+        words = [draw.choice(["synchronous", "asynchronous"]), draw.choice(STRATEGIES), str(options.steps)]
+        num_launchers = draw.choice([1, 2])
         with tempfile.TemporaryDirectory() as undisturbed, tempfile.TemporaryDirectory() as disturbed:
             whole, folder = Path(undisturbed), Path(disturbed)
-            seconds = _train_to_the_end(whole, words)
+            seconds = _train_to_the_end(whole, words, num_launchers)
             (folder / "train.py").write_text(TRAIN, encoding="utf-8")
             newest = 0
             while True:
-                job = _start(folder, words)
+                job = Job(folder, words, num_launchers)
                 try:
                     _wait_for_ranks(job, folder)
                     ended = job.wait(draw.uniform(0.0, 0.5) * seconds)
@@ -148,7 +194,8 @@ def main() -> int:
                 (whole / "end" / name).read_bytes() == (folder / "end" / name).read_bytes() for name in files
             )
             lost += not (files and is_equal)
-            print(f"{'ok' if files and is_equal else 'NOT':5}{' '.join(words)}: bit-equal at the end", flush=True)
+            told = f"{' '.join(words)}, {num_launchers} launchers"
+            print(f"{'ok' if files and is_equal else 'NOT':5}{told}: bit-equal at the end", flush=True)
     print(f"{num_kills} kills, {lost} with a loss or a difference")
     return int(lost > 0)
 

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
-import sys, torch, rankwise as rw
+import os, sys, torch, rankwise as rw
 rank, world_size, url, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
-world = rw.join(init_method=url, rank=rank, world_size=world_size, timeout_seconds=5)
+if rank == 1 and what in ("die", "fail"):
+    torch.distributed.init_process_group = lambda **_: os.kill(os.getpid(), 9) if what == "die" else 1 / 0
+limit = 300 if what in ("die", "fail") else 5
+world = rw.join(init_method=url, rank=rank, world_size=world_size, timeout_seconds=limit)
 if what == "raise" and rank == 1:
     raise ValueError("rank one is bad")
 if what == "exit" and rank == 1:
@@ -120,6 +123,20 @@ def test_a_rank_that_exits_with_code_zero_is_named(warm_python: WarmPython, tmp_
     for rank in (0, 2):
         assert ended[rank][0] == 1
         assert "rank 1 has left" in ended[rank][2]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("die", "rank 1 exited without reporting an error"), ("fail", "PeerFailed: Rank 1 failed: ZeroDivisionError")],
+)
+def test_a_rank_that_ends_while_the_group_opens_is_named(
+    warm_python: WarmPython, tmp_path: Path, what: str, words: str
+) -> None:
+    # torch alone would wait for it for as long as the limit of join(), which is more than the test's.
+    ended = run_by_hand(warm_python, tmp_path, 3, f"tcp://127.0.0.1:{free_port()}", what)
+    for rank in (0, 2):
+        assert ended[rank][0] == 1
+        assert words in ended[rank][2]
 
 
 def _exit_of_one(world: World, code: int | str | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`replicate` on a device: a rank queues its step whether or not the CPUs of the other ranks have reported theirs.
+"""`replicate` and `shard` on a device: a rank queues its step before the CPUs of the other ranks have reported theirs.
 
 On the stand-in, with a backend that behaves as NCCL does. What ranks report of their losses is checked a step later;
 where a rank's loss is unlike its own before, or it has no samples, results are exact or an error, in that step.
@@ -18,11 +18,13 @@ from losses import EXACT
 from on_ranks import one_rank
 from on_standin import build_standin, on_standin, results_on_standin
 from replicas import TOLERANCE, Parameters, largest_difference, part
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import rankwise as rw
+from rankwise.comm.backends.torch_channel import TorchChannel
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, ReplicasDiffer
-from rankwise.parallel.loss.reports import ReportChannel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +63,7 @@ def _sum(o: torch.Tensor, t: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(o, t, reduction="sum")
 
 
+STRATEGIES: dict[str, Callable[[nn.Module], nn.Module]] = {"replicate": rw.replicate, "shard": rw.shard}
 ALTERNATING: list[Loss] = [EXACT["mean_and_sum"], EXACT["mse"], _sum]
 LOSSES: dict[str, list[Loss]] = {
     "mean": [EXACT["mse"]],
@@ -71,10 +74,10 @@ LOSSES: dict[str, list[Loss]] = {
 }
 
 
-def _train(world: World, name: str, micro: int) -> Parameters:
+def _train(world: World, strategy: str, name: str, micro: int) -> Parameters:
     model = plain_model().to(world.device)
     if world.world_size > 1:
-        rw.replicate(model)
+        STRATEGIES[strategy](model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = LOSSES[name]
     for number, (x, y) in enumerate(_batches(world)):
@@ -87,14 +90,18 @@ def _train(world: World, name: str, micro: int) -> Parameters:
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {key: value.cpu().clone() for key, value in model.state_dict().items()}
+    return {key: _whole(value) for key, value in model.state_dict().items()}
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_without_samples_are_exact_in_later_steps(num_ranks: int, name: str) -> None:
-    reference = one_rank(_train, name, 1)
-    for found in _strict(_train, num_ranks, name, 1):
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("replicate", 2), ("replicate", 3), ("shard", 2)])
+def test_ranks_without_samples_are_exact_in_later_steps(strategy: str, num_ranks: int, name: str) -> None:
+    reference = one_rank(_train, strategy, name, 1)
+    for found in _strict(_train, num_ranks, strategy, name, 1):
         assert largest_difference(found, reference) < TOLERANCE
 
 
@@ -102,15 +109,22 @@ def test_ranks_without_samples_are_exact_in_later_steps(num_ranks: int, name: st
 
 
 def _hold_reports(held: list[Callable[[], None]]) -> None:
-    """Have reports of the loss be sent by the test, not when the step is queued."""
-    send = ReportChannel.send
-    ReportChannel.send = lambda *report: held.append(partial(send, *report))  # type: ignore[method-assign]
+    """Have what CPUs tell one another of a step be sent by the test, not when the step is queued."""
+    start = TorchChannel.start
+
+    def start_later(channel: TorchChannel, *sent: Any) -> None:
+        if channel.body.device.type == "cpu":
+            held.append(partial(start, channel, *sent))
+        else:
+            start(channel, *sent)
+
+    TorchChannel.start = start_later  # type: ignore[method-assign]
 
 
-def _report_afterwards(world: World, name: str) -> int:
+def _report_afterwards(world: World, strategy: str, name: str) -> int:
     """Have rank 1 report its loss only after rank 0 has queued the whole step; return the number of such steps."""
     store = dist.distributed_c10d._get_default_store()
-    model = rw.replicate(plain_model().to(world.device))
+    model = STRATEGIES[strategy](plain_model().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = LOSSES[name]
     held: list[Callable[[], None]] = []
@@ -126,24 +140,27 @@ def _report_afterwards(world: World, name: str) -> int:
         elif held:
             # Waits without waiting for the device.
             store.get(f"queued {number}")
-            held.pop()()
+            for send in held:
+                send()
+            held.clear()
             num_held += 1
     return num_held
 
 
 @pytest.mark.parametrize("name", ["mean", "sum", "several terms", "in turn"])
-def test_a_rank_queues_its_step_while_the_other_has_not_reported(name: str) -> None:
-    assert _strict(_report_afterwards, 2, name) == [0, 2 * len(LOSSES[name])]
+@pytest.mark.parametrize("strategy", ["replicate", "shard"])
+def test_a_rank_queues_its_step_while_the_other_has_not_reported(strategy: str, name: str) -> None:
+    assert _strict(_report_afterwards, 2, strategy, name) == [0, 2 * len(LOSSES[name])]
 
 
 # -- a rank that deviates --------------------------------------------------------------------------------
 
 
-def _other_loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, deviates: bool) -> None:
+def _other_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, deviates: bool) -> None:
     (_sum(model(x), y, x) if deviates else functional.mse_loss(model(x), y)).backward()
 
 
-def _unlike_settings(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, deviates: bool) -> None:
+def _unlike_settings(model: nn.Module, x: torch.Tensor, y: torch.Tensor, deviates: bool) -> None:
     functional.mse_loss(model(x), y).backward()
     if deviates:
         for optimizer in _optimizers:
@@ -153,9 +170,9 @@ def _unlike_settings(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, d
 _optimizers: list[torch.optim.Optimizer] = []
 
 
-def _deviate(world: World, step: Callable[..., None]) -> list[tuple[int, str]]:
+def _deviate(world: World, strategy: str, step: Callable[..., None]) -> list[tuple[int, str]]:
     """Have rank 1 deviate in a late step; return on each rank in which step it noticed, and what."""
-    model = rw.replicate(plain_model().to(world.device))
+    model = STRATEGIES[strategy](plain_model().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     _optimizers[:] = [optimizer]
     for number, (x, y) in enumerate(_batches(world, (8,) * (2 * WARM_STEPS))):
@@ -178,16 +195,18 @@ def _errors(results: list[RankResult]) -> list[str]:
     return found
 
 
-def test_a_rank_whose_loss_is_unlike_the_others_is_an_error_in_that_step() -> None:
-    first, second = _errors(results_on_standin(_deviate, 2, _other_loss, backend="strict"))
+@pytest.mark.parametrize("strategy", ["replicate", "shard"])
+def test_a_rank_whose_loss_is_unlike_the_others_is_an_error_in_that_step(strategy: str) -> None:
+    first, second = _errors(results_on_standin(_deviate, 2, strategy, _other_loss, backend="strict"))
     assert "does not have the same terms on all ranks" in second
     assert f"noticed in step {WARM_STEPS}" in second
     assert "does not have the same terms on all ranks" in first
     assert f"found after backward {WARM_STEPS + 1} of" in first or "rank 1" in first
 
 
-def test_settings_that_differ_are_an_error_a_step_later() -> None:
-    for text in _errors(results_on_standin(_deviate, 2, _unlike_settings, backend="strict")):
+@pytest.mark.parametrize("strategy", ["replicate", "shard"])
+def test_settings_that_differ_are_an_error_a_step_later(strategy: str) -> None:
+    for text in _errors(results_on_standin(_deviate, 2, strategy, _unlike_settings, backend="strict")):
         assert "lr" in text
         # Set in the step before it is first reported, and compared in the step after that.
         assert f"noticed in step {WARM_STEPS + 2}" in text

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from threading import Event
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from on_standin import NUM_DEVICES, build_standin, on_standin, results_on_standin
+from on_standin import FOLDER, NUM_DEVICES, build_standin, on_standin, results_on_standin
 from replicas import TOLERANCE, largest_difference
 from spread_training import PLAN, WAYS, Net
 from spread_training import train as train_spread
@@ -174,6 +176,31 @@ def _without_a_rank(world: World) -> None:
         model[0].bias.grad.sum().item()
     finally:
         store.set("over", "")
+
+
+DIES_BEFORE_IT_OPENS = """
+import os, signal, sys, torch, rankwise as rw
+rank = int(sys.argv[1])
+if rank == 1:
+    torch.distributed.init_process_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+rw.join("strict", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+"""
+
+
+def test_a_rank_that_is_killed_while_the_group_opens_is_named(tmp_path: Path) -> None:
+    # There is no launcher that would report it.
+    words = [sys.executable, "-c", DIES_BEFORE_IT_OPENS]
+    env = os.environ | {"PYTHONPATH": FOLDER, "STANDIN_BACKEND": "strict"}
+    killed = subprocess.Popen([*words, "1", str(tmp_path / "store")], env=env)
+    try:
+        other = subprocess.run(
+            [*words, "0", str(tmp_path / "store")], env=env, capture_output=True, text=True, check=False, timeout=80
+        )
+    finally:
+        killed.kill()
+        killed.wait()
+    assert other.returncode == 1
+    assert "rank 1 exited without reporting an error" in other.stderr
 
 
 def test_a_rank_that_never_arrives_is_named_at_the_timeout() -> None:

@@ -15,7 +15,6 @@ import socket
 import sys
 import tempfile
 import traceback
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -30,6 +29,7 @@ from rankwise.comm.collectives.signed import agree_on_key
 from rankwise.comm.point_to_point.endpoint import current_endpoint
 from rankwise.comm.point_to_point.ring import watch_ring
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
+from rankwise.comm.world_group import open_group, open_group_of_one
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
 from rankwise.health.diagnosis import forked_from, world_left
@@ -48,7 +48,6 @@ from rankwise.world.device.choice import (
     choose_backend,
     choose_device,
     look_at_devices,
-    torch_backends,
     waits_on_device,
 )
 from rankwise.world.device.streams import is_capturing
@@ -58,7 +57,6 @@ from rankwise.world.environments.process import (
     device_mask,
     explicit,
     in_kubernetes,
-    keep_nccl_from_exiting,
     may_share_gpus,
     note_echo,
     read_process,
@@ -156,7 +154,7 @@ def join(
         addresses = [bootstrap.RankAddress(hostname=socket.gethostname(), address=None)]
         world = _world(reading, device, backend, addresses)
         accelerator.use(world.device)
-        session = Session(world=world, open_group=partial(_open_group_of_one, world))
+        session = Session(world=world, open_group=partial(open_group_of_one, world))
     else:
         mask = device_mask(accelerator.shown_kind().visible)
         sight = look_at_devices(device, backend, reading.local_rank, mask)
@@ -166,27 +164,21 @@ def join(
         accelerator.use(world.device)
         transport_interface.choose(reading, addresses)
         object_key = agree_on_key(job_store, _secret(reading))
-        session = _open_group(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
+        session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session.store, world)
     speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
     step_measuring.start(world, report)
     _hook_exit()
-    if session.detector is not None and waits_on_device(world.device, world.backend):
-        _follow_device(session, session.detector)
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
-    if isinstance(session.exchange, TorchGroup):
+    if session.store is not None and isinstance(session.exchange, TorchGroup):
         try:
-            checks = checks_collectives()
-            chosen, words = open_exchange(exchange, session.exchange, world, checks=checks)
-            session.use_exchange(chosen)
+            _connect(session, session.store, session.exchange, exchange)
         except BaseException as error:
             fail(error)
             raise
-        if words:
-            log(f"exchange: {words}")
     step_measuring.follow(session, [place.hostname for place in addresses])
     return world
 
@@ -382,43 +374,31 @@ def _own_index(rank: int, backend: str | None, addresses: list[RankAddress]) -> 
     return index_of(rank, hosts[own.hostname])
 
 
-def _open_group_of_one(world: World) -> None:
-    """Open torch's group in a world of one, for torch's own parallel strategies."""
-    if not dist.is_initialized():
-        backend = choose_backend(None, world.device)
-        dist.init_process_group(
-            torch_backends(world.device, backend),
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-            device_id=bound_device(world.device, backend),
-        )
-
-
-def _open_group(
+def _session(
     world: JoinedWorld, job_store: Store, timeout_seconds: float, *, serves_store: bool, object_key: bytes
 ) -> Session:
-    keep_nccl_from_exiting()
-    dist.init_process_group(
-        backend=torch_backends(world.device, world.backend),
-        store=job_store.prefixed("group").torch_store,
-        rank=world.rank,
-        world_size=world.world_size,
-        # The failure detector reports first; torch's own timeout ends only what the failure detector could not.
-        timeout=timedelta(seconds=timeout_seconds + 10),
-        device_id=bound_device(world.device, world.backend),
-    )
     detector = FailureDetector(job_store, world, timeout_seconds, stack_file())
-    exchange = TorchGroup(detector, world.rank, world.world_size)
     return Session(
         world=world,
         store=job_store,
-        exchange=exchange,
+        exchange=TorchGroup(detector, world.rank, world.world_size),
         detector=detector,
         object_key=object_key,
         serves_store=serves_store,
         preemption=detector.preemption,
     )
+
+
+def _connect(session: Session, job_store: Store, ranks: TorchGroup, exchange: str) -> None:
+    """Open torch's group of ``ranks``, and the exchange on it."""
+    world = session.world
+    if waits_on_device(world.device, world.backend):
+        _follow_device(session, ranks.detector)
+    open_group(world, job_store, ranks.detector)
+    chosen, words = open_exchange(exchange, ranks, world, checks=checks_collectives())
+    session.use_exchange(chosen)
+    if words:
+        log(f"exchange: {words}")
 
 
 def _follow_device(session: Session, detector: FailureDetector) -> None:

@@ -282,7 +282,7 @@ class LossOnRanks:
         if (self.reports_at_start or (is_on_device and self.is_empty)) and not self._accumulation.is_continued:
             self.begin(self._expected_weight)
             self.report()
-            if is_on_device:
+            if is_on_device and self._foresee() is None:
                 self.receive()
 
     def exchange_terms(self) -> GlobalLoss | None:
@@ -294,16 +294,21 @@ class LossOnRanks:
             return None
         self.begin(self._expected_weight)
         self.report()
-        if self._is_as_before and self._group is not None and self._device is not None:
-            self._combined = as_expected(self._verdict.terms, self._sums_on_device(self._group, self._device))
-        return self.receive()
+        return self._foresee() or self.receive()
+
+    def _foresee(self) -> GlobalLoss | None:
+        """Return the losses of all ranks without their reports, where all are as in the steps before.
+
+        Called by: every rank of the group that computes with them, once per step, unless it receives the reports.
+        """
+        if self._combined is None and self._is_as_before and self._group is not None and self._device is not None:
+            self._combined = as_expected(self._verdict, self._sums_on_device(self._group, self._device))
+        return self._combined
 
     @property
     def _is_queued(self) -> bool:
         """Whether what ranks send of a step is queued on the device, so that no CPU need wait for another."""
-        if self._group is None or self._device is None or self.reports_at_start:
-            return False
-        return self._group.detector.queue is not None
+        return self._group is not None and self._device is not None and self._group.detector.queue is not None
 
     @property
     def _is_as_before(self) -> bool:
@@ -449,7 +454,7 @@ class LossOnRanks:
         """
         is_of_terms = combined.mode is Mode.TERMS
         has_terms = is_of_terms and (self._is_queued or any(math.isnan(term.amount) for term in combined.terms))
-        if not (has_terms or (self.reports_at_start and math.isnan(combined.weight))):
+        if not (has_terms or (self.reports_at_start and (self._is_queued or math.isnan(combined.weight)))):
             return combined
         sums = self._sums_on_device(group, device)
         terms = tuple(term._replace(amount=sums[2 + number]) for number, term in enumerate(combined.terms))

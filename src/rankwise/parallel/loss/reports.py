@@ -261,18 +261,19 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
     return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), elements, rows)
 
 
-def as_expected(terms: Sequence[Term], sums: torch.Tensor) -> GlobalLoss:
-    """Return a loss of several terms on all ranks, if all of them have these terms, none of which needs to be compared.
+def as_expected(verdict: Verdict, sums: torch.Tensor) -> GlobalLoss:
+    """Return a loss on all ranks, if all of them have this rank's terms, none of which needs to be compared.
 
     Args:
-        terms: of this rank.
+        verdict: of this rank.
         sums: [2 + MOST_TERMS] of the gradients' weights, of the ranks that have samples, and of the terms' amounts.
     """
+    terms = verdict.terms if verdict.mode is Mode.TERMS else ()
     on_ranks = [
         GlobalTerm("sum" if term.kind == "sum" else "mean", amount, 0.0, has_one_divisor=True)
         for term, amount in zip(terms, sums[2:], strict=False)
     ]
-    return GlobalLoss(sums[0], math.nan, sums[1], True, Mode.TERMS, _code(terms), tuple(on_ranks))
+    return GlobalLoss(sums[0], math.nan, sums[1], True, verdict.mode, _code(terms), tuple(on_ranks))
 
 
 def _reading(active: int, num_rows: float, part: Sequence[float]) -> TermReading:

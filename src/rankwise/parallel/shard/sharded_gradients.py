@@ -250,8 +250,7 @@ class ShardSync:
             self._weigh()
             self._forget_unused()
             self._hooks.change({})
-            if self.loss.guard is not None:
-                self.loss.guard.check()
+            self.loss.end_step()
             if self._on_mean is not None:
                 self._on_mean(self.loss.counted(float(self._total)))
             self._hooks.follow()
