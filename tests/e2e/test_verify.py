@@ -168,9 +168,33 @@ def test_it_is_shown_as_text_and_as_a_page(command: Command) -> None:
     assert "3 ranks do not compute" in (command.folder / "report.html").read_text()
 
 
+PIPELINE = """
+import torch
+import rankwise as rw
+torch.manual_seed(0)
+with rw.join() as world:
+    rw.mesh(pp=-1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    step = rw.pipeline(model, torch.nn.functional.mse_loss, example=x, micro_batches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        step(x, y)
+        optimizer.step()
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
+        (
+            PIPELINE,
+            (
+                "the ranks of pipeline() hold other layers and call them once per micro-batch: compare the losses that "
+                "`rankwise run -n 1` and `-n 2` print"
+            ),
+        ),
         ("print('no training')", "it takes no step of a torch optimizer"),
         ("raise ValueError('no data')", "it fails on one rank: ValueError: no data"),
     ],

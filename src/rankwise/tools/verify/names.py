@@ -104,7 +104,9 @@ class Names:
         found: dict[str, Sketch] = {}
         for base, (module, _) in self._named_copies().items():
             held = [*module.named_buffers(), *(module.named_parameters() if with_parameters else ())]
-            floats = [(name, one) for name, one in held if one.is_floating_point() and not is_lazy(one)]
+            floats = [
+                (name, one) for name, one in held if one.is_floating_point() and not (is_lazy(one) or one.is_meta)
+            ]
             found |= {f"{base}.{name}": sketches.of_tensor(one) for name, one in floats}
         return found
 
@@ -114,7 +116,7 @@ class Names:
         for root in self._roots.values():
             base = self.of(root)
             for name, buffer in root.named_buffers():
-                if buffer.is_floating_point():
+                if buffer.is_floating_point() and not buffer.is_meta:
                     found[f"{base}.{name}"] = sketches.of_tensor(buffer)
         return found
 

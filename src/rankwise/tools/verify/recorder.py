@@ -289,7 +289,8 @@ class Recorder:
     def _around_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
-            if is_transforming():
+            # Where new tensors are of another class, they have no data: pipeline() follows a model so.
+            if is_transforming() or type(torch.empty(0)) is not torch.Tensor:
                 # What is recorded of it would become a part of the graph, or has no values.
                 return original(module, *args, **kwargs)
             if self._is_recording or not self._names.has_parameters(module):
@@ -478,7 +479,7 @@ class Recorder:
         self._impose(optimizer)
         self._state = {}
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in filter(_is_held, group["params"]):
                 name = self._names.parameter(parameter) or f"parameter {len(self._before)}"
                 self._state |= _state_of(optimizer.state.get(parameter, {}), name)
                 gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
@@ -505,7 +506,7 @@ class Recorder:
                     group[key] = value
         parameters: list[Parameter] = []
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in filter(_is_held, group["params"]):
                 before, gradient = self._before[id(parameter)]
                 known = self._names.parameter(parameter) or f"parameter {len(parameters)} of {name}"
                 local = self._local.get(id(parameter))
@@ -541,6 +542,11 @@ class Recorder:
         if self._steps >= self._plan.steps:
             self._end("steps")
             self.stop()
+
+
+def _is_held(parameter: torch.Tensor) -> bool:
+    """Return whether this rank holds the values of a parameter: other stages of a pipeline do not."""
+    return not parameter.is_meta
 
 
 def _named(kwargs: Mapping[str, Any], name: str) -> tuple[Any, ...]:
