@@ -26,10 +26,15 @@ CORRECT = [
     ("all_reduce", "all_reduce"),
     ("with_accelerate", "with_accelerate"),
     ("with_horovod", "with_horovod"),
+    ("rankwise_average", "a reference trained before joining"),
 ]
 MISTAKES = [
     ("rankwise_mlp", "stop after a rank's own loss"),
     ("rankwise_conv", "a log that all ranks write"),
+    ("rankwise_average", "statistics of an average that is not replicated"),
+    ("rankwise_average", "plateau of a rank's own validation"),
+    ("rankwise_average", "gradients of torch.autograd.grad"),
+    ("rankwise_average", "an activation's hook that clips"),
     ("ddp", "BatchNorm in DistributedDataParallel"),
     ("ddp", "equal augmentations in workers"),
     ("all_reduce", "mean of means"),
@@ -163,9 +168,33 @@ def test_it_is_shown_as_text_and_as_a_page(command: Command) -> None:
     assert "3 ranks do not compute" in (command.folder / "report.html").read_text()
 
 
+PIPELINE = """
+import torch
+import rankwise as rw
+torch.manual_seed(0)
+with rw.join() as world:
+    rw.mesh(pp=-1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    step = rw.pipeline(model, torch.nn.functional.mse_loss, example=x, micro_batches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        step(x, y)
+        optimizer.step()
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
+        (
+            PIPELINE,
+            (
+                "the ranks of pipeline() hold other layers and call them once per micro-batch: compare the losses that "
+                "`rankwise run -n 1` and `-n 2` print"
+            ),
+        ),
         ("print('no training')", "it takes no step of a torch optimizer"),
         ("raise ValueError('no data')", "it fails on one rank: ValueError: no data"),
     ],
@@ -233,6 +262,26 @@ def test_a_script_elsewhere_is_copied_too(command: Command) -> None:
     done = command.rankwise("verify", "--steps", "2", str(script), seconds=LIMIT_SECONDS)
     assert done.returncode == 0, done.stdout
     assert sorted(path.name for path in (command.folder / "elsewhere").iterdir()) == ["beside.py", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "text", ["open('../data/points.txt')", "import sys\nsys.path.append('../data')\nimport points"]
+)
+def test_a_file_that_only_the_users_folder_has_beside_it_is_named(command: Command, text: str) -> None:
+    name = f"data/points.{'txt' if 'open' in text else 'py'}"
+    command.write(name, "")
+    here = command.inside("here")
+    here.write("train.py", text)
+    done = here.rankwise("verify", "train.py", seconds=LIMIT_SECONDS)
+    assert done.returncode == 2
+    assert f"../{name} is outside the working folder" in done.stdout
+
+
+def test_a_learning_rate_that_grows_with_the_ranks_is_noted(command: Command) -> None:
+    command.write("train.py", CASES["ddp", "learning rate times ranks, batch per rank"].text)
+    exit_code, verdict = verdict_of(command, "--steps", "2")
+    assert (exit_code, verdict["status"]) == (0, "equal"), verdict
+    assert any("lr is 0.02 on 2 ranks and 0.01 on one" in note for note in verdict["notes"]), verdict["notes"]
 
 
 def test_a_script_that_needs_its_own_precision(command: Command) -> None:

@@ -196,16 +196,25 @@ def test_every_option_of_a_machine_is_handed_on_to_hosts(
 
 
 @pytest.mark.parametrize("words", [["-n", "2"], ["--nproc_per_node=2"], ["-np", "2", "--epochs", "3"]])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("run", "-n"),
+        ("run --hosts gpu1,gpu2", "-n"),
+        ("submit", "--ranks-per-node"),
+        ("verify", "-n"),
+    ],
+)
 def test_a_number_of_ranks_after_the_script_is_a_mistake(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, option: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    assert main(["run", str(script), *words]) == 2
+    assert main([*command.split(), str(script), *words]) == 2
     error = capsys.readouterr().err
     assert "stands after the script, and would be passed to it: the job would not have 2 ranks" in error
-    assert f"rankwise run -n 2 {script}" in error
-    assert f"rankwise run -- {script} {' '.join(words)}" in error
+    assert f"rankwise {command} {option} 2 {script}" in error
+    assert f"rankwise {command} -- {script} {' '.join(words)}" in error
 
 
 @pytest.mark.parametrize(

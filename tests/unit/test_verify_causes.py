@@ -11,8 +11,8 @@ from recorded import FLOOR, GRADIENT, LINE, one_rank, parameter, rank_run, sketc
 
 from rankwise.tools.verify import conclude, mistakes
 from rankwise.tools.verify.page import page_of
-from rankwise.tools.verify.records import Batch, Call, ModuleOutput, RankRun, Run, Written
-from rankwise.tools.verify.terminal import text_of
+from rankwise.tools.verify.records import Batch, Call, Last, ModuleOutput, RankRun, Run, Written
+from rankwise.tools.verify.terminal import difference_in_words, text_of
 from rankwise.tools.verify.verdict import Report, Verdict
 
 
@@ -122,19 +122,124 @@ def test_buffers_of_batchnorm() -> None:
     assert key_of(one, many) == "buffers"
 
 
-@pytest.mark.parametrize("changes", [both(0.3, 0.4), module("Net.first", "Linear"), {"inputs": (8, 9), "modules": ()}])
-def test_a_warning_about_the_loss_is_the_cause(changes: dict[str, Any]) -> None:
-    one = (
-        one_rank(modules=(replace(changes["modules"][0], output=sketch(GRADIENT, 1.0, 4)),))
-        if changes.get("modules")
-        else one_rank()
-    )
-    many = two_ranks(changes, {**changes, "inputs": (10, 11)} if "inputs" in changes else None)
-    warned = ("mean at train.py:3 combines the samples of this rank; apply it to rankwise.whole_batch(x)",)
-    ranks = tuple(replace(rank, facts=replace(rank.facts, warned=warned)) for rank in many.ranks)
-    cause = concluded(one, replace(many, ranks=ranks)).cause
+def told(run: Run, **changes: Any) -> Run:
+    """Return the run with more that each rank recorded."""
+    return replace(run, ranks=tuple(replace(rank, **changes) for rank in run.ranks))
+
+
+def test_values_that_ranks_give_to_a_scheduler() -> None:
+    many = told(two_ranks({"metrics": (0.5,)}, {"metrics": (0.7,)}), scheduler_line="train.py:9")
+    verdict = concluded(one_rank(metrics=(0.6,)), many)
+    assert verdict.cause is not None
+    assert (verdict.cause.key, verdict.cause.line) == ("local decision", "train.py:9")
+    assert verdict.cause.evidence == ("rank 0: 0.5", "rank 1: 0.7")
+    # A sum over ranks decides as the value of one rank does.
+    assert concluded(one_rank(metrics=(0.6,)), two_ranks({"metrics": (1.2,)})).status == "equal"
+
+
+def test_values_that_ranks_give_to_a_scheduler_after_the_last_step() -> None:
+    ranks = [
+        replace(rank, last=Last({}, {}, (value,))) for rank, value in zip(two_ranks().ranks, (1.0, 2.0), strict=True)
+    ]
+    verdict = concluded(replace(one_rank(), last=Last({}, {}, (1.0,))), Run(tuple(ranks), 0))
+    assert verdict.cause is not None
+    assert verdict.cause.key == "local decision"
+    assert difference_in_words(verdict.first, verdict).startswith("after the last step: ") if verdict.first else False
+
+
+STATISTICS = "AveragedModel.module.1.running_var"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "uses_rankwise", "fix"),
+    [
+        (STATISTICS, "copied statistics", True, "rankwise.replicate(copy, sync_batchnorm=True)"),
+        (STATISTICS, "copied statistics", False, "a loader without a DistributedSampler"),
+        ("AveragedModel.module.1.weight", "copies", True, "equal on all ranks"),
+    ],
+)
+def test_models_that_are_called_without_gradients(name: str, key: str, uses_rankwise: bool, fix: str) -> None:
+    def left(factor: float) -> Last:
+        return Last({}, {name: sketch(GRADIENT, factor)}, ())
+
+    lines = {"AveragedModel": "train.py:20"}
+    one = replace(one_rank(), last=left(1.0), lines_of_copies=lines)
+    facts = replace(one.facts, uses_rankwise=uses_rankwise)
+    verdict = concluded(one, told(two_ranks(), last=left(1.4), facts=facts))
+    assert verdict.cause is not None
+    assert verdict.first is not None
+    assert (verdict.first.phase, verdict.cause.key, verdict.cause.line) == ("end", key, "train.py:20")
+    assert fix in verdict.cause.fix
+    # In the step after which they differ.
+    one = replace(one_rank(copies=left(1.0).copies), lines_of_copies=lines)
+    assert key_of(one, two_ranks({"copies": left(1.4).copies})) == key
+    # Names are those of other models if a rank calls one alone.
+    alone = {**left(1.4).copies, "Net#2.running_mean": sketch(GRADIENT)}
+    assert concluded(one, two_ranks({"copies": left(1.4).copies}, {"copies": alone})).status == "equal"
+
+
+def test_what_rankwise_has_said_is_the_cause_if_numbers_tell_a_general_one() -> None:
+    differs = {**both(0.4, 0.4), "modules": ()}, {**both(1.6, 1.6), "modules": ()}
+    warned = told(two_ranks(*differs), warnings=("a hook clips gradients; keep it linear; or leave it out",))
+    verdict = concluded(one_rank(), warned)
+    assert verdict.cause is not None
+    assert (verdict.cause.key, verdict.cause.fix) == ("warned", "keep it linear; or leave it out")
+    assert verdict.cause.words == "rankwise warns of it: a hook clips gradients"
+    error = "rankwise.errors.ReplicasDiffer: Gradients differ.\n  do        average each gradient"
+    verdict = concluded(one_rank(), told(warned, end=error))
+    assert verdict.cause is not None
+    assert (verdict.cause.key, verdict.cause.fix) == ("failed", "average each gradient")
+    # A cause that is exact from the numbers remains.
+    warned = told(two_ranks(both(2.0, 1.0)), warnings=("a hook clips gradients; keep it linear",))
+    assert key_of(one_rank(), warned) == "summed"
+
+
+def test_a_hook_on_what_the_model_computes() -> None:
+    many = told(two_ranks(only_last(0.7, 0.9)), hook_line="train.py:4")
+    verdict = concluded(one_rank(), many)
+    assert verdict.cause is not None
+    assert (verdict.cause.key, verdict.cause.line) == ("hook", "train.py:4")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (both(0.4, 0.4), both(1.6, 1.6)),
+        (only_last(0.0, 0.0), None),
+        ({**module("Net.first", "Linear"), "calls": DREW}, None),
+    ],
+)
+def test_a_script_that_replicates_is_not_told_to(first: dict[str, Any], second: dict[str, Any] | None) -> None:
+    one, many = one_rank(), two_ranks(first, second)
+    facts = replace(one.facts, uses_rankwise=True, strategies=("replicate",), randomness=("counter",))
+    fixes = [concluded(one, run).cause for run in (many, told(many, facts=facts))]
+    plain, own = [cause.fix for cause in fixes if cause is not None]
+    assert "rankwise.replicate(model)" in plain
+    assert "rankwise.replicate(model)" not in own
+    assert "randomness=" not in own
+
+
+def test_an_argument_is_left_out_only_where_it_is_passed() -> None:
+    one, many = one_rank(), two_ranks({**module("Net.first", "Linear"), "calls": DREW})
+    facts = replace(one.facts, uses_rankwise=True, strategies=("replicate",), randomness=("per_rank",))
+    cause = concluded(one, told(many, facts=facts)).cause
     assert cause is not None
-    assert (cause.words, cause.fix) == tuple(warned[0].split("; "))
+    assert "leave out randomness=" in cause.fix
+
+
+def test_a_file_beside_the_working_folder_is_named() -> None:
+    run = Run((replace(one_rank(), missing="../data/x.csv"),), 1)
+    why = conclude.not_compared(2, "it fails on one rank", run).why
+    assert "../data/x.csv is outside the working folder" in why
+    assert "absolute path" in why
+
+
+def test_a_model_that_all_ranks_train_alike_first_is_no_mistake() -> None:
+    alike, samples = step((1, 2, 3, 4)), (5, 6, 7, 8)
+    one = rank_run(alike, step(samples, batches=(Batch(1, 0, 0, samples),)), world_size=1)
+    parts = [step(part, batches=(Batch(1, 0, 0, part),)) for part in ((5, 6), (7, 8))]
+    many = [rank_run(alike, part, rank=rank) for rank, part in enumerate(parts)]
+    assert list(mistakes.findings(one, many)) == []
 
 
 def test_the_same_samples_on_every_rank() -> None:

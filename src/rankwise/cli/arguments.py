@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +33,10 @@ _OURS = {
     "standalone": "leave it out; ranks on one machine need no option for this",
 }
 """Options of torchrun and accelerate, and their equivalents here."""
+
+
+COUNTS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
+"""Options of launchers for the number of ranks."""
 
 
 def equivalents(unknown: Sequence[str]) -> list[str]:
@@ -68,3 +76,27 @@ def values_of(kind: type[T], options: argparse.Namespace, **own: object) -> T:
     """Return a dataclass with the options that have the names of its fields; ``own`` takes precedence."""
     given = vars(options) | own
     return kind(**{one.name: given[one.name] for one in fields(kind) if one.name in given})
+
+
+def refuse_misplaced_count(options: argparse.Namespace, command: str, option: str, given: object) -> None:
+    """Raise if a script is given a number of ranks that was meant for rankwise, which would start its default number.
+
+    Args:
+        options: with the script and its arguments.
+        command: that was typed, ``"rankwise run"``.
+        option: of that command for the number of ranks.
+        given: its value; ``None``: the command has none.
+    """
+    name, equals, value = (options.arguments or [""])[0].partition("=")
+    value = value if equals else "".join(options.arguments[1:2])
+    if given is not None or options.is_ended or name not in COUNTS or not value.replace(",", "").isdecimal():
+        return
+    script = Path(options.target)
+    if script.is_file() and re.search(rf"""['"]{name}['"]""", script.read_text(encoding="utf-8", errors="replace")):
+        return  # an option of its own
+    target = f"{'-m ' if options.module else ''}{options.target}"
+    raise ConfigurationError(
+        f"{name} {value} stands after the script, and would be passed to it: the job would not have {value} ranks.",
+        do=f"{command} {option} {value} {target}\n"
+        f"or, if the script has an option of this name: {command} -- {target} {' '.join(options.arguments)}",
+    )

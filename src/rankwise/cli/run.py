@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.cli.arguments import add_command, values_of
+from rankwise.cli.arguments import add_command, refuse_misplaced_count, values_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
@@ -49,7 +48,6 @@ output of the ranks:
 
 
 HELP = "run a script on several ranks"
-COUNTS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
 """Options of launchers that give the number of ranks."""
 
 
@@ -154,32 +152,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Check the command, run it, and return the exit code, or end this process with it."""
+    hosts = f" --hosts {options.hosts}" if options.hosts is not None else ""
+    refuse_misplaced_count(options, f"rankwise run{hosts}", "-n", options.num_ranks)
     if options.hosts is not None:
         return _execute_on_hosts(options)
     launch_options = _launch_options(options, options.nodes or (1, 1))
-    _refuse_misplaced_count(options)
     target = find_target(options.target, options.arguments, is_module=options.module)
     reporter = _reporter(launch_options.report)
     exit_code = launch(AutoScript(target) if options.auto else target, launch_options, reporter)
     # Every rank has exited and everything is reported: Python's own shutdown, torch first, would only take longer.
     os._exit(exit_code)
-
-
-def _refuse_misplaced_count(options: argparse.Namespace) -> None:
-    """Raise if the script is given a number of ranks that was meant for rankwise: it would run on one rank."""
-    name, equals, value = (options.arguments or [""])[0].partition("=")
-    value = value if equals else "".join(options.arguments[1:2])
-    if options.num_ranks is not None or options.is_ended or name not in COUNTS or not value.isdecimal():
-        return
-    script = Path(options.target)
-    if script.is_file() and re.search(rf"""['"]{name}['"]""", script.read_text(encoding="utf-8", errors="replace")):
-        return  # an option of its own
-    command = f"{'-m ' if options.module else ''}{options.target}"
-    raise ConfigurationError(
-        f"{name} {value} stands after the script, and would be passed to it: the job would not have {value} ranks.",
-        do=f"rankwise run -n {value} {command}\n"
-        f"or, if the script has an option of this name: rankwise run -- {command} {' '.join(options.arguments)}",
-    )
 
 
 def _execute_on_hosts(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.cli.arguments import add_command, values_of
+from rankwise.cli.arguments import add_command, refuse_misplaced_count, values_of
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.slurm.script import SAVE_SECONDS, JobOptions, batch_script
 from rankwise.launch.slurm.steps import follow, submit
@@ -69,6 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Check the command, submit it, follow the job, and return its exit code."""
     # Now rather than when the job starts, perhaps an hour later.
+    refuse_misplaced_count(options, "rankwise submit", "--ranks-per-node", options.ranks_per_node)
     find_target(options.target, options.arguments, is_module=options.module)
     name = options.target.rpartition(".")[2] if options.module else Path(options.target).stem
     job = values_of(JobOptions, options, job_name=options.job_name or name)

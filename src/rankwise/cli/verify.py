@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from rankwise.cli.arguments import add_command
+from rankwise.cli.arguments import add_command, refuse_misplaced_count
 from rankwise.launch.fork_server.entrypoint import find_target
 
 HELP = "show that N ranks of a script compute what one rank computes, or where they first differ and why"
@@ -35,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-n",
         dest="numbers_of_ranks",
         type=_numbers,
-        default=(2,),
         metavar="N,...",
         help="numbers of ranks to compare with one (default: 2)",
     )
@@ -68,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Run the script, print the report, and return the exit code."""
     # A mistake in the command is reported before torch is imported.
+    refuse_misplaced_count(options, "rankwise verify", "-n", options.numbers_of_ranks)
     find_target(options.target, options.arguments, is_module=options.module)
     from rankwise.tools.verify.page import page_of  # noqa: PLC0415
     from rankwise.tools.verify.procedure import verify  # noqa: PLC0415
@@ -86,7 +86,7 @@ def execute(options: argparse.Namespace) -> int:
         auto=options.auto,
         timeout_seconds=options.timeout_seconds,
     )
-    report = verify(script, options.numbers_of_ranks, as_is=options.as_is, show=_show)
+    report = verify(script, options.numbers_of_ranks or (2,), as_is=options.as_is, show=_show)
     if options.json == "-":
         sys.stdout.write(json.dumps(report.content()) + "\n")
     else:

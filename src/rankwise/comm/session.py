@@ -254,6 +254,11 @@ class Session:
         """Call ``action`` on every rank before each save: the save includes its changes."""
         self.saving.append(action)
 
+    def set_reading(self, what: Literal["", "samples", "batches"]) -> Literal["", "samples", "batches"]:
+        """Set what a loader reads from now on; return what it read before."""
+        before, self.reads = self.reads, what
+        return before
+
     def on_take(self, action: Callable[[CurrentBatch], None]) -> None:
         """Call ``action`` for each batch that a loader is about to yield."""
         self.taking.append(action)
@@ -306,12 +311,22 @@ def has_joined() -> bool:
     return _process.has_joined
 
 
+_FIXES = {
+    r"Cannot interpret 'torch\.\w+' as a data type": "NumPy does not know torch's dtypes: write tensor.dtype in place "
+    "of np.dtype(tensor.dtype).name",
+    r"'[\d,-]+' does not appear to be an IPv4 or IPv6 address": "If the address is a list of machines, such as "
+    "host[0-1], give the first one: scontrol show hostnames | head -n 1",
+}
+"""Notes on errors of other libraries that scripts for clusters run into, by a pattern of their text."""
+
+
 def annotate(error: BaseException) -> None:
-    """Add the open session's note on the failed step to ``error``, once.
+    """Add what explains ``error`` to it, once: the open session's note on the failed step, or a fix.
 
     Called by: code that reports this rank's failure, before it reads the error's text.
     """
-    note = _note_for(error)
+    fixes = (fix for pattern, fix in _FIXES.items() if re.search(pattern, str(error)))
+    note = _note_for(error) or next(fixes, None)
     is_own = isinstance(error, Exception) and not isinstance(error, PeerFailed | PeerMissing)
     if note is not None and is_own and note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -98,7 +98,7 @@ class _Copies:
         warn(
             f"{_owner_of(layer)} is not replicated, and its {type(layer).__name__} has running statistics that differ "
             "between ranks, as when each rank calls a copy of a model in training mode with its own samples (update_bn "
-            "of an averaged model, a teacher): call copy = rankwise.replicate(copy, sync_batchnorm=True) first, which "
+            "of an averaged model, a teacher); call copy = rankwise.replicate(copy, sync_batchnorm=True) first, which "
             "takes them from all samples; or copy.eval(), which keeps them",
             all_ranks=True,
         )

@@ -99,7 +99,7 @@ class GradientSync:
             self._accumulation,
             device=_device_of_weights(self.parameters, group, compress),
         )
-        self.loss.on_interrupted = _abandon_round
+        self.loss.when_interrupted(_abandon_round)
         self._known_share: tuple[torch.Tensor, torch.Tensor] | None = None
         """The weight of a backward, on a device, and its share."""
         self._on_mean: Callable[[float], None] | None = None

@@ -94,7 +94,7 @@ def check_unregistered(model: nn.Module, strategy: str) -> dict[str, nn.Paramete
         raise ConfigurationError(
             f"{own.strategy}() was already called on this model.", do=_instead(own.strategy, strategy)
         )
-    name_of = _strategies()
+    name_of = strategies_by_parameter()
     for name, parameter in named.items() if name_of else ():
         if id(parameter) in name_of:
             raise ConfigurationError(
@@ -123,7 +123,7 @@ def _instead(first: str, second: str) -> str:
     return "call only shard(), after rankwise.mesh(dp_replicate=..., dp_shard=...): it averages over both"
 
 
-def _strategies() -> dict[int, str]:
+def strategies_by_parameter() -> dict[int, str]:
     """Return the strategy of each parameter, by its id."""
     known = [one for reference in _registered.values() if (one := reference()) is not None]
     return {id(parameter): one.strategy for one in known for parameter in one.parameters}
@@ -133,7 +133,7 @@ def is_registered(model: nn.Module) -> bool:
     """Return whether the gradients of a model are averaged: it, or a model it is part of, went through a strategy."""
     if strategy_of(model) is not None:
         return True
-    strategies = _strategies()
+    strategies = strategies_by_parameter()
     return any(id(parameter) in strategies for parameter in model.parameters())
 
 

@@ -177,16 +177,20 @@ class FirstBatch:
     def __init__(self, session: Session) -> None:
         """Follow nothing yet."""
         self._tracer: StatisticsTracer | None = None
-        self.is_wanted = False
+        self._is_wanted = False
         session.on_take(self._begin)
         session.after_loop(self._end)
         session.at_end(self._end)
+
+    def follow_next(self) -> None:
+        """Follow the next batch."""
+        self._is_wanted = True
 
     def _begin(self, batch: CurrentBatch) -> None:
         self._end()
         # The compiler would not compile what is first called under a mode.
         can_follow = torch.is_grad_enabled() and innermost_dispatch_mode() is None and not compiles_code()
-        if self.is_wanted and can_follow and 1 < batch.num < batch.num_global:
+        if self._is_wanted and can_follow and 1 < batch.num < batch.num_global:
             self._tracer = StatisticsTracer(batch)
             self._tracer.__enter__()
 
@@ -204,5 +208,5 @@ class FirstBatch:
         if tracer is None or tracer.is_over:
             return None
         self._end()
-        self.is_wanted = False
+        self._is_wanted = False
         return tracer.of(roots)

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 _subscribers: list[ref[LossOnRanks]] = []
 """Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
 _original: Callable[..., None] = torch.autograd.backward
-_warned: dict[tuple[str, str], str] = {}
-"""The warnings, by line and subject."""
+_warned: set[tuple[str, str]] = set()
 
 
 def check_weight_function(weight: object, strategy: str) -> None:
@@ -64,7 +63,7 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
         session.at_end(_undo)
         session.on_leave(_check_all)
         session.before_save(_check_all)
-    session.once(FirstBatch).is_wanted = True
+    session.once(FirstBatch).follow_next()
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
@@ -133,7 +132,7 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
             _original(tensors, *args, **kwargs)
         except BaseException:
             for one in subscribers:
-                one.on_interrupted()
+                one.interrupt()
             raise
         finally:
             for one in subscribers:
@@ -295,13 +294,8 @@ def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
     """
     where = words(user_call_site())
     if (where, about) not in _warned:
-        text = _warned[where, about] = message.format(where=where)
-        warn(text, all_ranks=all_ranks)
-
-
-def warnings_of_losses() -> tuple[str, ...]:
-    """Return the warnings so far. Called by: rankwise verify, for the cause of a difference."""
-    return tuple(_warned.values())
+        _warned.add((where, about))
+        warn(message.format(where=where), all_ranks=all_ranks)
 
 
 def forget_warnings() -> None:

@@ -168,8 +168,7 @@ class LossOnRanks:
         self._left: _Left | None = None
         """Of the step before, if its reports have not been received."""
         self.guard: StateGuard | None = None
-        self.on_interrupted: Callable[[], None] = lambda: None
-        """Called when an error has ended a backward."""
+        self._on_interrupted: Callable[[], None] = lambda: None
         self._group = group
         self._channel = None if group is None else ReportChannel(group, model_name)
 
@@ -197,6 +196,14 @@ class LossOnRanks:
     def guard_by(self, guard: StateGuard) -> None:
         """Send the numbers of ``guard`` with the reports."""
         self.guard = guard
+
+    def when_interrupted(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when an error has ended a backward."""
+        self._on_interrupted = action
+
+    def interrupt(self) -> None:
+        """Note that an error has ended a backward."""
+        self._on_interrupted()
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of the model."""

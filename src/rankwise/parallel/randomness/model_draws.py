@@ -91,13 +91,18 @@ def forget_draws_of(model: nn.Module) -> None:
     _draws_of.pop(model, None)
 
 
+def ways_to_draw() -> set[Randomness]:
+    """Return in which ways the models of this process draw."""
+    return {draws.randomness for draws in _draws_of.values()}
+
+
 class DrawsOfModel:
     """How the forward passes of one model draw random numbers."""
 
     def __init__(self, session: Session, randomness: Randomness, name: str, *, needs_loader: bool = False) -> None:
         """Replace torch's random operations."""
         self._session = session
-        self._randomness: Randomness = randomness
+        self.randomness: Randomness = randomness
         self._name = name
         self._needs_loader = needs_loader
         axes = session.axes
@@ -117,7 +122,7 @@ class DrawsOfModel:
 
     def draw_by(self, randomness: Randomness) -> None:
         """Draw in another way from now on."""
-        self._randomness = randomness
+        self.randomness = randomness
 
     def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Draw as one rank would from now on. Called by torch, before a forward pass."""
@@ -126,11 +131,11 @@ class DrawsOfModel:
         leaves = [one for _, one in tensors_in((args, kwargs)) if one.dim()]
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
-        has_own_draws = rows is None and self._randomness != "per_rank"
+        has_own_draws = rows is None and self.randomness != "per_rank"
         sizes = tuple(leaf.shape for leaf in leaves)
         scope = DrawScope(
             rows,
-            self._randomness,
+            self.randomness,
             self._rank,
             self._plans.get(kind, ()),
             self._masks.get(kind, ()),
@@ -197,7 +202,7 @@ class DrawsOfModel:
             leave()
 
     def _can_follow(self, module: nn.Module) -> bool:
-        return self._randomness != "per_rank" and self._num_followed < MOST_FOLLOWED and not is_compiled(module)
+        return self.randomness != "per_rank" and self._num_followed < MOST_FOLLOWED and not is_compiled(module)
 
     def _warn_of_own_draws(self) -> None:
         self._has_warned = True

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
+from rankwise.tools.verify.compare import COPY, PLATEAU
 from rankwise.tools.verify.evidence import (
     Cause,
     agree,
@@ -30,6 +31,24 @@ if TYPE_CHECKING:
     from rankwise.tools.verify.records import Sketch, Step
 
 
+GENERAL = (
+    "unknown",
+    "noise in the loop",
+    "dropout masks",
+    "batchnorm",
+    "coupled samples",
+    "mean of means",
+    "not exchanged",
+    "bypassed",
+    "wrong exchange",
+    "hook",
+    "optimizer state",
+    "update",
+    "buffers",
+)
+"""Causes that are told from numbers alone: what rankwise said of the run is more exact."""
+
+
 def explain(evidence: Evidence) -> Cause:
     """Return the cause of the first difference."""
     for signature in _SIGNATURES[evidence.gap.phase]:
@@ -37,15 +56,6 @@ def explain(evidence: Evidence) -> Cause:
         if cause is not None:
             return cause
     return Cause("unknown", "no known cause fits this difference", "compare the code that computes it on each rank")
-
-
-def _warned_of(evidence: Evidence) -> Cause | None:
-    """What rankwise has warned of in the loss, while the script ran on several ranks."""
-    for rank in evidence.many:
-        for text in rank.facts.warned:
-            words, _, fix = text.partition("; ")
-            return Cause("coupled samples", words, fix)
-    return None
 
 
 # -- data ----------------------------------------------------------------------------------------------------
@@ -57,7 +67,7 @@ def _drawn_in_the_loop(evidence: Evidence) -> Cause | None:
     total = Counter(digest for step in evidence.theirs for batch in step.batches for digest in batch.digests)
     if evidence.gap.kind == "batch" or not mine or mine != total:
         return None
-    return _warned_of(evidence) or Cause(
+    return Cause(
         "noise in the loop",
         "the loaders give the same samples, but the script changes them before the model with random numbers that "
         "each rank draws for itself",
@@ -142,11 +152,23 @@ def _random_in_forward(evidence: Evidence) -> Cause | None:
         "dropout masks",
         "the model draws random numbers (dropout, noise), and each rank draws its own, not those of one rank for its "
         "samples",
-        "leave out randomness= of rankwise.replicate(model), which draws by the position of each sample by default"
-        if evidence.uses_rankwise
-        else "rankwise.replicate(model), which draws by the position of each sample",
+        _draw_by_sample(evidence),
         line=_line_of_call(evidence),
     )
+
+
+def _draw_by_sample(evidence: Evidence) -> str:
+    if set(evidence.many[0].facts.randomness) - {"counter"}:
+        return (
+            "leave out randomness= of rankwise.replicate(model), which draws by the position of each sample by default"
+        )
+    if evidence.replicates:
+        return (
+            "iterate over rankwise.DataLoader, which tells the position of each sample, and draw for tensors whose "
+            "first dim is that of the samples, as view, sum and mean leave it: x.view(num_samples, ...).sum(1), not "
+            "index_add or scatter into torch.zeros"
+        )
+    return "rankwise.replicate(model), which draws by the position of each sample"
 
 
 def _coupled(evidence: Evidence) -> Cause | None:
@@ -231,8 +253,9 @@ def _mean_of_means(evidence: Evidence) -> Cause | None:
     return Cause(
         "mean of means",
         f"ranks hold {', '.join(map(str, rows))} samples in this step, and their means count equally",
-        "weight each rank's mean by its number of samples: rankwise.replicate does so; or multiply the loss by "
-        "len(batch) * world_size / global batch size",
+        "weight each rank's mean by its number of samples: "
+        + ("rankwise.weight(model, len(batch))" if evidence.replicates else "rankwise.replicate does so")
+        + "; or multiply the loss by len(batch) * world_size / global batch size",
         line=evidence.one.loss_line,
     )
 
@@ -245,6 +268,20 @@ def _is_plain(evidence: Evidence, factor: float) -> bool:
     )
 
 
+def _hooked(evidence: Evidence) -> Cause | None:
+    line = evidence.many[0].hook_line
+    if not line or not ranks_agree(evidence):
+        return None
+    return Cause(
+        "hook",
+        "a hook changes the gradients of what the model computes: on each rank it sees those of the mean over that "
+        "rank's samples",
+        "keep the change linear, as scaling and masking are, or change the gradients of parameters after backward()"
+        + (", or in parameter.register_hook, which gets the mean over all ranks" if evidence.replicates else ""),
+        line=line,
+    )
+
+
 def _unequal_counts(evidence: Evidence) -> Cause | None:
     """The exchange is a plain mean or sum, and still not one rank's: the losses count something else."""
     if not ranks_agree(evidence) or not any(_is_plain(evidence, one) for one in (1.0, 1 / evidence.num_ranks)):
@@ -253,8 +290,12 @@ def _unequal_counts(evidence: Evidence) -> Cause | None:
         "mean of means",
         "the gradients of ranks count equally, but their losses are means over unequal counts (tokens, masked "
         "elements, class weights) or couple samples",
-        "use rankwise.replicate, which reads the count from the loss, or divide each rank's sum by the count of all "
-        "ranks: rankwise.all_reduce(count)",
+        (
+            "pass the count to rankwise.weight(model, count)"
+            if evidence.replicates
+            else "use rankwise.replicate, which reads the count from the loss"
+        )
+        + ", or divide each rank's sum by the count of all ranks: rankwise.all_reduce(count)",
         line=evidence.one.loss_line,
     )
 
@@ -273,8 +314,14 @@ def _not_exchanged(evidence: Evidence) -> Cause | None:
         return Cause(
             "not exchanged",
             "each rank steps with the gradients of its own samples alone: nothing exchanges them",
-            "model = rankwise.replicate(model), or DistributedDataParallel(model), before the optimizer is built; "
-            "end an accumulation outside no_sync(); exchange before optimizer.step()",
+            (
+                "call the model that rankwise.replicate returned, and loss.backward(); average gradients that "
+                "torch.autograd.grad returns by rankwise.all_reduce"
+                if evidence.replicates
+                else "model = rankwise.replicate(model), or DistributedDataParallel(model), before the optimizer is "
+                "built"
+            )
+            + "; end an accumulation outside no_sync(); exchange before optimizer.step()",
             line=evidence.one.step_line,
         )
     shown = ", ".join(alone[:3]) + (", ..." if alone[3:] else "")
@@ -296,7 +343,8 @@ def _unused(evidence: Evidence) -> Cause | None:
     return Cause(
         "unused",
         f"{evidence.gap.name} has no gradient on {fold_ranks(without)}, which did not use it",
-        "use the parameter on every rank, or rankwise.replicate(model), which handles unused parameters",
+        "use the parameter on every rank"
+        + ("" if evidence.replicates else ", or rankwise.replicate(model), which handles unused parameters"),
     )
 
 
@@ -316,6 +364,27 @@ def _wrong_exchange(evidence: Evidence) -> Cause | None:
 # -- optimizer -----------------------------------------------------------------------------------------------
 
 
+_DECIDE = (
+    "decide from a value that is equal on all ranks: scheduler.step(rankwise.mean(loss, num_samples)), or all_reduce "
+    "it first"
+)
+
+
+def _given_locally(evidence: Evidence) -> Cause | None:
+    if evidence.gap.kind != PLATEAU:
+        return None
+    ends = [one.last for one in evidence.many if one.last is not None]
+    held = [one.metrics for one in (evidence.theirs if evidence.gap.phase == "decisions" else ends)]
+    return Cause(
+        "local decision",
+        f"{PLATEAU} is given another value on each rank, such as the loss of a rank's own samples: it will change the "
+        "learning rate on some ranks before it does on others",
+        _DECIDE,
+        evidence=tuple(f"rank {rank}: {', '.join(f'{one:.9g}' for one in values)}" for rank, values in enumerate(held)),
+        line=evidence.many[0].scheduler_line,
+    )
+
+
 def _decided_locally(evidence: Evidence) -> Cause | None:
     held = [_hyperparameter(step, evidence.gap.name) for step in evidence.theirs]
     if len(set(held)) == 1:
@@ -323,8 +392,7 @@ def _decided_locally(evidence: Evidence) -> Cause | None:
     return Cause(
         "local decision",
         f"{evidence.gap.name} is not the same on all ranks: a scheduler or a condition uses a rank's own value",
-        "decide from a value that is equal on all ranks: scheduler.step(rankwise.mean(loss, num_samples)), or "
-        "all_reduce it first",
+        _DECIDE,
         evidence=tuple(f"rank {rank}: {value}" for rank, value in enumerate(held)),
         line=evidence.one.step_line,
     )
@@ -381,8 +449,39 @@ def _other_update(_: Evidence) -> Cause | None:
     )
 
 
+def _other_copy(evidence: Evidence) -> Cause | None:
+    if evidence.gap.kind != COPY:
+        return None
+    name, lines = evidence.gap.name, evidence.reference.lines_of_copies
+    owner = next((one for one in lines if name.startswith(f"{one}.")), "")
+    if not name.endswith(_STATISTICS):
+        return Cause(
+            "copies",
+            f"{name} differs, which belongs to a model that the script only calls without gradients ({owner})",
+            "change it by values that are equal on all ranks, such as parameters and buffers of the trained model",
+            line=lines.get(owner, ""),
+        )
+    return Cause(
+        "copied statistics",
+        f"{name} holds the statistics of each rank's own samples: {owner} is called in training mode without gradients "
+        "(update_bn, a teacher), and nothing averages them",
+        (
+            "copy = rankwise.replicate(copy, sync_batchnorm=True) before it is called, as average = "
+            "rankwise.replicate(AveragedModel(model), sync_batchnorm=True)"
+            if evidence.uses_rankwise
+            else "call it with all samples on every rank: a loader without a DistributedSampler, whose batches are "
+            "those of all ranks together"
+        )
+        + "; or copy.eval(), which keeps them",
+        line=lines.get(owner, ""),
+    )
+
+
+_STATISTICS = ("running_mean", "running_var")
+
+
 def _other_buffer(evidence: Evidence) -> Cause | None:
-    is_norm = evidence.gap.name.endswith(("running_mean", "running_var"))
+    is_norm = evidence.gap.name.endswith(_STATISTICS)
     if is_norm:
         return Cause(
             "batchnorm", f"{evidence.gap.name} holds the statistics of one rank's samples, not of all ranks'", _SYNC
@@ -395,23 +494,25 @@ def _other_buffer(evidence: Evidence) -> Cause | None:
 
 
 _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
+    "decisions": (_given_locally,),
     "data": (_drawn_in_the_loop, _other_number_of_samples, _other_samples),
     "initial parameters": (_different_start,),
-    "forward": (_batch_norm, _random_in_forward, _warned_of, _coupled),
+    "forward": (_batch_norm, _random_in_forward, _coupled),
     "gradient": (
-        _warned_of,
         _clipped_locally,
         _mean_of_means,
         _scaled,
         _not_exchanged,
         _unused,
+        _hooked,
         _unequal_counts,
         _wrong_exchange,
     ),
     "hyperparameters": (_decided_locally, _scheduler_too_fast, _scaled_setting),
     "optimizer state": (_other_state,),
     "update": (_other_update,),
-    "buffers": (_other_buffer,),
+    "buffers": (_other_copy, _other_buffer),
+    "end": (_given_locally, _other_copy, _other_buffer),
 }
 
 

@@ -15,13 +15,26 @@ from rankwise.tools.verify.records import summed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from rankwise.tools.verify.records import ModuleOutput, Parameter, RankRun, Sketch, Step
+    from rankwise.tools.verify.records import Last, ModuleOutput, Parameter, RankRun, Sketch, Step
 
 Phase = Literal[
-    "data", "initial parameters", "forward", "gradient", "hyperparameters", "optimizer state", "update", "buffers"
+    "decisions",
+    "data",
+    "initial parameters",
+    "forward",
+    "gradient",
+    "hyperparameters",
+    "optimizer state",
+    "update",
+    "buffers",
+    "end",
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""In the order of cause and effect within a step."""
+"""In the order of cause and effect within a step; ``"end"``: what the script leaves after the last one."""
+COPY = "copy"
+"""The kind of what belongs to a model that was called without gradients only."""
+PLATEAU = "ReduceLROnPlateau"
+"""The kind of values that this scheduler was given."""
 EXACT: tuple[Phase, ...] = ("data", "hyperparameters")
 """Not subject to rounding."""
 
@@ -157,6 +170,7 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         if any(number >= len(rank.steps) for rank in many):
             return
         theirs = [rank.steps[number] for rank in many]
+        yield from _decisions(one.number, "decisions", theirs)
         yield from _data(one, theirs)
         if number == 0:
             yield from _initial(one, theirs)
@@ -165,7 +179,25 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         yield from _hyperparameters(one, theirs)
         yield from _states(one, theirs, _SMALL_SHARE[dtype])
         yield from _updates(one, theirs, dtype)
-        yield from _buffers(one, theirs)
+        yield from _held_alike(one.number, "buffers", one.buffers, [step.buffers for step in theirs])
+        yield from _copies(one.number, "buffers", one.copies, [step.copies for step in theirs])
+    yield from _end(reference, many)
+
+
+def _decisions(step: int, phase: Phase, theirs: Sequence[Step | Last]) -> Iterator[Gap]:
+    """Yield how far apart ranks are: a value of another scale on one rank decides the same."""
+    for held in zip(*(one.metrics for one in theirs), strict=False):
+        yield _worst(step, phase, f"the value given to {PLATEAU}", [_relative(held[0], one) for one in held], PLATEAU)
+
+
+def _end(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
+    one, theirs = reference.last, [rank.last for rank in many if rank.last is not None]
+    if one is None or len(theirs) < len(many) or any(len(rank.steps) != len(reference.steps) for rank in many):
+        return
+    number = len(reference.steps)
+    yield from _decisions(number, "end", theirs)
+    yield from _held_alike(number, "end", one.buffers, [last.buffers for last in theirs])
+    yield from _copies(number, "end", one.copies, [last.copies for last in theirs])
 
 
 def _data(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
@@ -313,11 +345,21 @@ def _updates(one: Step, theirs: Sequence[Step], dtype: str) -> Iterator[Gap]:
         yield _worst(one.number, "update", parameter.name, errors)
 
 
-def _buffers(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
-    for name, buffer in one.buffers.items():
-        held = [step.buffers.get(name) for step in theirs]
-        if all(value is not None and value.shape == buffer.shape for value in held):
-            yield _worst(one.number, "buffers", name, [_apart(buffer, value, buffer.norm) for value in held])
+def _held_alike(
+    step: int, phase: Phase, one: Mapping[str, Sketch], theirs: Sequence[Mapping[str, Sketch]], kind: str = ""
+) -> Iterator[Gap]:
+    for name, mine in one.items():
+        held = [other.get(name) for other in theirs]
+        if all(value is not None and value.shape == mine.shape for value in held):
+            yield _worst(step, phase, name, [_apart(mine, value, mine.norm) for value in held], kind)
+
+
+def _copies(
+    step: int, phase: Phase, one: Mapping[str, Sketch], theirs: Sequence[Mapping[str, Sketch]]
+) -> Iterator[Gap]:
+    # Where a rank calls a model that others do not, equal names may be of other models.
+    if all(one.keys() == other.keys() for other in theirs):
+        yield from _held_alike(step, phase, one, theirs, COPY)
 
 
 def _parameters(one: Step, theirs: Sequence[Step]) -> Iterator[tuple[Parameter, list[Parameter]]]:

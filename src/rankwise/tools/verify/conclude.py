@@ -63,12 +63,12 @@ def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Find
             return replace(verdict, status="not compared", why=why)
         # A mistake in the data explains what follows from it.
         earlier = next((one.cause for one in found if 0 < one.step <= gap.step), None)
-        cause = earlier or causes.explain(evidence)
+        cause, *others = [earlier] if earlier is not None else _causes(evidence, many)
         return replace(
             verdict,
             first=First(gap.step, gap.phase, gap.name, gap.ranks, gap.error, different.multiple),
             cause=cause,
-            also=tuple(one.cause for one in found if one.cause is not cause),
+            also=(*others, *(one.cause for one in found if one.cause is not cause)),
             modules=modules_at(reference, many.ranks, floor, gap.step),
         )
     if found:
@@ -81,6 +81,23 @@ def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Find
     if ended is not None:
         return replace(verdict, first=First(num_steps + 1, "steps", ended.key, (), 0.0, 0.0), cause=ended)
     return replace(verdict, status="equal", num_steps=min(num_steps, floor.last_step or num_steps))
+
+
+def _causes(evidence: Evidence, many: Run) -> list[Cause]:
+    """Return the cause of a difference and further ones: what rankwise has said of it, else what the numbers tell."""
+    told = causes.explain(evidence)
+    if told.key not in causes.GENERAL:
+        return [told]
+    errors = [rank for rank in many.ranks if rank.end.startswith("rankwise.errors.")]
+    if any(not rank.end.startswith(_BECAUSE_OF_ANOTHER) for rank in errors):
+        return [_failed(many, len(many.ranks))]
+    warnings = dict.fromkeys(text for rank in many.ranks for text in rank.warnings)
+    return [_warned(text, told) for text in warnings] or [told]
+
+
+def _warned(text: str, told: Cause) -> Cause:
+    words, _, fix = text.partition("; ")
+    return Cause("warned", f"rankwise warns of it: {words}", fix or told.fix, line=told.line)
 
 
 def _draws_otherwise(steps: Sequence[Step]) -> bool:
@@ -144,6 +161,12 @@ def error_of(run: Run) -> str:
 def not_compared(num_ranks: int, why: str, run: Run) -> Verdict:
     """Return the verdict where runs cannot be compared."""
     tail = run.output.strip().splitlines()[-5:]
+    missing = next((rank.missing for rank in run.ranks if rank.missing), "")
+    if missing:
+        why += (
+            f"; {missing} is outside the working folder, of which each run gets a copy: give its absolute path; or, if "
+            "the script finds it from its own place, run verify in the folder that holds both"
+        )
     return Verdict(num_ranks=num_ranks, status="not compared", why=why, notes=tuple(tail))
 
 

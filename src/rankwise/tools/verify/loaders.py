@@ -23,7 +23,7 @@ from rankwise.tools.verify.records import Batch, Loader
 from rankwise.tools.verify.worker_draws import has_workers, noting_draws
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
 MOST_BYTES = 2**30
 """Of the batches of one rank that are kept for a run on one rank."""
@@ -71,7 +71,8 @@ class Loaders:
         self._epochs: dict[int, int] = {}
         self._bytes = 0
         self.batches_kept = True
-        self.is_inside = False
+        self._is_inside = False
+        """Whether a batch of a loader is being made."""
 
     def install(self) -> None:
         """Replace the iteration of loaders."""
@@ -81,6 +82,9 @@ class Loaders:
     def _following(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @wraps(original)
         def iterate(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - any loader
+            if self._is_inside:
+                # The loader that the script iterates reads from this one.
+                return original(loader)
             if self._plan.join:
                 return self._joined(loader)
             if has_workers(loader):
@@ -106,10 +110,13 @@ class Loaders:
         try:
             while True:
                 before = state_digests()
+                self._is_inside = True
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
+                finally:
+                    self._is_inside = False
                 # The first one also draws the order and the seed of the workers.
                 drawn = drawn_from(before, state_digests()) if position else ""
                 if by_workers:
@@ -152,10 +159,16 @@ class Loaders:
                     return
                 self._listener.stop()
             parts = [torch.load(path, weights_only=False) for path in found]
-            batch = sketches.joined(parts)
+            batch = parts[0] if _are_one(parts) else sketches.joined(parts)
             self._listener.on_batch(_recorded(batch, number, epoch, position, ""))
             yield batch
             position += 1
+
+
+def _are_one(parts: Sequence[Any]) -> bool:
+    """Return whether each rank has the whole batch, as of a loader for an evaluation: all have the same samples."""
+    samples = [_recorded(part, 0, 0, 0, "").digests for part in parts]
+    return len(set(samples)) == 1 and len(set(samples[0])) == len(samples[0]) > 0
 
 
 def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:  # noqa: ANN401 - any batch

@@ -49,10 +49,8 @@ def _same_samples(one: RankRun, many: Sequence[RankRun]) -> Finding | None:  # n
     steps = list(zip(*(rank.steps for rank in many), strict=False))
     if not steps or not all(step.inputs for step in steps[0]):
         return None
-    for held in steps:
-        first = Counter(held[0].inputs)
-        if any(Counter(step.inputs) != first for step in held):
-            return None
+    if not all(map(_are_alike, steps)):
+        return None
     loader = _loader(many[0], steps[0][0])
     return Finding(
         1,
@@ -65,9 +63,15 @@ def _same_samples(one: RankRun, many: Sequence[RankRun]) -> Finding | None:  # n
     )
 
 
+def _are_alike(steps: Sequence[Step]) -> bool:
+    """Return whether all ranks pass the same samples in a step, as where each trains a model of its own first."""
+    first = Counter(steps[0].inputs)
+    return all(Counter(step.inputs) == first for step in steps)
+
+
 def _unsharded(one: RankRun, many: Sequence[RankRun]) -> Finding | None:
     """Each rank goes through the whole dataset, in an order of its own."""
-    if not one.steps or any(not rank.steps for rank in many):
+    if not one.steps or any(not rank.steps for rank in many) or _are_alike([rank.steps[0] for rank in many]):
         return None
     total = sum(rank.steps[0].rows for rank in many)
     mine, theirs = _loader(one, one.steps[0]), _loader(many[0], many[0].steps[0])
@@ -94,13 +98,15 @@ def _repeated(one: RankRun, many: Sequence[RankRun]) -> Finding | None:
     seen: dict[tuple[int, int], Counter[int]] = {}
     steps = list(zip(*(rank.steps for rank in many), strict=False))
     for number, held in enumerate(steps, start=1):
+        # Batches that each rank cuts by itself are the same on all ranks.
+        if all(_digests(step) == _digests(held[0]) for step in held):
+            continue
         for step in held:
             for batch in _trained(step):
                 counts = seen.setdefault((batch.loader, batch.epoch), Counter())
                 counts.update(batch.digests)
         twice = sum(count - 1 for counts in seen.values() for count in counts.values())
-        # Batches that each rank cuts by itself are the same on all ranks.
-        if twice and not all(_digests(step) == _digests(held[0]) for step in held):
+        if twice:
             return Finding(
                 number,
                 Cause(

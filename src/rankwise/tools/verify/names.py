@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from rankwise.tools.verify import sketches
 
@@ -26,6 +27,7 @@ class Names:
         self._modules: dict[int, tuple[nn.Module, str]] = {}
         self._parameters: dict[int, tuple[torch.Tensor, str]] = {}
         self._has: dict[int, tuple[nn.Module, bool]] = {}
+        self._copies: dict[int, tuple[nn.Module, str]] = {}
 
     def has_parameters(self, module: nn.Module) -> bool:
         """Return whether a module has parameters, its own or of modules in it."""
@@ -37,12 +39,17 @@ class Names:
 
     def add_root(self, module: nn.Module) -> nn.Module:
         """Name a module that the script calls, and all in it; return the script's own within a wrapper."""
-        while type(module).__name__ in WRAPPERS:
-            module = next(iter(module.children()))
+        module = _unwrapped(module)
         if id(module) not in self._roots:
             self._roots[id(module)] = module
             self._name(module)
         return module
+
+    def add_copy(self, module: nn.Module, line: str) -> None:
+        """Note a model that the script calls without gradients, and where."""
+        module = _unwrapped(module)
+        if id(module) not in self._modules:
+            self._copies.setdefault(id(module), (module, line))
 
     def _name(self, root: nn.Module) -> None:
         kind = type(root).__name__
@@ -77,12 +84,44 @@ class Names:
 
         return sketches.mapped(args, change), sketches.mapped(kwargs, change)
 
+    def _named_copies(self) -> dict[str, tuple[nn.Module, str]]:
+        """Return the models that were called without gradients only, and where first."""
+        kinds = [type(root).__name__ for root in self._roots.values()]
+        found: dict[str, tuple[nn.Module, str]] = {}
+        for key, (module, line) in self._copies.items():
+            if key not in self._modules:
+                kinds.append(type(module).__name__)
+                same = kinds.count(kinds[-1])
+                found[kinds[-1] if same == 1 else f"{kinds[-1]}#{same}"] = module, line
+        return found
+
+    def lines_of_copies(self) -> dict[str, str]:
+        """Return which line first called each model that was called without gradients only."""
+        return {name: line for name, (_, line) in self._named_copies().items()}
+
+    def copies(self, *, with_parameters: bool = False) -> dict[str, Sketch]:
+        """Return the floating-point buffers of models that were called without gradients only."""
+        found: dict[str, Sketch] = {}
+        for base, (module, _) in self._named_copies().items():
+            held = [*module.named_buffers(), *(module.named_parameters() if with_parameters else ())]
+            floats = [
+                (name, one) for name, one in held if one.is_floating_point() and not (is_lazy(one) or one.is_meta)
+            ]
+            found |= {f"{base}.{name}": sketches.of_tensor(one) for name, one in floats}
+        return found
+
     def buffers(self) -> dict[str, Sketch]:
-        """Return the floating-point buffers of all modules that were called."""
+        """Return the floating-point buffers of all modules that were called with gradients."""
         found: dict[str, Sketch] = {}
         for root in self._roots.values():
             base = self.of(root)
             for name, buffer in root.named_buffers():
-                if buffer.is_floating_point():
+                if buffer.is_floating_point() and not buffer.is_meta:
                     found[f"{base}.{name}"] = sketches.of_tensor(buffer)
         return found
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while type(module).__name__ in WRAPPERS:
+        module = next(iter(module.children()))
+    return module

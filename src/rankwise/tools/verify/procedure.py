@@ -128,6 +128,14 @@ class _Verification:
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
             return conclude.without_steps(number, many)
+        if "pipeline" in many.ranks[0].facts.strategies:
+            if not conclude.has_ended_well(many):
+                return conclude.without_steps(number, many)
+            why = (
+                "the ranks of pipeline() hold other layers and call them once per micro-batch: compare the losses that "
+                f"`rankwise run -n 1` and `-n {number}` print"
+            )
+            return conclude.not_compared(number, why, many)
         # Ranks that all run the whole script take the same samples on purpose.
         found = [] if self._script.auto else list(mistakes.findings(one, many.ranks))
         notes = _notes_on(floor)
@@ -153,7 +161,20 @@ class _Verification:
             f"each rank takes batches of its own: compared with one rank that takes those of {number} ranks together, "
             "with their learning rate"
         )
-        return replace(verdict, notes=(*notes, note))
+        return replace(verdict, notes=(*notes, note, *_scaled_settings(one, many.ranks[0])))
+
+
+def _scaled_settings(one: RankRun, rank: RankRun) -> list[str]:
+    """Return a note on each hyperparameter that the script multiplies by something that depends on the ranks."""
+    pairs = zip(one.steps[0].hyperparameters, rank.steps[0].hyperparameters, strict=False)
+    held = {key: (group[key], value) for group, theirs in pairs for key, value in theirs.items() if key in group}
+    return [
+        f"{key} is {value:g} on {rank.facts.world_size} ranks and {mine:g} on one, so the result of the script depends "
+        f"on the number of ranks: intended if it scales {key} with the batch, as batches are {rank.facts.world_size} "
+        "times as large"
+        for key, (mine, value) in held.items()
+        if mine != value and key != "initial_lr"
+    ]
 
 
 def _notes_on(floor: Floor) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ Every value is reduced to a sketch or a digest at once; nothing communicates. Im
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankwise.comm.session import current_or_none
-from rankwise.parallel.loss.hooks import warnings_of_losses
+from rankwise.log import logger
 from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import RowDraws, State, torch_state
@@ -31,6 +32,7 @@ from rankwise.tools.verify.records import (
     Batch,
     Call,
     Facts,
+    Last,
     Loader,
     ModuleOutput,
     Parameter,
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
 
 MOST_FILES = 1000
 _LIBRARIES = ("site-packages", "dist-packages")
+_ABOUT_RESULTS = ("rankwise.parallel.", "rankwise.comm.optimizer_steps")
+"""Modules whose warnings name what makes results depend on the number of ranks."""
+_ABOUT_SPEED = ("rankwise.parallel.randomness.philox", "rankwise.parallel.data_parallel")
+"""And those of them whose warnings do not."""
 
 
 class StepsTaken(SystemExit):
@@ -66,6 +72,8 @@ class Plan:
     """A folder; each rank writes a file into it."""
     working_folder: str
     """The folder whose files are the script's, to which names of files are relative."""
+    origin: str
+    """The user's working folder, of which this process has a copy."""
     steps: int
     float64: bool
     permute: bool = False
@@ -117,8 +125,11 @@ class Recorder:
         self._scales: dict[str, float] = {}
         self._unused: list[Batch] = []
         self._hooked: dict[int, torch.Tensor] = {}
-        self._rankwise_noted = False
-        self._warned: tuple[str, ...] = ()
+        self._here = Path.cwd()
+        self._noted: dict[str, object] | None = None
+        """What is to be known of rankwise's part in the run, after the first step."""
+        self._metrics: list[float] = []
+        self._scheduler_line = self._hook_line = ""
         self._clear()
         self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is"))
         if plan.keep:
@@ -156,6 +167,8 @@ class Recorder:
         self._draws.install()
         replace_attributes(nn.Module, ["__call__"], self._around_module)
         replace_attributes(torch.Tensor, ["backward"], self._around_backward)
+        for kind, name in ((torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook")):
+            replace_attributes(kind, [name], self._around_hooks)
         replace_attributes(nn.utils, ["clip_grad_norm_"], self._around_clipping)
         replace_attributes(Optimizer, ["add_param_group"], self._around_groups)
         replace_attributes(torch.amp.GradScaler, ["step"], self._around_scaler)
@@ -165,19 +178,41 @@ class Recorder:
         register_optimizer_step_post_hook(self._after_step)
         on_save(self._note_file)
         sys.addaudithook(self._audit)
+        logger.addHandler(_Warnings(lambda text: self._write("warning", text)))
 
     def finish(self, how: str, error: BaseException | None = None) -> None:
         """Write how the script ended, and which line of it raised ``error``."""
-        self._end(how, "" if error is None else self._line_of_error(error))
+        self._end(how, error)
         self._file.close()
 
-    def _end(self, how: str, line: str = "") -> None:
-        facts = {
+    def _end(self, how: str, error: BaseException | None = None) -> None:
+        last = None
+        if how == "script":
+            copies = self._names.copies(with_parameters=True)
+            last = asdict(Last(self._names.buffers(), copies, tuple(self._metrics)))
+        content = {
+            "how": how,
+            "line": "" if error is None else self._line_of_error(error),
             "batches_kept": self._loaders.batches_kept,
-            "uses_rankwise": self._rankwise_noted,
-            "warned": self._warned,
+            "facts": self._noted or {},
+            "last": last,
+            "lines_of_copies": self._names.lines_of_copies(),
+            "missing": "" if error is None else self._missing(error),
+            "scheduler_line": self._scheduler_line,
+            "hook_line": self._hook_line,
         }
-        self._write("end", {"how": how, "line": line, **facts})
+        self._write("end", content)
+
+    def _missing(self, error: BaseException) -> str:
+        """Return the file or folder that ended the script because only the user's folder has it beside it."""
+        named: list[str] = []
+        if isinstance(error, FileNotFoundError) and isinstance(error.filename, str | bytes):
+            named = [os.fsdecode(error.filename)]
+        elif isinstance(error, ModuleNotFoundError) and error.name:
+            named = [str(Path(folder, f"{error.name}{end}")) for folder in sys.path for end in ("", ".py")]
+        beside = [os.path.relpath(self._here / one, self._here) for one in named]
+        found = [one for one in beside if one.startswith("..") and Path(self._plan.origin, one).exists()]
+        return found[0] if found else self._missing(error.__cause__) if error.__cause__ is not None else ""
 
     def _line_of_error(self, error: BaseException) -> str:
         """Return the innermost line of the script in the traceback of the error, or of what caused it."""
@@ -205,7 +240,7 @@ class Recorder:
         is_own = name.startswith(self._root) and not any(word in name for word in _LIBRARIES)
         return f"{name.removeprefix(self._root)}:{number}" if is_own else ""
 
-    def _write(self, kind: str, value: Facts | Step | Loader | Written | Mapping[str, object]) -> None:
+    def _write(self, kind: str, value: Facts | Step | Loader | Written | Mapping[str, object] | str) -> None:
         if os.getpid() == self._pid and not self._file.closed:
             self._file.write(line_of(kind, value))
             self._file.flush()
@@ -254,7 +289,8 @@ class Recorder:
     def _around_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
-            if is_transforming():
+            # Where new tensors are of another class, they have no data: pipeline() follows a model so.
+            if is_transforming() or type(torch.empty(0)) is not torch.Tensor:
                 # What is recorded of it would become a part of the graph, or has no values.
                 return original(module, *args, **kwargs)
             if self._is_recording or not self._names.has_parameters(module):
@@ -279,6 +315,7 @@ class Recorder:
         if not self._depth:
             if not in_backward():
                 self._note_use(is_trained=False)
+                self._names.add_copy(module, self.line())
             if self._plan.float64:
                 args, kwargs = self._names.cast(module, args, kwargs)
             return original(module, *args, **kwargs)
@@ -388,6 +425,17 @@ class Recorder:
 
         return backward
 
+    def _around_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def register(owner: torch.Tensor | nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+            # Those of parameters are hooks on the gradient that ranks exchange.
+            if not (isinstance(owner, torch.Tensor) and owner.is_leaf):
+                self._hook_line = self._hook_line or self._line_in(frame, frame.f_lineno)
+            return original(owner, *args, **kwargs)
+
+        return register
+
     def _around_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def clip(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
@@ -412,6 +460,9 @@ class Recorder:
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
             # A scheduler of schedulers steps its own.
             self._scheduler_depth += 1
+            if isinstance(scheduler, ReduceLROnPlateau):
+                self._scheduler_line = self.line()
+                self._metrics += [float(one) for one in (*args[:1], *_named(kwargs, "metrics"))]
             try:
                 return original(scheduler, *args, **kwargs)
             finally:
@@ -428,7 +479,7 @@ class Recorder:
         self._impose(optimizer)
         self._state = {}
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in filter(_is_held, group["params"]):
                 name = self._names.parameter(parameter) or f"parameter {len(self._before)}"
                 self._state |= _state_of(optimizer.state.get(parameter, {}), name)
                 gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
@@ -455,15 +506,14 @@ class Recorder:
                     group[key] = value
         parameters: list[Parameter] = []
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in filter(_is_held, group["params"]):
                 before, gradient = self._before[id(parameter)]
                 known = self._names.parameter(parameter) or f"parameter {len(parameters)} of {name}"
                 local = self._local.get(id(parameter))
                 parameters.append(Parameter(known, gradient, local, before, sketches.of_tensor(parameter)))
         self._steps += 1
-        if not self._rankwise_noted and current_or_none() is not None:
-            self._rankwise_noted = True
-        self._warned = warnings_of_losses() or self._warned
+        if self._noted is None and current_or_none() is not None:
+            self._noted = _facts_of_rankwise()
         self._write(
             "step",
             Step(
@@ -483,12 +533,53 @@ class Recorder:
                 self._loss_line,
                 self.line(),
                 self._state,
+                self._names.copies(),
+                tuple(self._metrics),
             ),
         )
+        self._metrics = []
         self._clear()
         if self._steps >= self._plan.steps:
             self._end("steps")
             self.stop()
+
+
+def _is_held(parameter: torch.Tensor) -> bool:
+    """Return whether this rank holds the values of a parameter: other stages of a pipeline do not."""
+    return not parameter.is_meta
+
+
+def _named(kwargs: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    return (kwargs[name],) if name in kwargs else ()
+
+
+def _facts_of_rankwise() -> dict[str, object]:
+    # In memory only if the script uses rankwise.
+    from rankwise.parallel.core.strategy_registry import strategies_by_parameter  # noqa: PLC0415
+    from rankwise.parallel.randomness.model_draws import ways_to_draw  # noqa: PLC0415
+
+    strategies = sorted(set(strategies_by_parameter().values()))
+    return {"uses_rankwise": True, "strategies": strategies, "randomness": sorted(ways_to_draw())}
+
+
+class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
+    """Notes what rankwise warns of that makes results depend on the number of ranks, and shows all that it logs."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[rankwise] %(message)s"))
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note and show one line."""
+        # The module that warns: above logging, and rankwise.log.
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - public in all but name
+        while frame is not None and frame.f_globals["__name__"] in {"logging", "rankwise.log"}:
+            frame = frame.f_back
+        source = "" if frame is None else frame.f_globals["__name__"]
+        if record.levelno >= logging.WARNING and source.startswith(_ABOUT_RESULTS) and source not in _ABOUT_SPEED:
+            self._note(record.getMessage())
+        super().emit(record)
 
 
 def _state_of(held: Mapping[Any, Any], parameter: str) -> dict[str, tuple[float, float]]:

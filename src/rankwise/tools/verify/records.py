@@ -7,7 +7,7 @@ Values only; imports no torch. Written by ``recorder``, read by ``compare``.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -131,6 +131,21 @@ class Step:
     step_line: str
     state: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """What the optimizer held before the step: of each tensor the sum, and the norm."""
+    copies: Mapping[str, Sketch] = field(default_factory=dict)
+    """Buffers of models that were called without gradients only."""
+    metrics: tuple[float, ...] = ()
+    """What schedulers were given to decide from, since the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What a script that ran to its end left after the last step."""
+
+    buffers: Mapping[str, Sketch]
+    copies: Mapping[str, Sketch]
+    """Buffers and parameters of models that were called without gradients only."""
+    metrics: tuple[float, ...]
+    """As of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +179,10 @@ class Facts:
     dtype: str
     uses_rankwise: bool = False
     """Whether it called ``rankwise.join()``."""
-    warned: tuple[str, ...] = ()
-    """The warnings of rankwise about its losses: the cause, then what to do after the first semicolon."""
+    strategies: tuple[str, ...] = ()
+    """Strategies that its models went through: ``"replicate"``."""
+    randomness: tuple[str, ...] = ()
+    """What these models were given as ``randomness=``, or its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +199,18 @@ class RankRun:
     """The line of the script that raised that error, ``train.py:31``."""
     batches_kept: bool = True
     """Whether its batches are on disk, for a run on one rank to take."""
+    last: Last | None = None
+    """``None`` if the script did not end by itself."""
+    warnings: tuple[str, ...] = ()
+    """What rankwise warned of that makes results depend on the number of ranks."""
+    lines_of_copies: Mapping[str, str] = field(default_factory=dict)
+    """Which line first called each model that was called without gradients only."""
+    scheduler_line: str = ""
+    """The line that gave a scheduler a value to decide from."""
+    hook_line: str = ""
+    """The line that registered a hook on the gradient of what a model computes, such as ``h.register_hook(f)``."""
+    missing: str = ""
+    """What the script did not find in its copy of the working folder, although it exists outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +227,9 @@ class Run:
 # -- the file ------------------------------------------------------------------------------------------------
 
 
-def line_of(kind: str, value: Facts | Step | Loader | Written | Mapping[str, object]) -> str:
+def line_of(kind: str, value: Facts | Step | Loader | Written | Mapping[str, object] | str) -> str:
     """Return one line of the file."""
-    content = value if isinstance(value, dict) else asdict(value)  # pyright: ignore[reportArgumentType]
+    content = value if isinstance(value, dict | str) else asdict(value)  # pyright: ignore[reportArgumentType]
     return json.dumps([kind, content], separators=(",", ":")) + "\n"
 
 
@@ -217,16 +246,30 @@ def read(path: Path) -> RankRun | None:
     if "facts" not in found:
         return None
     end = found.get("end", [{}])[-1]
-    facts = Facts(**{**found["facts"][0], "uses_rankwise": end.get("uses_rankwise", False)})
     return RankRun(
-        facts=replace(facts, warned=tuple(end.get("warned", ()))),
+        facts=_facts({**found["facts"][0], **end.get("facts", {})}),
         steps=tuple(map(_step, found.get("step", []))),
         loaders=tuple(Loader(**one) for one in found.get("loader", [])),
         written=tuple(Written(**one) for one in found.get("written", [])),
         end=end.get("how", ""),
         end_line=end.get("line", ""),
         batches_kept=end.get("batches_kept", True),
+        last=None if end.get("last") is None else _last(end["last"]),
+        warnings=tuple(found.get("warning", [])),
+        lines_of_copies=end.get("lines_of_copies", {}),
+        scheduler_line=end.get("scheduler_line", ""),
+        hook_line=end.get("hook_line", ""),
+        missing=end.get("missing", ""),
     )
+
+
+def _facts(content: dict[str, Any]) -> Facts:
+    read_back: dict[str, Any] = {key: tuple(content[key]) for key in ("strategies", "randomness")}
+    return Facts(**(content | read_back))
+
+
+def _last(content: dict[str, Any]) -> Last:
+    return Last(_sketches(content["buffers"]), _sketches(content["copies"]), tuple(content["metrics"]))
 
 
 def _step(content: dict[str, Any]) -> Step:
@@ -237,7 +280,9 @@ def _step(content: dict[str, Any]) -> Step:
         "modules": tuple(_module(one) for one in content["modules"]),
         "losses": tuple(content["losses"]),
         "parameters": tuple(_parameter(one) for one in content["parameters"]),
-        "buffers": {name: _sketch(one) for name, one in content["buffers"].items()},
+        "buffers": _sketches(content["buffers"]),
+        "copies": _sketches(content["copies"]),
+        "metrics": tuple(content["metrics"]),
         "hyperparameters": tuple(content["hyperparameters"]),
         "clipped": tuple(content["clipped"]),
         "state": {name: tuple(one) for name, one in content["state"].items()},
@@ -253,6 +298,10 @@ def _batch(content: dict[str, Any]) -> Batch:
 def _sketch(content: dict[str, Any]) -> Sketch:
     read_back: dict[str, Any] = {key: tuple(content[key]) for key in ("shape", "projections", "bends")}
     return Sketch(**(content | read_back))
+
+
+def _sketches(content: dict[str, dict[str, Any]]) -> dict[str, Sketch]:
+    return {name: _sketch(one) for name, one in content.items()}
 
 
 def _optional(content: dict[str, Any] | None) -> Sketch | None:

@@ -80,6 +80,7 @@ class Workspace:
         plan = Plan(
             record=str(record),
             working_folder=str(root),
+            origin=str(Path.cwd()),
             steps=self._script.steps,
             float64=float64,
             permute=permute,

@@ -58,6 +58,8 @@ def _cause(cause: Cause) -> list[str]:
 def difference_in_words(first: First, verdict: Verdict) -> str:
     """Return the first difference as a phrase."""
     where = f"step {first.step}, {first.phase}" if first.step else first.phase
+    if first.phase == "end":
+        where = "after the last step"
     if first.error == 0.0:
         return f"{where}: {first.name}"
     ranks = "" if len(first.ranks) == verdict.num_ranks else f" on {fold_ranks(first.ranks)}"
@@ -69,9 +71,10 @@ def difference_in_words(first: First, verdict: Verdict) -> str:
 
 def agreeing_before(first: First) -> str:
     """Return what agrees up to the first difference."""
-    phases = [
-        phase for phase in PHASES if first.phase in PHASES and PHASES.index(phase) < list(PHASES).index(first.phase)
-    ]
+    if first.phase == "end":
+        return f"steps 1 to {first.step}"
+    compared: list[str] = [phase for phase in PHASES if phase != "decisions"]
+    phases = compared[: compared.index(first.phase)] if first.phase in compared else []
     if first.step > 1:
         return f"steps 1 to {first.step - 1}" + (f", and in step {first.step} {', '.join(phases)}" if phases else "")
     return ", ".join(phases)
