@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.core.gradient_hooks import GradientHooks
 from rankwise.parallel.core.gradient_weights import power_near
+from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.loss.amounts import is_zero, multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, Microsteps, model_numbers
 from rankwise.parallel.loss.terms import mark_output
@@ -162,8 +163,9 @@ class ShardSync:
         """Start a backward. Further calls change nothing."""
         if self._in_backward:
             return
-        self.loss.begin(amount)
         self._in_backward = True
+        refuse_second_derivatives("shard")
+        self.loss.begin(amount)
         if self._accumulation.is_continued or self._accumulation.is_open:
             self.loss.check_unit()
         if self._accumulation.is_continued:
@@ -208,6 +210,7 @@ class ShardSync:
 
     def _before_reduction(self, group: FSDPParamGroup) -> None:
         """Multiply the gradients of a block by their weight. Called when backward has left the block."""
+        refuse_second_derivatives("shard")
         for one in params_of(group):
             number = self._number_of[id(one)]
             parameter = whole_of(one)

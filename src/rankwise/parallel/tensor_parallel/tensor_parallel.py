@@ -22,6 +22,7 @@ from rankwise.parallel.core.blocks import has_forward, is_plain_container
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.strategy_registry import check_unregistered
 from rankwise.parallel.randomness.model_draws import draw_as_one_rank
@@ -222,6 +223,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient, which is the same on every rank."""
+        refuse_second_derivatives("tensor_parallel")
         mesh, placements = ctx.layout
         return DTensor.from_local(gradient, mesh, placements, run_check=False)
 
