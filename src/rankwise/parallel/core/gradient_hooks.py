@@ -3,7 +3,7 @@
 
 Hooks of parameters run once the mean over ranks is known, in the order in which they were registered. Hooks of modules
 see gradients of activations, of which each rank has its own; if one changes them other than linearly, a warning says
-so. Used by gradient_sync and replicate.
+so. Used by gradient_sync, replicate, shard and pipeline.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from weakref import ref
 
 import torch
 
+from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.torch_private.autograd import hooks_after_accumulation, hooks_of_gradient, is_accumulated_now
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import backward_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -36,8 +37,10 @@ _KEPT = "keep such changes linear, as scaling and masking are, or make them afte
 class GradientHooks:
     """The hooks of one model's parameters."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], *, is_in_stages: bool = False) -> None:
+        """Follow the hooks of ``parameters``, whose backward in stages may take gradients from ``autograd.grad``."""
         self.parameters = parameters
+        self.is_in_stages = is_in_stages
         self._names = names
         self._held: dict[int, tuple[Hooks, Hooks]] = {}
         """By number of the parameter, torch's tables of hooks that change the gradient, and that follow it."""
@@ -53,7 +56,8 @@ class GradientHooks:
         for number, parameter in enumerate(self.parameters):
             changing: Hooks = hooks_of_gradient(parameter) or {}
             following: Hooks = hooks_after_accumulation(parameter) or {}
-            if not changing and len(following) <= 1:
+            # Other strategies have a hook of their own there.
+            if not changing and len(following) <= (0 if self.is_in_stages else 1):
                 continue
             for table in (changing, following):
                 for key, hook in list(table.items()):
@@ -137,7 +141,9 @@ class _Deferred:
     def __call__(self, given: torch.Tensor) -> object:
         """Run the hook now or later. Called by torch, with the gradient or the parameter."""
         owner = self._owner()
-        if owner is None or (self._changes and not is_accumulated_now(owner.parameters[self._number])):
+        if owner is None or (
+            self._changes and not owner.is_in_stages and not is_accumulated_now(owner.parameters[self._number])
+        ):
             return self.hook(given)  # of autograd.grad, which returns this rank's gradient
         if owner.is_deferred:
             owner.note_earlier(self._number)
@@ -154,6 +160,20 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     """Return whether the script has registered hooks on the gradient of a parameter."""
     tables = hooks_of_gradient(parameter), hooks_after_accumulation(parameter)
     return any(not _is_own(hook) for table in tables for hook in (table or {}).values())
+
+
+def check_hooks_kept(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
+    """Raise if one of the parameters has a hook: ``strategy`` replaces them.
+
+    Raises:
+        ConfigurationError: names it.
+    """
+    hooked = next((name for name, one in parameters if has_hooks(one)), None)
+    if hooked is not None:
+        raise ConfigurationError(
+            f"Parameter {hooked} has a hook, which {strategy}() would lose: it replaces the parameters.",
+            do=f"call {strategy}() first, then register hooks on the parameters that the model has",
+        )
 
 
 def _is_unchanged(total: torch.Tensor, earlier: torch.Tensor | None) -> bool:

@@ -29,9 +29,10 @@ from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
-from rankwise.parallel.pipeline.step_gradients import StepGradients, clip_to_norm
+from rankwise.parallel.pipeline.step_gradients import StepGradients
 from rankwise.parallel.pipeline.step_weight import StepWeight
 from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import BatchNorm
 from rankwise.world.device.later import check_later, forget_checks, run_checks
 
@@ -74,8 +75,9 @@ class Pipeline:
         group = submesh("pp").get_group() if axes.pp > 1 else None
         self._link = PipelineLink(group, axes.ranks_along(world.rank, "pp"), plan.device, session.detector)
         copies = exchange_along("dp_replicate")
-        own = plan.own_parameters(place)
-        self._gradients = StepGradients(own, copies, f"gradients of {type(plan.model).__name__}")
+        named = {name: one for name, one in plan.model.named_parameters() if plan.holds(name, place)}
+        own = list(named.values())
+        self._gradients = StepGradients(list(named), own, copies, f"gradients of {type(plan.model).__name__}")
         self._has_copies = copies is not None
         losses = MicroBatchLosses(own)
         self._losses = losses if weight is None and place == self._last_place else None
@@ -167,7 +169,7 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over the whole model; return the norm before.
 
-        Called by: every rank of the pipeline, after a step. torch's own function sees one rank's stages only.
+        Called by: every rank of the pipeline, after a step. The same as torch's, which a pipeline replaces.
 
         Raises:
             ConfigurationError: ``max_norm`` is negative.
@@ -178,8 +180,8 @@ class Pipeline:
             raise ConfigurationError(
                 f"max_norm must be a number of at least 0, got {max_norm!r}.", do="pass clip_grad_norm_(1.0)"
             )
-        parameters = self._plan.own_parameters(self._place)
-        return clip_to_norm(parameters, max_norm, self._along, self._plan.device)
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._plan.own_parameters(self._place), float(max_norm))
+        return norm if own_part(norm) is norm else norm.full_tensor()
 
     @contextmanager
     def measure(self) -> Generator[None]:

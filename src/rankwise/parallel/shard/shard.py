@@ -27,7 +27,7 @@ from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
-from rankwise.parallel.core.gradient_hooks import has_hooks
+from rankwise.parallel.core.gradient_hooks import check_hooks_kept
 from rankwise.parallel.core.same_inputs import SameForward
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
@@ -272,12 +272,7 @@ def _check_trainable(model: nn.Module) -> None:
             "The model has no parameter that needs a gradient.",
             do="call shard() on the model that is trained; a frozen model has no gradients",
         )
-    hooked = next((name for name, one in model.named_parameters() if has_hooks(one)), None)
-    if hooked is not None:
-        raise ConfigurationError(
-            f"Parameter {hooked} has a hook, which shard() would lose: it replaces the parameters.",
-            do="call shard() first, then register hooks on the parameters that the model has",
-        )
+    check_hooks_kept(model.named_parameters(), "shard")
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             raise ConfigurationError(

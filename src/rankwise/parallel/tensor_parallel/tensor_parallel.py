@@ -21,6 +21,7 @@ from rankwise.log import log
 from rankwise.parallel.core.blocks import has_forward, is_plain_container
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
+from rankwise.parallel.core.gradient_hooks import check_hooks_kept
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
@@ -138,7 +139,8 @@ def _left(plan: TensorPlan) -> str:
 
 
 def _check_first(model: nn.Module) -> None:
-    check_unregistered(model, "tensor_parallel")
+    named = check_unregistered(model, "tensor_parallel")
+    check_hooks_kept(named.items(), "tensor_parallel")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigurationError(
             "The model has parameters that are already distributed over ranks.",
