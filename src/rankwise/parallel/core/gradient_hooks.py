@@ -191,31 +191,33 @@ def _is_own(hook: object) -> bool:
 class ModuleHooks:
     """Finds the hooks on gradients of activations that a script registers on a model's modules."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_in_stages: bool = False) -> None:
         self._num_forwards = 0
-        _watch(model)
+        self._is_in_stages = is_in_stages
+        _watch(model, is_in_stages=is_in_stages)
 
     def before_forward(self, model: nn.Module, _inputs: object) -> None:
         """Look for new hooks before the first forward passes, and now and then later. Called by torch."""
         if self._num_forwards < NUM_FIRST or self._num_forwards % EVERY == 0:
-            _watch(model)
+            _watch(model, is_in_stages=self._is_in_stages)
         self._num_forwards += 1
 
 
-def _watch(model: nn.Module) -> None:
+def _watch(model: nn.Module, *, is_in_stages: bool) -> None:
     for name, module in model.named_modules():
         for table in backward_hooks(module):
             for key, hook in list(table.items()):
                 if not isinstance(hook, _Judged) and not _is_own(hook):
-                    table[key] = _Judged(hook, name or type(module).__name__)
+                    table[key] = _Judged(hook, name or type(module).__name__, is_in_stages=is_in_stages)
 
 
 class _Judged:
     """A backward hook of a module, whose result is judged once."""
 
-    def __init__(self, hook: Callable[..., Any], name: str) -> None:
+    def __init__(self, hook: Callable[..., Any], name: str, *, is_in_stages: bool) -> None:
         self._hook = hook
         self._name = name
+        self._is_in_stages = is_in_stages
         self._is_judged = False
 
     def __call__(self, module: nn.Module, *gradients: Any) -> object:  # noqa: ANN401 - as torch calls it
@@ -224,11 +226,13 @@ class _Judged:
         if result is not None and not self._is_judged:
             self._is_judged = True
             if not _is_linear(lambda given: self._hook(module, *given), gradients, result):
+                of, number = ("a micro-batch's", "micro-batches") if self._is_in_stages else ("this rank's", "ranks")
                 warn(
                     f"a backward hook of {self._name} changes gradients of activations other than linearly: it is "
-                    "called with gradients of the mean over this rank's samples, so that the result depends on the "
-                    f"number of ranks; {_KEPT}; hooks of parameters (parameter.register_hook) get the mean over all "
-                    "ranks"
+                    f"called with gradients of the mean over {of} samples, so that the result depends on the number "
+                    f"of {number}; {_KEPT}; hooks of parameters (parameter.register_hook) get the mean over all "
+                    "samples",
+                    all_ranks=self._is_in_stages,
                 )
         return result
 

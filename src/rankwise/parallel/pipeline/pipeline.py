@@ -18,6 +18,7 @@ from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
+from rankwise.parallel.core.batchnorm import take_torchs_batchnorm
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along
 from rankwise.parallel.core.gradient_hooks import check_hooks_kept
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
@@ -117,6 +118,7 @@ def pipeline(
         chosen = schedule_of(schedule)
         num_micro_batches = checked_count(micro_batches, chosen, axes.pp)
         names = _checked_split(split)
+        take_torchs_batchnorm(model)
         plan = plan_of(model, chosen, axes.pp, session.world.device)
     check_torch("pipeline", partial(_trial, schedule, plan.num_stages), variant=chosen.name)
     same_on_all_ranks(

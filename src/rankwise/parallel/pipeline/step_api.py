@@ -19,6 +19,7 @@ from rankwise.health.step_meter import note_layout
 from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.loss.amounts import amount_of, ratio
 from rankwise.parallel.pipeline import micro_batches as parts
@@ -79,6 +80,7 @@ class Pipeline:
         own = list(named.values())
         self._gradients = StepGradients(list(named), own, copies, f"gradients of {type(plan.model).__name__}")
         self._has_copies = copies is not None
+        self._module_hooks = ModuleHooks(plan.model, is_in_stages=True) if copies or num_micro_batches > 1 else None
         losses = MicroBatchLosses(own)
         self._losses = losses if weight is None and place == self._last_place else None
         """On the last stage only."""
@@ -251,6 +253,8 @@ class Pipeline:
             inputs = f"x={describe_arguments(*arguments)}, target={describe_arguments([target], {})}"
             self._along.barrier(f"{what} {self._num_begun} of the pipeline of {name}, in {mode} mode: {inputs}")
         self._first(self._plan.model, (arguments, target))
+        if self._module_hooks is not None:
+            self._module_hooks.before_forward(self._plan.model, None)
 
     def _prepared_step(
         self, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object, samples: int
@@ -266,7 +270,7 @@ class Pipeline:
         shares = [ratio(weight, total) for weight in weights]
         with torch.enable_grad():
             run, programs = self._prepared(arguments, sizes, targets, shares)
-        if count > 1 and programs[0] is not self._looked_at and not self._has_warned:
+        if (count > 1 or self._has_copies) and programs[0] is not self._looked_at and not self._has_warned:
             self._looked_at = programs[0]
             self._warn_of_states(programs[0])
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
@@ -327,10 +331,10 @@ class Pipeline:
         others = [name for name in program.changed_states if name.rpartition(".")[0] not in norms]
         if norms:
             more = f" and {len(norms) - 1} more BatchNorm layers take their" if len(norms) > 1 else " takes its"
-            warn(
-                f"{norms[0]}{more} statistics per micro-batch; micro_batches=1, or GroupNorm, makes the result that "
-                "of one device"
-            )
+            of, do = ("", "micro_batches=1, or GroupNorm,")
+            if self._has_copies:
+                of, do = " of each copy", "GroupNorm"
+            warn(f"{norms[0]}{more} statistics per micro-batch{of}; {do} makes the result that of one device")
         if others:
             warn(f"forward changes {', '.join(others)} per micro-batch; on one device it changes them per batch")
         self._has_warned = bool(norms or others)

@@ -155,17 +155,17 @@ class ShardSync:
             self.loss.own(whole for one in self._unseen if (whole := whole_of(one)) is not None)
             self._unseen = [one for one in self._unseen if whole_of(one) is None]
         for reached in mark_output(output, call):
-            reached.register_hook(lambda _: self._begin(call.num_samples))
+            reached.register_hook(lambda _: self.begin(call.num_samples))
 
     # -- while backward runs -----------------------------------------------------------------------
 
-    def _begin(self, amount: Amount | None) -> None:
-        """Start a backward. Further calls change nothing."""
+    def begin(self, weight: Amount | None) -> None:
+        """Start a backward whose loss is a mean over ``weight`` samples. Further calls change nothing."""
         if self._in_backward:
             return
         self._in_backward = True
         refuse_second_derivatives("shard")
-        self.loss.begin(amount)
+        self.loss.begin(weight)
         if self._accumulation.is_continued or self._accumulation.is_open:
             self.loss.check_unit()
         if self._accumulation.is_continued:
@@ -181,6 +181,9 @@ class ShardSync:
                 if sharded_of(params_of(group)[index]).grad is None
             }
         run_after_backward(self._end_last)
+
+    def before_collective(self) -> None:
+        """Do nothing: torch's own collectives follow the order of the blocks, which is that of every rank."""
 
     def _share(self) -> Amount:
         """Return the weight of the backward under way."""
@@ -217,7 +220,7 @@ class ShardSync:
             gradient = None if parameter is None else parameter.grad
             if gradient is not None:
                 if not self._in_backward:
-                    self._begin(self.loss.forward_weight)
+                    self.begin(self.loss.forward_weight)
                 self._weigh()
                 self._used.add(number)
                 _multiply(gradient, self._factor)

@@ -18,6 +18,7 @@ from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
+from rankwise.parallel.core.batchnorm import take_torchs_batchnorm
 from rankwise.parallel.core.blocks import has_forward, is_plain_container
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
@@ -105,6 +106,7 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
         with torch.no_grad():
             broadcast_tensors(tensors, session.exchange, what="parameters of rank 0")
     before = [ref(parameter) for parameter in model.parameters()]
+    take_torchs_batchnorm(model)  # ranks along tp have the same samples
     _split(model, chosen, submesh("tp"))
     _plans[model] = chosen
     # shard() divides parameters further, and allocates their memory itself.
