@@ -213,6 +213,42 @@ def test_hooks_of_the_parameters_of_a_split_model(hook: str) -> None:
     _check(2, "tensor_parallel", "logged", hook)
 
 
+def _scaled_on(model: nn.Module, calls: list[str]) -> None:
+    """Scale gradients where they leave each layer, as gradient reversal does."""
+    for name, one in list(model.named_children())[1:]:  # torch warns of the first, whose input needs no gradient
+
+        def scale(_: nn.Module, inward: Any, __: Any, name: str = name) -> Any:
+            calls.append(name)
+            return tuple(gradient if gradient is None else -0.9 * gradient for gradient in inward)
+
+        one.register_full_backward_hook(scale)
+
+
+def _module_hooks(_: World | None, schedule: str) -> tuple[Parameters, set[str]]:
+    calls: list[str] = []
+    model = network()
+    x, y = drawn(8, 4), drawn(8, 4)
+    if schedule == "plain":
+        _scaled_on(model, calls)
+        functional.mse_loss(model(x), y).backward()
+    else:
+        rw.mesh(pp=-1)
+        step = rw.pipeline(model, functional.mse_loss, example=x, micro_batches=4, schedule=schedule)
+        _scaled_on(model, calls)
+        step(x, y)
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}, set(calls)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_hooks_of_modules_run_in_every_stage_and_gradients_pass_them(schedule: str) -> None:
+    expected, names = _module_hooks(None, "plain")
+    results = [result.get() for result in testing.run_ranks(_module_hooks, 2, schedule)]
+    for found, _ in results:
+        assert largest_difference(found, {name: expected[name] for name in found}) <= TOLERANCE
+    assert {name for found, _ in results for name in found} == set(expected)
+    assert {name for _, called in results for name in called} == names
+
+
 def _wrong(_: World, what: str) -> None:
     rw.mesh(tp=-1) if what == "hooked" else rw.mesh(pp=-1)
     model = network()
