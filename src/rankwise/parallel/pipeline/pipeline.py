@@ -74,7 +74,7 @@ def pipeline(
 
     BatchNorm in training mode takes its statistics per micro-batch, so the result depends on their number; dropout is
     drawn per stage. This rank has the gradients of its own stages only: clip them with
-    :meth:`Pipeline.clip_grad_norm_`. Hooks on ``model`` itself do not run; those on its blocks do.
+    :meth:`Pipeline.clip_grad_norm_` or torch's function. Hooks on ``model`` itself do not run; those on its blocks do.
 
     Args:
         model: whole on every rank, already on its device; or on the CPU or the meta device, from which each rank moves
