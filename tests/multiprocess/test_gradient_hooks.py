@@ -246,6 +246,51 @@ def _of_modules(world: World, name: str) -> list[str]:
     return [text for text in said if "backward hook" in text]
 
 
+def _of_other_strategies(_: World, how: str, hook: str) -> list[str]:
+    with listening() as told:
+        model = network()
+        if how != "shard":
+            rw.mesh(pp=2)
+        if how == "shard":
+            rw.shard(model)
+        backward = (
+            (lambda x, y: functional.mse_loss(model(x), y).backward())
+            if how == "shard"
+            else rw.pipeline(
+                model,
+                functional.mse_loss,
+                example=dataset().tensors[0][:8],
+                micro_batches=1 if how == "pipeline of one micro-batch" else 4,
+                split=["1"],
+            )
+        )
+        if hook == "clamp":
+            model[1].register_full_backward_hook(lambda _, inward, __: (inward[0].clamp(-1e-3, 1e-3),))
+        else:
+            model[1].register_full_backward_hook(lambda _, inward, __: (-0.3 * inward[0],))
+        x, y = dataset().tensors
+        backward(x[:8], y[:8])
+    return [text for text in told if "backward hook" in text]
+
+
+@pytest.mark.parametrize(
+    ("how", "hook", "expected"),
+    [
+        ("shard", "clamp", "called with gradients of the mean over this rank's samples"),
+        ("shard", "reversed", None),
+        ("pipeline", "clamp", "called with gradients of the mean over a micro-batch's samples"),
+        ("pipeline", "reversed", None),
+        ("pipeline of one micro-batch", "clamp", None),
+    ],
+)
+def test_hooks_of_modules_of_other_strategies(how: str, hook: str, expected: str | None) -> None:
+    teller = 1 if how == "pipeline" else 0  # the rank that has the module's stage, or rank 0
+    for rank, result in enumerate(testing.run_ranks(_of_other_strategies, 2, how, hook)):
+        told = result.get()
+        assert len(told) == (expected is not None and rank == teller)
+        assert all(expected is not None and expected in text for text in told)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import clip_grad_norm_
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -36,6 +37,7 @@ from rankwise.torch_private import (
     compiler,
     dtensor,
     foreach,
+    gradient_totals,
     groups,
     kernels,
     loader,
@@ -791,6 +793,51 @@ def check_optimizer() -> None:
             warnings.simplefilter("always")
             scheduler.step()
         assert bool(caught) is not is_marked
+
+
+# -- gradient totals -----------------------------------------------------------------------------------
+
+
+@canary(
+    "torch.nn.utils.clip_grad._get_total_norm",
+    "torch.amp.GradScaler._unscale_grads_",
+    "torch.amp.GradScaler._check_scale_growth_tracker",
+    "torch.amp.GradScaler._scale",
+    since=SPLIT,
+)
+def check_gradient_totals() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = weight.detach().clone()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    begun: list[bool] = []
+    found: list[float] = []
+
+    def complete(given: torch.optim.Optimizer, by_device: gradient_totals.Found) -> gradient_totals.Found:
+        assert given is optimizer
+        found.append(float(by_device[weight.device]))
+        return {weight.device: torch.ones(())}
+
+    gradient_totals.replace_norm(lambda tensors, *_: gradient_totals.total_norm(tensors) * 2)
+    gradient_totals.replace_scaler(complete, lambda one: begun.append(gradient_totals.has_scaled(one)))
+    try:
+        assert clip_grad_norm_([weight], 5.0).item() == nn.utils.get_total_norm([torch.tensor(10.0)]).item() / 2 == 10
+        torch.testing.assert_close(weight.grad, torch.tensor([1.5, 2.0]))
+        with pytest.raises(AssertionError, match="_scale is None"):
+            scaler.unscale_(optimizer)
+        scaler.scale(torch.zeros(()))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert weight.tolist() == [3.0, 4.0], "skipped"
+        scaler.update()
+        assert scaler.get_scale() == 4
+        assert (begun, found) == ([False, True, True, True], [0.0])
+    finally:
+        gradient_totals.restore()
+    assert nn.utils.get_total_norm([torch.tensor(10.0)]).item() == 10
+    scaler.step(optimizer)
+    assert len(begun) == 4
+    assert weight.tolist() != [3.0, 4.0]
 
 
 # -- saving --------------------------------------------------------------------------------------------

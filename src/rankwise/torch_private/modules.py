@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,11 @@ def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa
 def backward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the tables of a module's hooks on gradients, which may be changed: after its backward, and before."""
     return module._backward_hooks, module._backward_pre_hooks  # type: ignore[return-value] # noqa: SLF001
+
+
+def hide_backward_hooks(module: nn.Module) -> None:
+    """Give a module tables without hooks on gradients, until its attributes are restored."""
+    module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()  # noqa: SLF001
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:

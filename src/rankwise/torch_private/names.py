@@ -53,6 +53,11 @@ NAMES = {
     "torch.autograd.graph.Node._saved_other": "the factor or divisor of a term of a loss",
     "torch.autograd.graph.Node._saved_self": "the factor, where it comes first",
     "torch.autograd.graph.Node._saved_condition": "the mask of torch.where",
+    # gradient_totals
+    "torch.nn.utils.clip_grad._get_total_norm": "have clip_grad_norm_ cover the stages of other ranks",
+    "torch.amp.GradScaler._unscale_grads_": "have a GradScaler cover the gradients of other ranks",
+    "torch.amp.GradScaler._check_scale_growth_tracker": "the first call of a GradScaler's methods",
+    "torch.amp.GradScaler._scale": "whether a GradScaler has scaled a loss",
     # groups
     "torch.distributed.distributed_c10d._world.pg_map": "the open process groups",
     "torch.distributed.distributed_c10d._world.pg_names": (

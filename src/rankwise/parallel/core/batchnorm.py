@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchNorm over the whole global batch, on any device. Used by replicate.
+"""BatchNorm over the whole global batch, on any device. Used by replicate and shard; other strategies make it plain.
 
 Changes the class of the BatchNorm layers of one model to a subclass of their own; names, parameters and
 buffers stay.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -25,13 +25,28 @@ from rankwise.torch_private.modules import AnySizeBatchNorm, BatchNorm, check_in
 from rankwise.world.device.later import check_later
 
 if TYPE_CHECKING:
-    from rankwise.comm.backends.protocol import Exchange
-    from rankwise.parallel.core.gradient_sync import GradientSync
+    from rankwise.comm.backends.protocol import Amount, Exchange
+    from rankwise.parallel.loss.loss_on_ranks import LossOnRanks
 
-_sync_of: WeakKeyDictionary[nn.Module, tuple[GradientSync, Exchange]] = WeakKeyDictionary()
-_lacking: WeakSet[GradientSync] = WeakSet()
+
+class BackwardSync(Protocol):
+    """What makes the gradients of one model exact."""
+
+    loss: LossOnRanks
+
+    def begin(self, weight: Amount | None) -> None:
+        """Start a backward whose loss is a mean over ``weight`` samples. Repeated calls do nothing."""
+        ...
+
+    def before_collective(self) -> None:
+        """Prepare for a collective of another exchange. Called by: every rank, in backward."""
+        ...
+
+
+_sync_of: WeakKeyDictionary[nn.Module, tuple[ref[BackwardSync], Exchange]] = WeakKeyDictionary()
+_lacking: WeakSet[BackwardSync] = WeakSet()
 """Of models that the warning of missing contributions has named."""
-_checked: WeakKeyDictionary[GradientSync, torch.Tensor] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[BackwardSync, torch.Tensor] = WeakKeyDictionary()
 """The weight, on a device, of the latest backward that was checked for missing contributions."""
 
 
@@ -45,7 +60,9 @@ class _GlobalStatistics(BatchNorm):
         check_input_dim(self, input)
         if current().exchange is None:
             return super().forward(input)
-        sync, exchange = noted
+        sync, exchange = noted[0](), noted[1]
+        if sync is None:
+            return super().forward(input)
         return global_statistics.normalised(self, input, _RanksOfModel(exchange, sync))
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python's own
@@ -81,16 +98,28 @@ _CLASS_OF: dict[type[nn.Module], type[nn.Module]] = {
 _PLAIN_OF = {ours: torchs for torchs, ours in _CLASS_OF.items()}
 
 
-def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchange, *, only_torchs: bool) -> None:
+def take_torchs_batchnorm(model: nn.Module) -> None:
+    """Have layers of ``torch.nn.SyncBatchNorm``, as DDP scripts have them, run on any device, in place.
+
+    Their statistics are each rank's own until :func:`synchronise_batchnorm` is called. torch's exchange them with all
+    ranks, whatever the strategy, and train on GPUs only.
+    """
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = GlobalBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def synchronise_batchnorm(model: nn.Module, sync: BackwardSync, exchange: Exchange, *, only_torchs: bool) -> None:
     """Have BatchNorm layers of ``model`` take their statistics over all ranks of ``exchange``, in place.
 
-    ``only_torchs`` leaves out all but ``torch.nn.SyncBatchNorm``, which asks for it itself and trains on GPUs only.
+    ``only_torchs`` leaves out all but those that were ``torch.nn.SyncBatchNorm``, which asks for it itself.
 
     Raises:
         ConfigurationError: a layer is of a subclass of torch's.
     """
+    take_torchs_batchnorm(model)
     for name, module in model.named_modules():
-        if only_torchs and type(module) is not nn.SyncBatchNorm:
+        if only_torchs and not isinstance(module, GlobalBatchNorm):
             continue
         replacement = _CLASS_OF.get(type(module))
         if replacement is None and isinstance(module, BatchNorm) and not isinstance(module, SYNCHRONISED):
@@ -101,14 +130,14 @@ def synchronise_batchnorm(model: nn.Module, sync: GradientSync, exchange: Exchan
         if replacement is not None:
             module.__class__ = replacement  # pyright: ignore[reportAttributeAccessIssue] - a subclass of its own
         if isinstance(module, SYNCHRONISED):
-            _sync_of[module] = sync, exchange
+            _sync_of[module] = ref(sync), exchange
 
 
 def undo_batchnorm(model: nn.Module) -> None:
     """Make the BatchNorm layers of ``model`` torch's own again."""
     for module in model.modules():
         if isinstance(module, SYNCHRONISED):
-            del _sync_of[module]
+            _sync_of.pop(module, None)
             module.__class__ = _PLAIN_OF[type(module)]  # pyright: ignore[reportAttributeAccessIssue] - its base
 
 
@@ -148,7 +177,7 @@ def _take_their(names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more BatchNorm layer{'s' * (len(names) > 2)} take their"  # noqa: PLR2004
 
 
-def _warn_of_lacking_gradients(sync: GradientSync) -> None:
+def _warn_of_lacking_gradients(sync: BackwardSync) -> None:
     """Warn once per model that samples without weight change the others' outputs, which no gradient shows."""
     # A loss that enters the global loss times zero cannot carry that gradient to earlier layers.
     if sync not in _lacking:
@@ -170,7 +199,7 @@ class _RanksOfModel:
     """
 
     exchange: Exchange
-    sync: GradientSync
+    sync: BackwardSync
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         return self.exchange.all_gather(own, what="BatchNorm statistics")

@@ -3,7 +3,7 @@
 
 Hooks of parameters run once the mean over ranks is known, in the order in which they were registered. Hooks of modules
 see gradients of activations, of which each rank has its own; if one changes them other than linearly, a warning says
-so. Used by gradient_sync and replicate.
+so. Used by gradient_sync, replicate, shard and pipeline.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from weakref import ref
 
 import torch
 
+from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.torch_private.autograd import hooks_after_accumulation, hooks_of_gradient, is_accumulated_now
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import backward_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -36,8 +37,10 @@ _KEPT = "keep such changes linear, as scaling and masking are, or make them afte
 class GradientHooks:
     """The hooks of one model's parameters."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], *, is_in_stages: bool = False) -> None:
+        """Follow the hooks of ``parameters``, whose backward in stages may take gradients from ``autograd.grad``."""
         self.parameters = parameters
+        self.is_in_stages = is_in_stages
         self._names = names
         self._held: dict[int, tuple[Hooks, Hooks]] = {}
         """By number of the parameter, torch's tables of hooks that change the gradient, and that follow it."""
@@ -53,7 +56,8 @@ class GradientHooks:
         for number, parameter in enumerate(self.parameters):
             changing: Hooks = hooks_of_gradient(parameter) or {}
             following: Hooks = hooks_after_accumulation(parameter) or {}
-            if not changing and len(following) <= 1:
+            # Other strategies have a hook of their own there.
+            if not changing and len(following) <= (0 if self.is_in_stages else 1):
                 continue
             for table in (changing, following):
                 for key, hook in list(table.items()):
@@ -144,7 +148,9 @@ class _Deferred:
     def __call__(self, given: torch.Tensor) -> object:
         """Run the hook now or later. Called by torch, with the gradient or the parameter."""
         owner = self._owner()
-        if owner is None or (self._changes and not is_accumulated_now(owner.parameters[self._number])):
+        if owner is None or (
+            self._changes and not owner.is_in_stages and not is_accumulated_now(owner.parameters[self._number])
+        ):
             return self.hook(given)  # of autograd.grad, which returns this rank's gradient
         if owner.is_deferred:
             owner.note_earlier(self._number)
@@ -163,6 +169,20 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return any(not _is_own(hook) for table in tables for hook in (table or {}).values())
 
 
+def check_hooks_kept(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
+    """Raise if one of the parameters has a hook: ``strategy`` replaces them.
+
+    Raises:
+        ConfigurationError: names it.
+    """
+    hooked = next((name for name, one in parameters if has_hooks(one)), None)
+    if hooked is not None:
+        raise ConfigurationError(
+            f"Parameter {hooked} has a hook, which {strategy}() would lose: it replaces the parameters.",
+            do=f"call {strategy}() first, then register hooks on the parameters that the model has",
+        )
+
+
 def _is_unchanged(total: torch.Tensor, earlier: torch.Tensor | None) -> bool:
     """Return whether no rank has computed a gradient. Of a split one, ranks would come to different answers."""
     return earlier is not None and own_part(total) is total and torch.equal(total, earlier)
@@ -178,31 +198,33 @@ def _is_own(hook: object) -> bool:
 class ModuleHooks:
     """Finds the hooks on gradients of activations that a script registers on a model's modules."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_in_stages: bool = False) -> None:
         self._num_forwards = 0
-        _watch(model)
+        self._is_in_stages = is_in_stages
+        _watch(model, is_in_stages=is_in_stages)
 
     def before_forward(self, model: nn.Module, _inputs: object) -> None:
         """Look for new hooks before the first forward passes, and now and then later. Called by torch."""
         if self._num_forwards < NUM_FIRST or self._num_forwards % EVERY == 0:
-            _watch(model)
+            _watch(model, is_in_stages=self._is_in_stages)
         self._num_forwards += 1
 
 
-def _watch(model: nn.Module) -> None:
+def _watch(model: nn.Module, *, is_in_stages: bool) -> None:
     for name, module in model.named_modules():
         for table in backward_hooks(module):
             for key, hook in list(table.items()):
                 if not isinstance(hook, _Judged) and not _is_own(hook):
-                    table[key] = _Judged(hook, name or type(module).__name__)
+                    table[key] = _Judged(hook, name or type(module).__name__, is_in_stages=is_in_stages)
 
 
 class _Judged:
     """A backward hook of a module, whose result is judged once."""
 
-    def __init__(self, hook: Callable[..., Any], name: str) -> None:
+    def __init__(self, hook: Callable[..., Any], name: str, *, is_in_stages: bool) -> None:
         self._hook = hook
         self._name = name
+        self._is_in_stages = is_in_stages
         self._is_judged = False
 
     def __call__(self, module: nn.Module, *gradients: Any) -> object:  # noqa: ANN401 - as torch calls it
@@ -211,11 +233,13 @@ class _Judged:
         if result is not None and not self._is_judged:
             self._is_judged = True
             if not _is_linear(lambda given: self._hook(module, *given), gradients, result):
+                of, number = ("a micro-batch's", "micro-batches") if self._is_in_stages else ("this rank's", "ranks")
                 warn(
                     f"a backward hook of {self._name} changes gradients of activations other than linearly: it is "
-                    "called with gradients of the mean over this rank's samples, so that the result depends on the "
-                    f"number of ranks; {_KEPT}; hooks of parameters (parameter.register_hook) get the mean over all "
-                    "ranks"
+                    f"called with gradients of the mean over {of} samples, so that the result depends on the number "
+                    f"of {number}; {_KEPT}; hooks of parameters (parameter.register_hook) get the mean over all "
+                    "samples",
+                    all_ranks=self._is_in_stages,
                 )
         return result
 

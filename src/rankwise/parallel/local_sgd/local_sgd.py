@@ -16,6 +16,7 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
 from rankwise.parallel.compress.methods import Int8, TopK, method_of
+from rankwise.parallel.core.batchnorm import take_torchs_batchnorm
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
@@ -115,6 +116,7 @@ def local_sgd(
     if session.exchange is not None:
         check_same_model(model)
     if trained is None:
+        take_torchs_batchnorm(model)
         trained = _follow_alone(model, session)
     reads_loss = trained if isinstance(trained, StagedModel) else getattr(trained, "loss", None)
     if isinstance(reads_loss, LossOnRanks | StagedModel) and axes.islands > 1:

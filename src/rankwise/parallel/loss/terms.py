@@ -96,15 +96,20 @@ def first_tensor(values: object) -> torch.Tensor | None:
     return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
 
 
-def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
-    """Note that ``call`` returned ``output``; return its tensors that backward can come from, also in a dataclass."""
+def outputs_of(output: object) -> list[torch.Tensor]:
+    """Return the tensors of a forward's output that backward can come from, also in a dataclass."""
     if isinstance(output, torch.Tensor):
-        found = [output] if output.requires_grad else []
-    else:
-        found = []
-        for leaf in pytree.tree_leaves(output):
-            values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
-            found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    return found
+
+
+def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
+    """Note that ``call`` returned ``output``; return its tensors that backward can come from."""
+    found = outputs_of(output)
     for one in found:
         if one.grad_fn is not None:
             noted = metadata_of(one.grad_fn)

@@ -16,6 +16,7 @@ from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError, PeerMissing, fold_ranks, fold_values
 from rankwise.health.collective_timeout import SLICE_SECONDS
 from rankwise.log import log
+from rankwise.parallel.core.batchnorm import take_torchs_batchnorm
 from rankwise.parallel.core.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.parallel.core.own_hooks import leave_out_of_copies
 from rankwise.parallel.core.strategy_registry import register
@@ -255,6 +256,7 @@ def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa:
 
 def _sync_of(model: nn.Module) -> GradientSync:
     """Return what counts the samples of the model's gradients."""
+    take_torchs_batchnorm(model)
     named = list(model.named_parameters())
     names, parameters = [name for name, _ in named], [one for _, one in named]
     return GradientSync(names, parameters, None, type(model).__name__, strategy="parameter_server")

@@ -18,7 +18,9 @@ from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
+from rankwise.parallel.core.batchnorm import take_torchs_batchnorm
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along
+from rankwise.parallel.core.gradient_hooks import check_hooks_kept
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.self_check import check_torch, gradients
 from rankwise.parallel.core.self_check import loss_fn as trial_loss
@@ -29,6 +31,7 @@ from rankwise.parallel.pipeline.plan import StagedModel, plan_of
 from rankwise.parallel.pipeline.schedule import schedule_of
 from rankwise.parallel.pipeline.stage_tensors import hold_own_stages
 from rankwise.parallel.pipeline.step_api import Pipeline
+from rankwise.parallel.pipeline.whole_model import cover_all_stages
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world import torch_versions
@@ -71,7 +74,7 @@ def pipeline(
 
     BatchNorm in training mode takes its statistics per micro-batch, so the result depends on their number; dropout is
     drawn per stage. This rank has the gradients of its own stages only: clip them with
-    :meth:`Pipeline.clip_grad_norm_`. Hooks on ``model`` itself do not run; those on its blocks do.
+    :meth:`Pipeline.clip_grad_norm_` or torch's function. Hooks on ``model`` itself do not run; those on its blocks do.
 
     Args:
         model: whole on every rank, already on its device; or on the CPU or the meta device, from which each rank moves
@@ -104,12 +107,18 @@ def pipeline(
     torch_versions.require((2, 11), "rankwise.pipeline()")
     axes = axes_for("pipeline", "pp")
     with all_ranks_succeed("rankwise.pipeline()"):
-        check_unregistered(model, "pipeline")
+        named = check_unregistered(model, "pipeline")
+        # Those that are on their device already stay.
+        moved = (
+            (name, one) for name, one in named.items() if own_part(one).device != torch.device(session.world.device)
+        )
+        check_hooks_kept(moved, "pipeline")
         _check_axes(axes, model)
         _check_functions(loss_fn, weight)
         chosen = schedule_of(schedule)
         num_micro_batches = checked_count(micro_batches, chosen, axes.pp)
         names = _checked_split(split)
+        take_torchs_batchnorm(model)
         plan = plan_of(model, chosen, axes.pp, session.world.device)
     check_torch("pipeline", partial(_trial, schedule, plan.num_stages), variant=chosen.name)
     same_on_all_ranks(
@@ -153,6 +162,7 @@ def pipeline(
     register(model, cast("Any", piped))
     first = FirstSteps(exchange_along("pp"), replaced, empty)
     step = Pipeline(plan, loss_fn, num_micro_batches, weight, place=place, first=first, piped=piped)
+    cover_all_stages(model, plan.device, session)
     log(f"pipeline: {type(model).__name__} in {plan.num_stages} stages, {chosen.name}\n{step}")
     return step
 

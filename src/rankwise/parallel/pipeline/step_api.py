@@ -19,6 +19,7 @@ from rankwise.health.step_meter import note_layout
 from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
+from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.core.sparse_gradients import sparse_layers
 from rankwise.parallel.loss.amounts import amount_of, ratio
@@ -30,9 +31,10 @@ from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
-from rankwise.parallel.pipeline.step_gradients import StepGradients, clip_to_norm
+from rankwise.parallel.pipeline.step_gradients import StepGradients
 from rankwise.parallel.pipeline.step_weight import StepWeight
 from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import BatchNorm
 from rankwise.world.device.later import check_later, forget_checks, run_checks
 
@@ -75,11 +77,12 @@ class Pipeline:
         group = submesh("pp").get_group() if axes.pp > 1 else None
         self._link = PipelineLink(group, axes.ranks_along(world.rank, "pp"), plan.device, session.detector)
         copies = exchange_along("dp_replicate")
-        own = plan.own_parameters(place)
+        named = {name: one for name, one in plan.model.named_parameters() if plan.holds(name, place)}
         what = f"gradients of {type(plan.model).__name__}"
-        self._gradients = StepGradients(own, copies, what, sparse_layers(plan.model))
+        self._gradients = StepGradients(named, copies, what, sparse_layers(plan.model))
         self._has_copies = copies is not None
-        losses = MicroBatchLosses(own)
+        self._module_hooks = ModuleHooks(plan.model, is_in_stages=True) if copies or num_micro_batches > 1 else None
+        losses = MicroBatchLosses(list(named.values()))
         self._losses = losses if weight is None and place == self._last_place else None
         """On the last stage only."""
         self._loss = LossOnStages(
@@ -169,7 +172,7 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over the whole model; return the norm before.
 
-        Called by: every rank of the pipeline, after a step. torch's own function sees one rank's stages only.
+        Called by: every rank of the pipeline, after a step. The same as torch's, which a pipeline replaces.
 
         Raises:
             ConfigurationError: ``max_norm`` is negative.
@@ -180,8 +183,8 @@ class Pipeline:
             raise ConfigurationError(
                 f"max_norm must be a number of at least 0, got {max_norm!r}.", do="pass clip_grad_norm_(1.0)"
             )
-        parameters = self._plan.own_parameters(self._place)
-        return clip_to_norm(parameters, max_norm, self._along, self._plan.device)
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._plan.own_parameters(self._place), float(max_norm))
+        return norm if own_part(norm) is norm else norm.full_tensor()
 
     @contextmanager
     def measure(self) -> Generator[None]:
@@ -251,6 +254,8 @@ class Pipeline:
             inputs = f"x={describe_arguments(*arguments)}, target={describe_arguments([target], {})}"
             self._along.barrier(f"{what} {self._num_begun} of the pipeline of {name}, in {mode} mode: {inputs}")
         self._first(self._plan.model, (arguments, target))
+        if self._module_hooks is not None:
+            self._module_hooks.before_forward(self._plan.model, None)
 
     def _prepared_step(
         self, arguments: tuple[tuple[Any, ...], dict[str, Any]], target: object, samples: int
@@ -266,7 +271,7 @@ class Pipeline:
         shares = [ratio(weight, total) for weight in weights]
         with torch.enable_grad():
             run, programs = self._prepared(arguments, sizes, targets, shares)
-        if count > 1 and programs[0] is not self._looked_at and not self._has_warned:
+        if (count > 1 or self._has_copies) and programs[0] is not self._looked_at and not self._has_warned:
             self._looked_at = programs[0]
             self._warn_of_states(programs[0])
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
@@ -327,10 +332,10 @@ class Pipeline:
         others = [name for name in program.changed_states if name.rpartition(".")[0] not in norms]
         if norms:
             more = f" and {len(norms) - 1} more BatchNorm layers take their" if len(norms) > 1 else " takes its"
-            warn(
-                f"{norms[0]}{more} statistics per micro-batch; micro_batches=1, or GroupNorm, makes the result that "
-                "of one device"
-            )
+            of, do = ("", "micro_batches=1, or GroupNorm,")
+            if self._has_copies:
+                of, do = " of each copy", "GroupNorm"
+            warn(f"{norms[0]}{more} statistics per micro-batch{of}; {do} makes the result that of one device")
         if others:
             warn(f"forward changes {', '.join(others)} per micro-batch; on one device it changes them per batch")
         self._has_warned = bool(norms or others)

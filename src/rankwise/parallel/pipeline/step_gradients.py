@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a step, scaled when the losses of all its micro-batches are known; and their norm over all ranks.
+"""Gradients of a step, scaled when the losses of all its micro-batches are known, and then seen by the script's hooks.
 
 Gradients of earlier steps stay as they are. Used by step_api.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rankwise.parallel.core.accumulation import Earlier, add_back, restore, set_aside
 from rankwise.parallel.core.gradient_buckets import GradientBuckets
+from rankwise.parallel.core.gradient_hooks import GradientHooks
 from rankwise.parallel.core.gradient_weights import Weights
 from rankwise.parallel.loss.amounts import multiply_
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Mapping
 
     from torch import nn
 
@@ -31,19 +31,20 @@ class StepGradients:
     """The gradients of this rank's stages: :meth:`begin`, compute them, :meth:`finish`."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], copies: Exchange | None, what: str, sparse: Container[int]
+        self, named: Mapping[str, nn.Parameter], copies: Exchange | None, what: str, sparse: Container[int]
     ) -> None:
         """Open channels to ``copies``, the ranks with the same stages.
 
         Called by: every rank, in one order.
 
         Args:
-            parameters: of this rank's stages.
+            named: the parameters of this rank's stages, by name.
             copies: ``None`` if there are none.
             what: the name of the gradients, for errors.
             sparse: identities of the parameters whose gradients are sparse.
         """
-        self._parameters = parameters
+        self._parameters = parameters = list(named.values())
+        self._hooks = GradientHooks(list(named), parameters, is_in_stages=True)
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._buckets: GradientBuckets | None = None
         if copies is not None and self._trained:
@@ -53,6 +54,7 @@ class StepGradients:
 
     def begin(self, *, has_factor: bool) -> None:
         """Keep gradients of earlier steps from being scaled or averaged again."""
+        self._hooks.begin(is_deferred=True)
         if self._buckets is not None:
             self._buckets.start_over()
             self._earlier = set_aside(self._trained)
@@ -65,6 +67,7 @@ class StepGradients:
         if self._buckets is not None:
             restore(self._trained, self._earlier)
         self._earlier = []
+        self._hooks.end()
 
     @torch.no_grad()
     def finish(self, step: StepWeight) -> Amount:
@@ -81,6 +84,9 @@ class StepGradients:
         elif isinstance(step.factor, torch.Tensor) or step.factor != 1.0:
             self._scale(step.factor)
         self._earlier = []
+        self._hooks.change({})
+        self._hooks.follow()
+        self._hooks.end()
         return total if step.total is None else step.total
 
     def _scale(self, factor: Amount) -> None:
@@ -96,22 +102,3 @@ class StepGradients:
             foreach.mul_(parts, factor)
         if earlier:
             foreach.add_(added_to, earlier)
-
-
-def clip_to_norm(
-    parameters: Sequence[nn.Parameter], max_norm: float, exchange: Exchange | None, device: torch.device
-) -> torch.Tensor:
-    """Scale gradients down to a 2-norm of at most ``max_norm`` over all ranks, and return the norm before.
-
-    Called by: every rank of ``exchange``, each with parameters that no other rank has.
-    """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    own: Any = get_total_norm([cast("torch.Tensor", parameter.grad) for parameter in trained])
-    if own_part(own) is not own:
-        own = own.full_tensor()
-    square = own.to(device, torch.float64).square()
-    if exchange is not None:
-        square = exchange.all_reduce(square, what="norm of the gradients")
-    norm = square.sqrt().to(own.dtype)
-    clip_grads_with_norm_(trained, max_norm, norm)
-    return norm

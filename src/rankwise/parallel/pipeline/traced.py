@@ -20,7 +20,7 @@ from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like
 from rankwise.torch_private.kernels import DispatchMode
-from rankwise.torch_private.modules import own_buffers, own_parameters
+from rankwise.torch_private.modules import hide_backward_hooks, own_buffers, own_parameters
 from rankwise.torch_private.tensors import mark_as_parameter, memory_key
 from rankwise.world.device.accelerator import autocast_state
 
@@ -68,6 +68,9 @@ def trace(
     # Hooks of the model itself may look at values, of which there are none.
     run = model if "" in names else model.forward
     with left_as_it_was(model):
+        for module in model.modules():
+            # torch would record them as a function around each block, without a gradient.
+            hide_backward_hooks(module)
         handles = [handle for name in names for handle in recorder.follow(name, model.get_submodule(name))]
         try:
             with _stood_in(model, mode, device, recorder), mode, recorder.randomness, recorder:

@@ -22,12 +22,13 @@ from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
-from rankwise.parallel.core.batchnorm import warn_of_own_statistics
+from rankwise.parallel.core.batchnorm import synchronise_batchnorm, take_torchs_batchnorm, warn_of_own_statistics
 from rankwise.parallel.core.buffers import BufferSync
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.diverged_buffers import DivergedBuffers
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
-from rankwise.parallel.core.gradient_hooks import has_hooks
+from rankwise.parallel.core.gradient_hooks import ModuleHooks, check_hooks_kept
+from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.same_inputs import SameForward
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
@@ -166,6 +167,7 @@ def shard(
         check_same_meta(model, "shard")
         _start_equal(model, session.exchange)
     before = [ref(parameter) for parameter in model.parameters()]
+    take_torchs_batchnorm(model)  # before torch makes blocks subclasses of their own
     name = type(model).__name__  # before torch renames it
     _split(
         model,
@@ -188,12 +190,8 @@ def shard(
     register(model, ref(sync))
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     along = exchange_along("dp_shard")
-    buffers = None
     within_group = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
-    if session.exchange is not None:
-        warn_of_own_statistics(model)
-        if within_group is not None:
-            buffers = BufferSync(model, within_group, DivergedBuffers(model, within_group, name))
+    buffers = None if within_group is None else _follow_buffers(model, name, sync, within_group)
     hooks = _ForwardHooks(sync, SameForward(along, f"sharded {name}"), weight, buffers, before, was_meta)
     # Before torch's own, which gathers the parameters: an interrupted backward is cleared away first.
     model.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
@@ -201,6 +199,20 @@ def shard(
     draw_as_one_rank(model, session, within_group, "counter", needs_loader=True)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
+
+
+def _follow_buffers(model: nn.Module, name: str, sync: ShardSync, exchange: Exchange) -> BufferSync:
+    """Keep buffers equal, have SyncBatchNorm cover all samples, and follow hooks of modules. Called by: every rank."""
+    warn_of_own_statistics(
+        model,
+        "; call model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard(), which makes it exact",
+    )
+    # Ranks along tp have the same samples.
+    data = exchange_along("dp_replicate", "dp_shard")
+    if data is not None:
+        synchronise_batchnorm(model, sync, data, only_torchs=True)
+        model.register_forward_pre_hook(OwnHook(ModuleHooks(model).before_forward))
+    return BufferSync(model, exchange, DivergedBuffers(model, exchange, name))
 
 
 class _ForwardHooks:
@@ -272,12 +284,7 @@ def _check_trainable(model: nn.Module) -> None:
             "The model has no parameter that needs a gradient.",
             do="call shard() on the model that is trained; a frozen model has no gradients",
         )
-    hooked = next((name for name, one in model.named_parameters() if has_hooks(one)), None)
-    if hooked is not None:
-        raise ConfigurationError(
-            f"Parameter {hooked} has a hook, which shard() would lose: it replaces the parameters.",
-            do="call shard() first, then register hooks on the parameters that the model has",
-        )
+    check_hooks_kept(model.named_parameters(), "shard")
     check_no_sparse(model, "shard")
 
 

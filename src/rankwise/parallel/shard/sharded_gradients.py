@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.core.gradient_hooks import GradientHooks
 from rankwise.parallel.core.gradient_weights import power_near
+from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.loss.amounts import is_zero, multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, Microsteps, model_numbers
 from rankwise.parallel.loss.terms import mark_output
@@ -154,16 +155,17 @@ class ShardSync:
             self.loss.own(whole for one in self._unseen if (whole := whole_of(one)) is not None)
             self._unseen = [one for one in self._unseen if whole_of(one) is None]
         for reached in mark_output(output, call):
-            reached.register_hook(lambda _: self._begin(call.num_samples))
+            reached.register_hook(lambda _: self.begin(call.num_samples))
 
     # -- while backward runs -----------------------------------------------------------------------
 
-    def _begin(self, amount: Amount | None) -> None:
-        """Start a backward. Further calls change nothing."""
+    def begin(self, weight: Amount | None) -> None:
+        """Start a backward whose loss is a mean over ``weight`` samples. Further calls change nothing."""
         if self._in_backward:
             return
-        self.loss.begin(amount)
         self._in_backward = True
+        refuse_second_derivatives("shard")
+        self.loss.begin(weight)
         if self._accumulation.is_continued or self._accumulation.is_open:
             self.loss.check_unit()
         if self._accumulation.is_continued:
@@ -179,6 +181,9 @@ class ShardSync:
                 if sharded_of(params_of(group)[index]).grad is None
             }
         run_after_backward(self._end_last)
+
+    def before_collective(self) -> None:
+        """Do nothing: torch's own collectives follow the order of the blocks, which is that of every rank."""
 
     def _share(self) -> Amount:
         """Return the weight of the backward under way."""
@@ -208,13 +213,14 @@ class ShardSync:
 
     def _before_reduction(self, group: FSDPParamGroup) -> None:
         """Multiply the gradients of a block by their weight. Called when backward has left the block."""
+        refuse_second_derivatives("shard")
         for one in params_of(group):
             number = self._number_of[id(one)]
             parameter = whole_of(one)
             gradient = None if parameter is None else parameter.grad
             if gradient is not None:
                 if not self._in_backward:
-                    self._begin(self.loss.forward_weight)
+                    self.begin(self.loss.forward_weight)
                 self._weigh()
                 self._used.add(number)
                 _multiply(gradient, self._factor)

@@ -13,7 +13,9 @@ import torch
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.parallel.core.same_inputs import SameForward, digest_of_tensors
+from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.core.strategy_registry import check_no_optimizer_holds, is_registered
+from rankwise.parallel.loss.terms import outputs_of
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import uncompiled
@@ -74,8 +76,11 @@ class ForwardChecks:
             self._num_left[model.training] -= 1
             self._compare((args, kwargs), self._exchange)
 
-    def _after_forward(self, *_: object) -> None:
+    def _after_forward(self, _: nn.Module, __: object, output: object) -> None:
         """Raise if the forward drew random numbers that differ between ranks."""
+        if not in_backward():
+            for reached in outputs_of(output):
+                reached.register_hook(lambda _: refuse_second_derivatives("tensor_parallel"))
         differing, self._differing = self._differing, []
         if not differing:
             return

@@ -18,10 +18,13 @@ from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
+from rankwise.parallel.core.batchnorm import take_torchs_batchnorm
 from rankwise.parallel.core.blocks import has_forward, is_plain_container
 from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
+from rankwise.parallel.core.gradient_hooks import check_hooks_kept
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
+from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.sparse_gradients import check_no_sparse
 from rankwise.parallel.core.strategy_registry import check_unregistered
@@ -104,6 +107,7 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
         with torch.no_grad():
             broadcast_tensors(tensors, session.exchange, what="parameters of rank 0")
     before = [ref(parameter) for parameter in model.parameters()]
+    take_torchs_batchnorm(model)  # ranks along tp have the same samples
     _split(model, chosen, submesh("tp"))
     _plans[model] = chosen
     # shard() divides parameters further, and allocates their memory itself.
@@ -138,7 +142,8 @@ def _left(plan: TensorPlan) -> str:
 
 
 def _check_first(model: nn.Module) -> None:
-    check_unregistered(model, "tensor_parallel")
+    named = check_unregistered(model, "tensor_parallel")
+    check_hooks_kept(named.items(), "tensor_parallel")
     check_no_sparse(model, "tensor_parallel")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigurationError(
@@ -224,6 +229,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient, which is the same on every rank."""
+        refuse_second_derivatives("tensor_parallel")
         mesh, placements = ctx.layout
         return DTensor.from_local(gradient, mesh, placements, run_check=False)
 
