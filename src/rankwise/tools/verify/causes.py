@@ -165,8 +165,7 @@ def _draw_by_sample(evidence: Evidence) -> str:
     if evidence.replicates:
         return (
             "iterate over rankwise.DataLoader, which tells the position of each sample, and draw for tensors whose "
-            "first dim is that of the samples, as view, sum and mean leave it: x.view(num_samples, ...).sum(1), not "
-            "index_add or scatter into torch.zeros"
+            "samples rankwise can follow; its warning names the line of a draw for others"
         )
     return "rankwise.replicate(model), which draws by the position of each sample"
 
