@@ -61,3 +61,17 @@ def test_batches_of_no_loader_are_named_by_the_call() -> None:
     none, (text,) = (one.get() for one in testing.run_ranks(_by_hand, 2))
     assert none == []
     assert "is nan in backward() call 2," in text
+
+
+def _masked(_: World) -> list[str]:
+    model = rw.replicate(torch.nn.Linear(2, 3))
+    target = torch.tensor([0, 1, 2, 1, -100, -100])
+    with listening() as said:
+        for x, y in rw.DataLoader((torch.ones(6, 2), target), global_batch_size=6):
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None)
+    return [one for one in said if "not finite" in one]
+
+
+def test_the_mean_of_no_label_is_no_matter() -> None:
+    assert [one.get() for one in testing.run_ranks(_masked, 3)] == [[], [], []]

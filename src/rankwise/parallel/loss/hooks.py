@@ -110,7 +110,6 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     session = current_or_none()
     statistic = None if session is None else session.once(FirstBatch).statistic(roots)
-    look_at_losses(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
     _check_inputs(kwargs.get("inputs"), subscribers)
     verdict, reader = _read(roots, has_gradients=given is not None, subscribers=subscribers)
@@ -123,6 +122,7 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
             for one in subscribers:
                 one.expect(verdict, calls.get(one.number), is_empty=reader.is_empty)
             reached = [one for one in subscribers if one.number in calls]
+            look_at_losses(roots, [term.amount for term in verdict.terms] + [one.expected_amount for one in reached])
             for one in reached:
                 one.report_at_start()
             if verdict.mode is Mode.TERMS:

@@ -219,6 +219,11 @@ class LossOnRanks:
         return self._given_weight is not None or self.is_given_by_forward
 
     @property
+    def expected_amount(self) -> Amount | None:
+        """What the loss of the next backward is a mean over, as far as that is known: given, or samples."""
+        return self._expected_weight if self._given_weight is None else self._given_weight
+
+    @property
     def reads_amounts(self) -> bool:
         """Whether weights that are on a device are read before they are used."""
         return self._device is None

@@ -14,11 +14,13 @@ import torch
 
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
+from rankwise.parallel.loss.amounts import is_zero
 from rankwise.world.device.later import check_later
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
+    from rankwise.comm.backends.protocol import Amount
     from rankwise.comm.session import CurrentBatch, Session
 
 _KEY = "loss/not_finite"
@@ -36,20 +38,29 @@ class _Seen:
 _seen = _Seen()
 
 
-def look_at_losses(losses: Sequence[torch.Tensor]) -> None:
-    """Warn, once per job, on the ranks whose losses are the first ones that are not finite."""
+def look_at_losses(losses: Sequence[torch.Tensor], amounts: Collection[Amount | None]) -> None:
+    """Warn, once per job, on the ranks whose losses are the first ones that are not finite.
+
+    Args:
+        losses: of this rank.
+        amounts: the numbers that they are means over. A mean of nothing is NaN, and counts nothing.
+    """
     _seen.num += 1
     session = current_or_none()
     if _seen.is_over or session is None or session.store is None:
         return
     number, batch = _seen.num, session.batch
-    if batch is not None and batch.num == 0:
-        return  # the mean of no samples
+    if (batch is not None and batch.num == 0) or any(amount is not None and is_zero(amount) for amount in amounts):
+        return
     for loss in losses:
         if type(loss) is not torch.Tensor or loss.is_meta or not loss.numel():
             continue
         if loss.device.type != "cpu":
-            check_later(~loss.detach().isfinite().all(), lambda: _report("not finite", number, batch, session))
+            is_bad = ~loss.detach().isfinite().all()
+            for amount in amounts:
+                if isinstance(amount, torch.Tensor):
+                    is_bad &= (amount != 0).to(is_bad.device)
+            check_later(is_bad, lambda: _report("not finite", number, batch, session))
         elif not (math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.detach().isfinite().all())):
             _report(str(loss.item()) if loss.dim() == 0 else "not finite", number, batch, session)
 
