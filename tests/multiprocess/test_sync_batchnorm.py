@@ -163,7 +163,7 @@ def _per_rank(_: World, how: str) -> list[str]:
             step = rw.pipeline(model, functional.mse_loss, example=drawn(6, 5), micro_batches=1)
             step(drawn(6, 5), drawn(6, 2))
         else:
-            rw.shard(model)
+            rw.shard(model)(drawn(6, 5))
     return [line for line in lines if "statistics" in line]
 
 
