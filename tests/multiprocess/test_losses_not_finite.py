@@ -61,3 +61,15 @@ def test_batches_of_no_loader_are_named_by_the_call() -> None:
     none, (text,) = (one.get() for one in testing.run_ranks(_by_hand, 2))
     assert none == []
     assert "is nan in backward() call 2," in text
+
+
+def _masked(world: World) -> list[str]:
+    model = rw.replicate(torch.nn.Linear(2, 1))
+    with listening() as said:
+        losses = model(torch.ones(4, 2)).square()
+        losses[torch.arange(4) >= 4 * world.rank].mean().backward()
+    return [one for one in said if "the first one of any rank that is not finite" in one]
+
+
+def test_a_mean_over_an_empty_mask_is_not_named() -> None:
+    assert [one.get() for one in testing.run_ranks(_masked, 2)] == [[], []]

@@ -7,6 +7,7 @@ Alone they are plain scripts; on ranks three lines differ, as the README teaches
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -186,6 +187,19 @@ def truncated_backpropagation(replicate: Callable[[nn.Module], nn.Module], batch
     return model
 
 
+def carried_state(replicate: Callable[[nn.Module], nn.Module], batches: Batches, _: Mean) -> nn.Module:
+    model = replicate(_Recurrent())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = None
+    for x, y in itertools.islice(batches, NUM_SAMPLES // BATCH_SIZE):  # those of one size
+        optimizer.zero_grad()
+        output, state = model(x[:, :, None], state)
+        functional.mse_loss(output, y).backward()
+        optimizer.step()
+        state = tuple(part.detach() for part in state)
+    return model
+
+
 def encoder_and_decoder(replicate: Callable[[nn.Module], nn.Module], batches: Batches, _: Mean) -> nn.Module:
     encoder, decoder = replicate(network()), replicate(nn.Linear(2, 3).double())
     decoder.load_state_dict({"weight": torch.eye(3, 2).double(), "bias": torch.zeros(3).double()})
@@ -313,6 +327,7 @@ LOOPS: dict[str, Loop] = {
         line_search,
         target_network,
         truncated_backpropagation,
+        carried_state,
         encoder_and_decoder,
         fine_tuning,
         by_hand,

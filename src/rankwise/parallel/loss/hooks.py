@@ -110,10 +110,11 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     session = current_or_none()
     statistic = None if session is None else session.once(FirstBatch).statistic(roots)
-    look_at_losses(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
     _check_inputs(kwargs.get("inputs"), subscribers)
     verdict, reader = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    # A mean over nothing, as of a rank whose mask is empty, is NaN and does not count.
+    look_at_losses([] if any(is_zero(term.amount) for term in verdict.terms) else roots)
     calls = reader.calls
     is_read = not (verdict.mode is Mode.SAMPLES or any(one.is_given for one in subscribers if one.number in calls))
     if statistic is not None and is_read:
