@@ -163,6 +163,14 @@ COUPLED: dict[str, tuple[Loss, str]] = {
         ),
         "Mm of two outputs",
     ),
+    "every_pair": (
+        lambda o, t, _: functional.softplus(o[t[:, 0] < 0, 0][:, None] - o[t[:, 0] >= 0, 0][None]).mean(),
+        "Sub of every pair of samples",
+    ),
+    "every_pair_by_fewer_dims": (
+        lambda o, t, _: functional.softplus(o[t[:, 0] >= 0, 0] - o[t[:, 0] < 0, 0].unsqueeze(-1)).mean(),
+        "Sub of every pair of samples",
+    ),
     "softmax_over_the_batch": (lambda o, t, _: (o.softmax(0) * t).sum(), "Softmax over the first dim"),
     "variance_of_the_batch": (lambda o, t, _: o.var(0).mean(), "Var over the first dim"),
     "log_of_a_mean": (lambda o, t, _: functional.mse_loss(o, t).log(), "Log"),

@@ -250,6 +250,7 @@ def test_statistics_of_the_whole_batch_are_exact(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_statistic_of_the_batch_is_named_once_with_its_line(num_ranks: int) -> None:
     for rank, result in enumerate(testing.run_ranks(_warned, num_ranks)):
-        for name, lines in result.get().items():
+        for name, told in result.get().items():
+            lines = [line for line in told if WARNING in line]  # some losses of a single sample are NaN
             assert len(lines) == (rank == 0), name
             assert all(f"{SITUATIONS[name][1]} at test_batch_statistics.py:" in line for line in lines), (name, lines)

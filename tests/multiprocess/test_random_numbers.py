@@ -476,20 +476,24 @@ class _ElsewhereDropout(nn.Dropout):
         return x * torch.from_numpy(kept)
 
 
-def _compiled(_: World, layer: type[nn.Module]) -> tuple[Parameters, list[str]]:
+def _compiled(_: World, layer: type[nn.Module], order: str = "compiled before") -> tuple[Parameters, list[str]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 5), layer(0.5), nn.Linear(5, 1)).double()
     with listening() as said:
+        is_after = order == "compiled after"
+        if is_after:
+            rw.replicate(model)
+        model = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
         trained = _train(
-            rw.replicate(torch.compile(model, backend="aot_eager")),  # type: ignore[arg-type]
-            [rw.DataLoader(_samples(23), global_batch_size=12)],
+            model if is_after else rw.replicate(model), [rw.DataLoader(_samples(23), global_batch_size=12)]
         )
     return trained, [text for text in said if "dropout" in text]
 
 
-def test_a_compiled_model_draws_as_on_one_rank() -> None:
-    expected, _ = one_rank(_compiled, nn.Dropout)
-    for result in testing.run_ranks(_compiled, 2, nn.Dropout):
+@pytest.mark.parametrize("order", ["compiled before", "compiled after"])
+def test_a_compiled_model_draws_as_on_one_rank(order: str) -> None:
+    expected, _ = one_rank(_compiled, nn.Dropout, order)
+    for result in testing.run_ranks(_compiled, 2, nn.Dropout, order):
         got, said = result.get()
         assert largest_difference(got, expected) < TOLERANCE
         assert said == []

@@ -7,10 +7,12 @@ Alone they are plain scripts; on ranks three lines differ, as the README teaches
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.optim import swa_utils
 from torch.utils.data import TensorDataset
@@ -185,6 +187,19 @@ def truncated_backpropagation(replicate: Callable[[nn.Module], nn.Module], batch
     return model
 
 
+def carried_state(replicate: Callable[[nn.Module], nn.Module], batches: Batches, _: Mean) -> nn.Module:
+    model = replicate(_Recurrent())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = None
+    for x, y in itertools.islice(batches, NUM_SAMPLES // BATCH_SIZE):  # those of one size
+        optimizer.zero_grad()
+        output, state = model(x[:, :, None], state)
+        functional.mse_loss(output, y).backward()
+        optimizer.step()
+        state = tuple(part.detach() for part in state)
+    return model
+
+
 def encoder_and_decoder(replicate: Callable[[nn.Module], nn.Module], batches: Batches, _: Mean) -> nn.Module:
     encoder, decoder = replicate(network()), replicate(nn.Linear(2, 3).double())
     decoder.load_state_dict({"weight": torch.eye(3, 2).double(), "bias": torch.zeros(3).double()})
@@ -243,6 +258,44 @@ def mixed_precision(replicate: Callable[[nn.Module], nn.Module], batches: Batche
     return model
 
 
+def sharpness_aware(replicate: Callable[[nn.Module], nn.Module], batches: Batches, _: Mean) -> nn.Module:
+    model = replicate(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        norm = nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+        kept = [one.detach().clone() for one in model.parameters()]
+        with torch.no_grad():
+            for one in model.parameters():
+                assert one.grad is not None
+                one.add_(0.05 * one.grad / norm)
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            for one, before in zip(model.parameters(), kept, strict=True):
+                one.copy_(before)
+        optimizer.step()
+    return model
+
+
+def clipped_per_sample(replicate: Callable[[nn.Module], nn.Module], batches: Batches, _: Mean) -> nn.Module:
+    model = replicate(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of_one(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(functional_call(model, parameters, (x[None],)), y[None])
+
+    for x, y in batches:
+        parameters = {name: one.detach() for name, one in model.named_parameters()}
+        gradients = vmap(grad(loss_of_one), (None, 0, 0))(parameters, x, y)
+        norms = torch.stack([one.flatten(1).norm(dim=1) for one in gradients.values()]).norm(dim=0)
+        optimizer.zero_grad()
+        ((model(x) - y).square().mean(1) * (0.3 / norms).clamp(max=1)).mean().backward()
+        optimizer.step()
+    return model
+
+
 def validation(replicate: Callable[[nn.Module], nn.Module], batches: Batches, _: Mean) -> nn.Module:
     model = replicate(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -274,10 +327,13 @@ LOOPS: dict[str, Loop] = {
         line_search,
         target_network,
         truncated_backpropagation,
+        carried_state,
         encoder_and_decoder,
         fine_tuning,
         by_hand,
         mixed_precision,
+        sharpness_aware,
+        clipped_per_sample,
         validation,
     )
 }

@@ -20,6 +20,7 @@ R = TypeVar("R")
 
 _compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined] # noqa: SLF001
 _SKIP = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)  # noqa: SLF001
+_SKIP_ALL = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)  # noqa: SLF001
 
 OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
 """The setting that makes compiled code use torch's random operations, as named in messages."""
@@ -40,6 +41,12 @@ def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
     # The compiler would compile this for every function and kind of arguments, and give up on it with a warning.
     _compiler.set_code_exec_strategy(call.__code__, _SKIP)  # type: ignore[attr-defined]
     return call
+
+
+def skipped(fn: Callable[P, R]) -> Callable[P, R]:
+    """Have the compiler skip a function that torch calls between compiled graphs, and all that it calls, at no cost."""
+    _compiler.set_code_exec_strategy(fn.__code__, _SKIP_ALL)  # type: ignore[attr-defined]
+    return fn
 
 
 def uncompiled_hook(fn: Callable[P, None]) -> Callable[P, None]:

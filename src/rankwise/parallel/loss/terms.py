@@ -543,8 +543,11 @@ class LossReader:
         if is_of_python(node) or name == "CompiledFunction":
             return None if is_of_strategy(node) else name
         # Operations of a model, or a criterion, on its parameters alone do not involve samples.
-        if (name not in COUPLING and name not in PRODUCTS) or self._lead(node) is not Lead.OUTPUT:
+        are_pairs = name in ADDING | SCALING and len(inputs) > 1 and self._are_pairs(inputs)
+        if not (are_pairs or name in COUPLING or name in PRODUCTS) or self._lead(node) is not Lead.OUTPUT:
             return None
+        if are_pairs:
+            return f"{name} of every pair of samples"
         shape = self._shape(inputs[0])
         if name in COUPLING and 0 in dims_of(node, len(shape)):
             return f"{name} over the first dim"
@@ -553,6 +556,18 @@ class LossReader:
             if len(from_data) > 1 and (len(shape) < 3 or shape[0] == 1):  # noqa: PLR2004 - batched ones have three
                 return f"{name} of two outputs"
         return None
+
+    def _are_pairs(self, inputs: Sequence[Edge]) -> bool:
+        """Return whether two outputs are broadcast so that each sample meets all: ``p[:, None] - n[None]``."""
+        added = [
+            dims_of(one[0], len(self._shape(one))) if operation_of(one[0]) == "Unsqueeze" else frozenset[int]()
+            for one in inputs
+        ]
+        sizes = [len(self._shape(one)) for one in inputs]
+        return any(
+            added[one] and 0 not in added[one] and (0 in added[1 - one] or 0 < sizes[1 - one] < sizes[one])
+            for one in (0, 1)
+        ) and all(self._lead(one[0]) is Lead.OUTPUT for one in inputs)
 
     def _is_output(self, node: Node) -> bool:
         call: ForwardCall | None = metadata_of(node).get(MARK)

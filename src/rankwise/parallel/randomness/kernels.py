@@ -34,6 +34,7 @@ from rankwise.parallel.randomness.source import (
     source_in,
 )
 from rankwise.torch_private.autograd import in_backward
+from rankwise.torch_private.compiler import skipped
 from rankwise.torch_private.kernels import Replacements, dispatch_key, kernel_of
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _installed(session: Session) -> Replacements:
 def _replace(replacements: Replacements, name: str, key: str, make: Callable[[str, Kernel], Kernel]) -> None:
     kernel = kernel_of(name, key)
     if kernel is not None:
-        replacements.replace(name, key, make(name, kernel))
+        replacements.replace(name, key, skipped(make(name, kernel)))
 
 
 def _source(operation: str, like: torch.Tensor, generator: torch.Generator | None) -> NumberSource | None:

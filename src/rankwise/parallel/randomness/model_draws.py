@@ -26,7 +26,7 @@ from rankwise.parallel.randomness.split_tracer import SplitTracer, warn_of_parts
 from rankwise.parallel.state_guard.guard import Repair, add_fact
 from rankwise.tensors.attributes import tensors_in
 from rankwise.torch_private.autograd import in_backward
-from rankwise.torch_private.compiler import is_compiled
+from rankwise.torch_private.compiler import is_compiled, is_transforming
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -202,7 +202,8 @@ class DrawsOfModel:
             leave()
 
     def _can_follow(self, module: nn.Module) -> bool:
-        return self.randomness != "per_rank" and self._num_followed < MOST_FOLLOWED and not is_compiled(module)
+        is_plain = not (is_compiled(module) or is_transforming())
+        return self.randomness != "per_rank" and self._num_followed < MOST_FOLLOWED and is_plain
 
     def _warn_of_own_draws(self) -> None:
         self._has_warned = True
@@ -231,6 +232,8 @@ def rows_in_hand(known: Sequence[CurrentBatch], leaves: Sequence[torch.Tensor]) 
 
 def _dim_in_batch(leaf: torch.Tensor, rows: CurrentBatch) -> int | None:
     """Return the dim of a view of a loader's batch that holds the samples; -1 if none does."""
+    if is_transforming():  # the tensors of torch.func have no memory of their own
+        return None
     for path, given in tensors_in(rows.values):
         if given.dim() and given.data_ptr() == leaf.data_ptr() != 0:
             held = rows.dim_of_samples(path, given)
