@@ -84,6 +84,20 @@ def _call(replace: Callable[..., Any], operation: object, args: tuple[Any, ...],
     return replace(operation, *args, **kwargs)
 
 
+def check_data(check: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Have ``check`` called with a DTensor and what is assigned to its ``data``; return what undoes it."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - there already, where a model is split
+
+    data: Any = torch.Tensor.data
+
+    def assign(tensor: DTensor, value: object) -> None:
+        check(tensor, value)
+        data.__set__(tensor, value)
+
+    DTensor.data = property(data.__get__, assign)  # pyright: ignore[reportAttributeAccessIssue, reportIncompatibleVariableOverride]
+    return lambda: delattr(DTensor, "data") if "data" in vars(DTensor) else None
+
+
 def shard_orders(tensor: Any) -> Iterator[tuple[int, list[int]]]:  # noqa: ANN401 - a DTensor
     """Yield each dimension of a DTensor whose order is recorded, with the mesh dimensions that split it, in order."""
     for entry in getattr(tensor._spec, "shard_order", None) or ():  # noqa: SLF001

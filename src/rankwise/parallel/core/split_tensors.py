@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a script reads of tensors that are split over ranks, and draws for them, is that of the whole tensor.
 
-torch itself reads a rank's part of a sum or a norm, and on CPUs gives each part the same random numbers, without an
-error. Used by shard and tensor_parallel.
+torch itself reads a rank's part of a sum or a norm, on CPUs gives each part the same random numbers, and ignores what
+is assigned to ``data``, all without an error. Used by shard and tensor_parallel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.torch_private.dtensor import READING, replace_operations
+from rankwise.errors import ConfigurationError
+from rankwise.torch_private.dtensor import READING, check_data, own_part, replace_operations
 
 if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
@@ -28,6 +29,8 @@ _DRAWING = (
 def use_whole_tensors(session: Session, exchange: Exchange | None) -> None:
     """Have ``item()``, ``float()`` and ``bool()``, and random numbers, see whole tensors until the world is left.
 
+    Assigning another tensor to ``data`` is an error.
+
     Args:
         session: of this rank.
         exchange: of the ranks that hold the parts, which must read together.
@@ -36,6 +39,7 @@ def use_whole_tensors(session: Session, exchange: Exchange | None) -> None:
         return
     operations = {READING: partial(_read, exchange), **dict.fromkeys(_DRAWING, _draw)}
     session.at_end(replace_operations(operations))
+    session.at_end(check_data(_refuse_others))
 
 
 def _read(exchange: Exchange, _: object, tensor: Any) -> bool | float | complex:  # noqa: ANN401 - a DTensor
@@ -57,3 +61,13 @@ def _draw(operation: Any, tensor: Any, *args: object, **kwargs: object) -> Any: 
         return part
     local.copy_(part.to_local())
     return tensor
+
+
+def _refuse_others(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    # After `p.data -= x` it is the same memory.
+    if own_part(value).data_ptr() != own_part(tensor).data_ptr():
+        raise ConfigurationError(
+            f"Assigning to the data of a split parameter, {list(tensor.shape)}, would have no effect: torch keeps its "
+            "part.",
+            do="copy in place: `with torch.no_grad(): parameter.copy_(value)`",
+        )
