@@ -43,7 +43,7 @@ def _numbers(_: World | None, how: str) -> list[float]:
     for parameter in _model(how).parameters():
         assert parameter.grad is not None
         gradient = parameter.grad
-        found += [gradient.norm().item(), float(gradient.sum()), float(gradient.abs().max()), float(parameter.mean())]
+        found += [gradient.norm().item(), float(gradient.sum()), float(gradient.abs().max()), float(parameter.detach().mean())]
         found.append(bool((gradient.abs() == found[-2]).any()))  # true on the rank that holds the largest
     return found
 
