@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.tensor import DTensor, Placement
+
+
+READING = "_local_scalar_dense.default"
+"""The operation of ``item()``, ``float()`` and ``bool()``."""
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,6 +59,43 @@ def placed_as_shaped(template: Any, part: torch.Tensor, shape: tuple[int, ...]) 
         **order,
     )
     return DTensor(part, spec, requires_grad=False)
+
+
+def replace_operations(replacements: Mapping[str, Callable[..., Any]]) -> Callable[[], None]:
+    """Have functions compute what DTensors return for operations; return what undoes it.
+
+    Args:
+        replacements: by the name of an operation of aten, what is called with it and its arguments.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - there already, where a model is split
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # noqa: SLF001
+    operations = {attrgetter(name)(torch.ops.aten): replace for name, replace in replacements.items()}
+    handlers.update({one: partial(_call, replace) for one, replace in operations.items()})
+
+    def undo() -> None:
+        for one in operations:
+            handlers.pop(one, None)
+
+    return undo
+
+
+def _call(replace: Callable[..., Any], operation: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as torch's
+    return replace(operation, *args, **kwargs)
+
+
+def check_data(check: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Have ``check`` called with a DTensor and what is assigned to its ``data``; return what undoes it."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - there already, where a model is split
+
+    data: Any = torch.Tensor.data
+
+    def assign(tensor: DTensor, value: object) -> None:
+        check(tensor, value)
+        data.__set__(tensor, value)
+
+    DTensor.data = property(data.__get__, assign)  # pyright: ignore[reportAttributeAccessIssue, reportIncompatibleVariableOverride]
+    return lambda: delattr(DTensor, "data") if "data" in vars(DTensor) else None
 
 
 def shard_orders(tensor: Any) -> Iterator[tuple[int, list[int]]]:  # noqa: ANN401 - a DTensor

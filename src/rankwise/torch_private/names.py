@@ -136,6 +136,8 @@ NAMES = {
     # dtensor
     "torch.distributed.tensor.DTensor._local_tensor": "what this rank holds, outside of autograd",
     "torch.distributed.tensor.DTensor._spec": "build a DTensor like another one",
+    "torch.distributed.tensor.DTensor._op_dispatcher": "what DTensors do for an operation",
+    "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers": "replace an operation",
     f"{_SPEC}.DTensorSpec": "build a DTensor of a shape and placements",
     f"{_SPEC}.DTensorSpec.shard_order": "the order in which mesh dimensions split a tensor",
     f"{_SPEC}.DTensorSpec.use_strided_shard_as_shard_order": "whether placements determine that order",

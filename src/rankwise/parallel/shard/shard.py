@@ -33,6 +33,7 @@ from rankwise.parallel.core.same_inputs import SameForward
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.sparse_gradients import check_no_sparse
+from rankwise.parallel.core.split_tensors import use_whole_tensors
 from rankwise.parallel.core.strategy_registry import (
     check_no_optimizer_holds,
     check_split,
@@ -191,6 +192,7 @@ def shard(
     session.preemption.unless(WeakMethod(sync.is_mid_step))
     along = exchange_along("dp_shard")
     within_group = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
+    use_whole_tensors(session, within_group)
     buffers = None if within_group is None else _follow_buffers(model, name, sync, within_group)
     hooks = _ForwardHooks(sync, SameForward(along, f"sharded {name}"), weight, buffers, before, was_meta)
     # Before torch's own, which gathers the parameters: an interrupted backward is cleared away first.

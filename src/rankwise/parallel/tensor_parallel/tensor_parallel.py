@@ -27,6 +27,7 @@ from rankwise.parallel.core.same_model import broadcast_tensors, check_same_mode
 from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.sparse_gradients import check_no_sparse
+from rankwise.parallel.core.split_tensors import use_whole_tensors
 from rankwise.parallel.core.strategy_registry import check_unregistered
 from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.split_tracer import follow_layer
@@ -112,7 +113,9 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
     _plans[model] = chosen
     # shard() divides parameters further, and allocates their memory itself.
     was_meta = FromMeta("tensor_parallel", model, session.world.device if axes.dp_shard == 1 else None)
-    ForwardChecks(type(model).__name__, before, exchange_along("tp"), was_meta.check).follow(model)
+    exchange = exchange_along("tp")
+    ForwardChecks(type(model).__name__, before, exchange, was_meta.check).follow(model)
+    use_whole_tensors(session, exchange)
     draw_as_one_rank(model, session, None, "counter")
     log(f"tensor_parallel: {len(chosen.styles)} layers of {type(model).__name__} over {tp} ranks" + _left(chosen))
     return model
