@@ -941,6 +941,8 @@ def check_tree_logger() -> None:
 
 
 @canary(
+    "torch.distributed.tensor.DTensor._op_dispatcher",
+    "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers",
     "torch.distributed.tensor.DTensor._local_tensor",
     "torch.distributed.tensor.DTensor._spec",
     f"{SPEC}.DTensorSpec",
@@ -955,6 +957,10 @@ def check_dtensor() -> None:
     # Of its one part: distribute_tensor scatters in torch 2.12, which this group only pretends to do.
     x = DTensor.from_local(torch.arange(6.0).reshape(2, 3), mesh, [Shard(0)])
     assert dtensor.own_part(x).tolist() == [[0, 1, 2], [3, 4, 5]]
+    undo = dtensor.replace_operations({"neg.default": lambda _, tensor: tensor + 1})
+    assert (-x).to_local()[0, 0] == 1
+    undo()
+    assert (-x).to_local()[1, 2] == -5
     assert dtensor.own_part(x).data_ptr() == x.to_local().data_ptr()
     plain = torch.ones(2)
     assert dtensor.own_part(plain) is plain
