@@ -158,6 +158,11 @@ def error_of(run: Run) -> str:
     return last[-1] if last else f"exit code {run.exit_code}"
 
 
+def has_diverged(run: Run) -> bool:
+    """Return whether rankwise has ended a run because its ranks differ, which is no matter of precision."""
+    return any(rank.end.startswith("rankwise.errors.ReplicasDiffer") for rank in run.ranks)
+
+
 def not_compared(num_ranks: int, why: str, run: Run) -> Verdict:
     """Return the verdict where runs cannot be compared."""
     tail = run.output.strip().splitlines()[-5:]
