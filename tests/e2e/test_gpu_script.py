@@ -34,7 +34,7 @@ def results_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_parts_run_in_order_and_say_what_they_saw(command: Command) -> None:
     out = command.folder / "out"
-    words = ["--only", "odd sizes, 2", "late", "CUDA graph"]
+    words = ["--only", "odd sizes, 2", "late", "CUDA graph", "float16"]
     done = command.python(
         *[str(FOLDER / "run.py"), "graph", "failures", "promises", "--device", "cpu", *words],
         env={"OUT": str(out)},

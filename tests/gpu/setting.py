@@ -14,13 +14,12 @@ from unittest.mock import patch
 import torch
 
 from rankwise.comm import join as joining
-from rankwise.comm.backends.choose import open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.session import set_current
 from rankwise.store import opening
 from rankwise.testing import run_ranks
 from rankwise.world.device import accelerator
-from rankwise.world.device.choice import choose_backend, waits_on_device
+from rankwise.world.device.choice import choose_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,15 +115,12 @@ class OverGroup:
     def __call__(self, world: rw.World, *args: object) -> Any:
         store = opening.open_file(tempfile.mkstemp(prefix="rankwise-store-")[1], 1)
         world = joining.JoinedWorld(**asdict(world) | {"backend": choose_backend(None, world.device)})
-        session = joining._open_group(world, store, GROUP_SECONDS, serves_store=False)
+        session = joining._session(world, store, GROUP_SECONDS, serves_store=False, object_key=b"")
         set_current(session)
         assert isinstance(session.exchange, TorchGroup)
-        assert session.detector is not None
-        if waits_on_device(world.device, world.backend):
-            # It has no neighbour to hold a connection to.
-            with patch.multiple(joining, current_endpoint=lambda _: None, watch_ring=lambda _: lambda: None):
-                joining._follow_device(session, session.detector)
-        session.use_exchange(open_exchange("auto", session.exchange, world, checks=False)[0])
+        # It has no neighbour to hold a connection to.
+        with patch.multiple(joining, current_endpoint=lambda _: None, watch_ring=lambda _: lambda: None):
+            joining._connect(session, store, session.exchange, "auto")
         return self.fn(world, *args)
 
 
