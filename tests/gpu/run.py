@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import multiprocessing
 import os
 import platform
 import signal
@@ -28,6 +29,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,9 @@ PARTS = [
 
 def check_all(module: str, checks: str, kind: str, records: Path, only: list[str]) -> None:
     """Run the checks of a part in this process, and append what each found to ``records``."""
+    # Once, and not in each rank: an optimizer's first step imports it, which takes seconds.
+    multiprocessing.set_forkserver_preload(["rankwise.testing", "numpy", "torch._dynamo"])
+    forkserver.ensure_running()
     found_checks = getattr(importlib.import_module(module), checks)
     from setting import NotPossible, Setting
 

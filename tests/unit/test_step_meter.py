@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -268,3 +270,26 @@ def test_updates_and_samples_of_other_threads_are_not_those_of_this_one(tmp_path
     other.join()
     measured.spend(FORWARD, 1.0)
     assert measured.ended().steps == []
+
+
+FORKS = """
+import os
+from rankwise.health import step_meter
+
+class Meter:
+    def __del__(self):
+        os.write(1, b"destroyed")
+
+step_meter.start(Meter())
+child = os.fork()
+if not child:
+    os.write(1, b"measures" if step_meter.current() else b"measures nothing")
+    os._exit(0)
+os.waitpid(child, 0)
+os._exit(0 if step_meter.current() else 1)
+"""
+
+
+def test_a_forked_process_measures_nothing_and_keeps_the_meter_whose_events_it_cannot_destroy() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "measures nothing", "")

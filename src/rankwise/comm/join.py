@@ -50,7 +50,7 @@ from rankwise.world.device.choice import (
     look_at_devices,
     waits_on_device,
 )
-from rankwise.world.device.streams import is_capturing
+from rankwise.world.device.streams import is_capturing, let_others_capture
 from rankwise.world.environments.process import (
     asked_device,
     checks_collectives,
@@ -404,9 +404,14 @@ def _connect(session: Session, job_store: Store, ranks: TorchGroup, exchange: st
 def _follow_device(session: Session, detector: FailureDetector) -> None:
     """Have collectives on the device followed: the CPU does not wait for them. Called by: every rank."""
     device = session.world.device
+
+    def prepare() -> None:
+        accelerator.use(device)
+        let_others_capture(torch.device(device))
+
     queue = QueuedCollectives(
         detector,
-        prepare=partial(accelerator.use, device),
+        prepare=prepare,
         abort=abort_groups,
         is_capturing=partial(is_capturing, torch.device(device)),
     )

@@ -59,7 +59,7 @@ class QueuedCollectives:
 
     Args:
         detector: of this rank.
-        prepare: makes the device the current one of the calling thread.
+        prepare: prepares the calling thread for calls on the device.
         abort: aborts the communicators of this process, which ends what it waits for.
         is_capturing: whether the calling thread captures a graph, whose collectives only run when it is replayed.
     """

@@ -189,8 +189,18 @@ _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))
 """The parts that a step may begin with."""
 _open: list[StepMeter] = []
 """The meter of this process, if it measures."""
-# A forked process, such as a worker of a loader, is not the rank.
-os.register_at_fork(after_in_child=_open.clear)
+_of_parent: list[StepMeter] = []
+"""The meter of the process that forked this one. Kept: where an event of a GPU is destroyed in a forked process, torch
+ends the process."""
+
+
+def _leave_to_parent() -> None:
+    """Measure nothing in a forked process, such as a worker of a loader: it is not the rank."""
+    _of_parent.extend(_open)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def start(meter: StepMeter) -> None:

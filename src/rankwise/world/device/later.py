@@ -28,8 +28,8 @@ class Later:
             self._event = recorded(current_stream(value.device))
 
     def has_arrived(self) -> bool:
-        """Return whether reading would not wait."""
-        return self._event is None or self._event.query()
+        """Return whether reading would not wait; false while a graph is captured, which asking would spoil."""
+        return self._event is None or (not is_capturing(self._event.device) and self._event.query())
 
     def read(self) -> torch.Tensor:
         """Return the values, on the CPU; wait for them if they have not arrived."""

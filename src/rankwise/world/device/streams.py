@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,21 @@ def recorded(stream: torch.Stream) -> torch.Event:
 def is_capturing(device: torch.device) -> bool:
     """Return whether this thread captures a graph of what it queues on ``device``."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: calls of a thread are not checked against what other threads capture."""
+
+
+def let_others_capture(device: torch.device) -> None:
+    """Allow this thread to query events while another thread captures a graph, which that would invalidate.
+
+    Called by: a thread that never captures.
+
+    Source: CUDA's driver API, cuThreadExchangeStreamCaptureMode.
+    """
+    if device.type == "cuda" and torch.version.cuda is not None:
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 class TimingEvent:
