@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
+from rankwise.parallel.state_guard.guard import VALUES_EVERY
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -177,6 +178,21 @@ def _train(world: World, strategy: str, loss: str, micro: int, options: tuple[st
     return after - before, _state_of(model)
 
 
+def _train_captured(world: World, captures: bool) -> Parameters:
+    """Train for so many steps that everything which is compared now and then is, every second one captured."""
+    device = world.device
+    model = rw.replicate(_net(device, batchnorm=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (((x, y),), *_) = _batches(device, world.rank, world.world_size, 1)
+    for number in range(WARM_STEPS + 2 * VALUES_EVERY):
+        is_captured = captures and number >= WARM_STEPS and number % 2
+        with torch.standin.capturing() if is_captured else nullcontext():  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            _entropy(model(x), y).backward()
+            optimizer.step()
+    return _state_of(model)
+
+
 def _on_strict(fn: Callable[..., Any], world_size: int, *args: object) -> list[Any]:
     return [result.get() for result in run_ranks(WithStrict(fn), world_size, *args, device=None)]
 
@@ -211,6 +227,13 @@ def test_weights_on_the_device(strategy: str) -> None:
 def test_synchronised_batchnorm(loss: str) -> None:
     _, reference = one_rank(_train, "replicate", loss, 1, ("batchnorm",))
     _check(reference, _on_strict(_train, 2, "replicate", loss, 1, ("batchnorm",)))
+
+
+def test_nothing_waits_for_the_device_or_asks_it_while_a_graph_is_captured() -> None:
+    reference = one_rank(_train_captured, False)
+    for num_ranks in (1, 2):
+        for parameters in _on_strict(_train_captured, num_ranks, True):
+            assert largest_difference(parameters, reference) < TOLERANCE
 
 
 def _pipelined(world: World, loss: str, options: tuple[str, ...]) -> tuple[int, Parameters]:

@@ -18,7 +18,9 @@ Emulated in ``standin.cpp``, on the device's own memory:
 - ``torch.standin.host_syncs()``: how often the CPU has waited for a device, where it would have to on CUDA: values read
   (``item``), copies between CPU and device unless they are ``non_blocking`` and pinned, ``synchronize``, operators
   whose result's size depends on values (``nonzero``, ``unique``, masks as indices).
-  ``set_sync_debug_mode("warn" | "error")`` shows where, as that of ``torch.cuda`` does.
+  ``set_sync_debug_mode("warn" | "error")`` shows where, as that of ``torch.cuda`` does;
+- ``torch.standin.capturing()``: inside it, where the CPU would wait or asks about events and streams, an error is
+  raised, as while CUDA captures a graph. What is called runs at once.
 
 Every other operator is copied to the CPU, computed there, and copied back.
 
@@ -38,7 +40,7 @@ threads of each communicator; what the caller sees is what NCCL's callers see, w
   that have both ranks.
 
 Not emulated: reading an input before the collective has read it (inputs are copied when it is issued), memory that is
-reused while a stream needs it (``record_stream``), CUDA graphs. An operator on a blocked stream blocks the CPU, as does
+reused while a stream needs it (``record_stream``), replays of CUDA graphs. An operator on a blocked stream blocks the CPU, as does
 issuing a collective there. Stricter than NCCL: each result needs a ``wait()`` of its own, and ``is_completed()`` orders
 nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
 """
@@ -101,6 +103,7 @@ def load(*, strict: bool = False) -> None:
     library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
     library.standin_state_bytes.restype = ctypes.c_longlong
     library.standin_host_syncs.restype = ctypes.c_longlong
+    library.standin_is_capturing.restype = ctypes.c_bool
     torch.utils.rename_privateuse1_backend("standin")
     torch._register_device_module("standin", _module(library))
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -170,6 +173,12 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:  # noqa: C901 - one short
         yield
         set_device(f"standin:{before}")
 
+    @contextlib.contextmanager
+    def capturing() -> Iterator[None]:
+        library.standin_set_capturing(ctypes.c_bool(True))
+        yield
+        library.standin_set_capturing(ctypes.c_bool(False))
+
     module = types.ModuleType("torch.standin")
     vars(module).update(
         device_count=device_count,
@@ -184,6 +193,8 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:  # noqa: C901 - one short
         manual_seed_all=manual_seed_all,
         get_rng_state=get_rng_state,
         set_rng_state=set_rng_state,
+        capturing=capturing,
+        is_current_stream_capturing=library.standin_is_capturing,
         host_syncs=lambda: int(library.standin_host_syncs()),
         set_sync_debug_mode=lambda mode: library.standin_set_sync_debug_mode(SYNC_DEBUG_MODES.index(mode)),
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],

@@ -57,7 +57,12 @@ void check_index(c10::DeviceIndex index) {
 
 std::atomic<long long> host_waits_so_far{0};
 std::atomic<int> on_host_wait{0};  // 0: count, 1: warn, 2: raise
+std::atomic<bool> is_capturing{false};
 thread_local int quiet = 0;        // More than 0 where the emulation itself copies.
+
+void refuse_while_capturing(const char* what) {
+  TORCH_CHECK(!is_capturing, what, ": operation not permitted when stream is capturing");
+}
 
 struct Quiet {
   Quiet() { ++quiet; }
@@ -294,8 +299,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     settle_all(all);
     return true;
   }
-  bool queryEvent(void* event) const override { return !event || query(static_cast<Event*>(event)->after); }
-  bool queryStream(const c10::Stream& stream) const override { return query(orders_of(key_of(stream), false)); }
+  bool queryEvent(void* event) const override {
+    refuse_while_capturing("Event.query");
+    return !event || query(static_cast<Event*>(event)->after);
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    refuse_while_capturing("Stream.query");
+    return query(orders_of(key_of(stream), false));
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     standin::host_waits("Stream.synchronize");
     settle(key_of(stream));
@@ -567,6 +578,7 @@ void settle_current(c10::DeviceIndex index) { settle({index, streams[index]}); }
 
 void host_waits(const char* what) {
   if (quiet) return;
+  refuse_while_capturing(what);
   ++host_waits_so_far;
   if (on_host_wait == 1) TORCH_WARN("the CPU waits for the stand-in device: ", what);
   TORCH_CHECK(on_host_wait != 2, "the CPU waits for the stand-in device: ", what);
@@ -577,6 +589,8 @@ void host_waits(const char* what) {
 extern "C" {
 long long standin_host_syncs() { return host_waits_so_far; }
 void standin_set_sync_debug_mode(int mode) { on_host_wait = mode; }
+void standin_set_capturing(bool value) { is_capturing = value; }
+bool standin_is_capturing() { return is_capturing; }
 int standin_device_count() { return kDevices; }
 int standin_current_device() { return current; }
 void standin_set_device(int index) { current = static_cast<c10::DeviceIndex>(index); }

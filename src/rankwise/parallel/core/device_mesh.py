@@ -14,8 +14,8 @@ from rankwise.errors import ConfigurationError, fold_values
 from rankwise.health.step_meter import note_layout
 from rankwise.log import log, warn
 from rankwise.torch_private.groups import mesh_groups
-from rankwise.world.device.choice import choose_backend, goes_through_host
-from rankwise.world.device.kinds import type_of
+from rankwise.world.device.choice import HOST, choose_backend, goes_through_host
+from rankwise.world.device.kinds import is_accelerator, type_of
 from rankwise.world.mesh import NAMES, Axes, axes_of
 
 if TYPE_CHECKING:
@@ -150,11 +150,14 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
 
 def _check_carried(world: World, caller: str) -> None:
     backend = choose_backend(None, world.device) if world.backend == "none" else world.backend
-    if goes_through_host(world.device, backend):
-        kind = type_of(world.device)
+    kind = type_of(world.device)
+    # Gloo reduces and broadcasts tensors of a GPU, and crashes where it is to send or gather them.
+    if goes_through_host(world.device, backend) or (is_accelerator(kind) and backend == HOST):
         raise ConfigurationError(
             f"{caller} needs a torch backend that supports {kind} tensors, and {backend} does not.",
-            do="use rankwise.replicate(), which exchanges through host memory, or rankwise.join(device='cpu')",
+            do="leave out join(backend=...), use rankwise.replicate(), or rankwise.join(device='cpu')"
+            if choose_backend(None, world.device) != backend
+            else "use rankwise.replicate(), which exchanges through host memory, or rankwise.join(device='cpu')",
         )
 
 

@@ -197,14 +197,15 @@ class StateGuard:
 
     def _values_checksum(self) -> int | None:
         """Return the checksum of values; of those on a device in the step after, without a wait for the device."""
+        tensors = list(self._tensors().values())
+        if any(is_capturing(device) for device in {tensor.device for tensor in tensors}):
+            return None
         late, self._late = self._late, None
         if late is not None:
             return late()
-        tensors = list(self._tensors().values())
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return self._checksum(tensors)
-        if not any(is_capturing(device) for device in {tensor.device for tensor in tensors}):
-            self._late = self._checksum.start(tensors)
+        self._late = self._checksum.start(tensors)
         return None
 
     def before_forward(self, *, is_mid_step: bool) -> None:

@@ -50,7 +50,10 @@ def recorded(stream: torch.Stream) -> torch.Event:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether this thread captures a graph of what it queues on ``device``."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and ask()
 
 
 _THREAD_LOCAL = 1
