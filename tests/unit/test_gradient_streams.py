@@ -54,7 +54,8 @@ def _sent_from(monkeypatch: pytest.MonkeyPatch, arrivals: list[str], sending: st
     events: list[str] = []
     streams = {name: Stream(name, events) for name in {*arrivals, sending}}
     current = [streams[sending]]
-    monkeypatch.setattr(bucket, "stream_of_thread", lambda _: current[0])
+    monkeypatch.setattr(bucket, "stream_query", lambda _: lambda: current[0])
+    monkeypatch.setattr(bucket, "current_stream", lambda _: current[0])
     parameters = [torch.zeros(2, requires_grad=True) for _ in arrivals]
     one = bucket.Bucket([0, 1], parameters, Channel(events), bucket.Scratch())  # type: ignore[arg-type]
     for parameter, name in zip(parameters, arrivals, strict=True):

@@ -46,6 +46,7 @@ from rankwise.torch_private import (
     rendezvous,
     saving,
     step_hooks,
+    streams,
     tensors,
     tree,
 )
@@ -441,6 +442,17 @@ def check_foreach() -> None:
     ):
         act()
         assert [one.unique().tolist() for one in some] == [[value] for value in expected]
+
+
+# -- streams -------------------------------------------------------------------------------------------
+
+
+@canary("torch._C._accelerator_getStream")
+def check_stream_of() -> None:
+    """Without an accelerator it says so; the tests of the stand-in device call it with one."""
+    assert streams.stream_of is torch._C._accelerator_getStream
+    with pytest.raises(RuntimeError, match=r"accelerator|driver"):
+        streams.stream_of(0)
 
 
 # -- groups --------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ NAMES = {
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "the module that torch.compile wrapped",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "have the compiler split graphs at buckets",
     "torch._inductor.config.fallback_random": "named in messages: random numbers in compiled code",
+    # streams
+    "torch._C._accelerator_getStream": "the current stream, asked for with each gradient",
     # foreach
     "torch._foreach_copy_": "copy many tensors in one call",
     "torch._foreach_zero_": "fill many tensors with zeros in one call",

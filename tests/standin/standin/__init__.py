@@ -40,9 +40,9 @@ threads of each communicator; what the caller sees is what NCCL's callers see, w
   that have both ranks.
 
 Not emulated: reading an input before the collective has read it (inputs are copied when it is issued), memory that is
-reused while a stream needs it (``record_stream``), replays of CUDA graphs. An operator on a blocked stream blocks the CPU, as does
-issuing a collective there. Stricter than NCCL: each result needs a ``wait()`` of its own, and ``is_completed()`` orders
-nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
+reused while a stream needs it (``record_stream``), replays of CUDA graphs. An operator on a blocked stream blocks the
+CPU, as does issuing a collective there. Stricter than NCCL: each result needs a ``wait()`` of its own, and
+``is_completed()`` orders nothing. ``STANDIN_VERBOSE`` shows what Gloo says about peers that are gone.
 """
 
 from __future__ import annotations

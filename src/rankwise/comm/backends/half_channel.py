@@ -131,14 +131,17 @@ class HalfChannel:
         shares, weights = self._notes[:, :2].unbind(1)
         total = weights.sum()
         mean = torch.empty_like(self._rows[0])
-        # A core's cache holds a piece; a device computes all of it at once.
-        length = CPU_PIECE_ELEMENTS if mean.device.type == "cpu" else len(mean)
-        for out, *parts in zip(*(one.split(length) for one in (mean, *self._received)), strict=True):
-            wide = torch.zeros_like(out, dtype=torch.float32)
-            for part, share in zip(parts, shares.float(), strict=True):
-                wide.addcmul_(part.float(), share)
+        # A core's cache holds a piece; a device computes all of it at once, and need not copy each part in float32:
+        # shares of one dim have torch compute in their precision.
+        is_on_cpu = mean.device.type == "cpu"
+        length, dtype = (CPU_PIECE_ELEMENTS, torch.float32) if is_on_cpu else (len(mean), mean.dtype)
+        shares, divisor = shares.float().split(1), torch.where(total > 0, total, torch.inf)
+        for out, first, *others in zip(*(one.split(length) for one in (mean, *self._received)), strict=True):
+            wide = first.to(dtype) * shares[0]
+            for part, share in zip(others, shares[1:], strict=True):
+                wide.addcmul_(part.to(dtype), share)
             # Divided, not multiplied by a reciprocal, which would be rounded before.
-            out.copy_(wide.div_(torch.where(total > 0, total, torch.inf)))
+            torch.div(wide, divisor, out=out)
         self._received = self._rows[:0]
         self._pending = [self._group.start_all_gather(self._rows, mean, what=self._what)]
 

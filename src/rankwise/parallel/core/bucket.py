@@ -15,7 +15,7 @@ from rankwise.parallel.compress.error_feedback import HasErrorFeedback
 from rankwise.parallel.loss.amounts import is_zero
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
-from rankwise.world.device.streams import stream_of_thread
+from rankwise.world.device.streams import current_stream, stream_query
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Bucket:
         self.num_missing = len(self.parameters)
         """Gradients that are not complete yet; less than 0 if one was completed twice."""
         self._num_absent = 0
-        self._has_streams = stream_of_thread(channel.body.device) is not None
+        self._stream_now = stream_query(channel.body.device)
         self._streams: set[torch.Stream] = set()
         """The streams that this step's gradients were computed on."""
 
@@ -79,8 +79,8 @@ class Bucket:
     def note_arrival(self) -> int:
         """Note that a gradient is complete, and return how many are not; less than 0 if one was completed twice."""
         self.num_missing = missing = self.num_missing - 1
-        if self._has_streams and (stream := stream_of_thread(self.channel.body.device)) is not None:
-            self._streams.add(stream)
+        if self._stream_now is not None:
+            self._streams.add(self._stream_now())
         return missing
 
     def refuse_late(self) -> None:
@@ -107,9 +107,9 @@ class Bucket:
 
     def _follow_streams(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Have the current stream wait for the other ones that gradients were computed on."""
-        own = stream_of_thread(self.channel.body.device)
+        own = current_stream(self.channel.body.device)
         others = {stream for stream in self._streams if stream != own}
-        if own is None or not others:
+        if not others:
             return
         for stream in others:
             own.wait_stream(stream)

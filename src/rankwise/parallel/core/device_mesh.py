@@ -155,9 +155,8 @@ def _check_carried(world: World, caller: str) -> None:
     if goes_through_host(world.device, backend) or (is_accelerator(kind) and backend == HOST):
         raise ConfigurationError(
             f"{caller} needs a torch backend that supports {kind} tensors, and {backend} does not.",
-            do="leave out join(backend=...), use rankwise.replicate(), or rankwise.join(device='cpu')"
-            if choose_backend(None, world.device) != backend
-            else "use rankwise.replicate(), which exchanges through host memory, or rankwise.join(device='cpu')",
+            do="use rankwise.replicate(), which exchanges through host memory, or rankwise.join(device='cpu'), "
+            "or the backend of the device if torch has one",
         )
 
 

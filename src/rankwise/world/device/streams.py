@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.torch_private.streams import stream_of
 from rankwise.world.device.kinds import is_accelerator, kind_named
 
 if TYPE_CHECKING:
@@ -41,6 +42,17 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+def stream_query(device: torch.device) -> Callable[[], torch.Stream] | None:
+    """Return a faster :func:`current_stream` of one device, for what is asked for each gradient; ``None`` for the CPU.
+
+    Args:
+        device: with an index.
+    """
+    if not is_accelerator(device.type) or not kind_named(device.type).has_streams:
+        return None
+    return partial(stream_of, device.index)
+
+
 def recorded(stream: torch.Stream) -> torch.Event:
     """Return an event recorded after everything submitted to ``stream`` so far."""
     event = torch.Event(stream.device)
@@ -50,10 +62,12 @@ def recorded(stream: torch.Stream) -> torch.Event:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether this thread captures a graph of what it queues on ``device``."""
-    if device.type == "cpu":
-        return False
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and ask()
+    return device.type != "cpu" and _capture_query(device.type)()
+
+
+@cache
+def _capture_query(kind: str) -> Callable[[], bool]:
+    return getattr(torch.get_device_module(kind), "is_current_stream_capturing", lambda: False)
 
 
 _THREAD_LOCAL = 1
