@@ -515,5 +515,52 @@ _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
 }
 
 
+# -- what a script keeps -------------------------------------------------------------------------------------
+
+
+def kept(evidence: Evidence) -> Cause | None:
+    """Return the value that ranks keep from step to step otherwise than one rank does, tensors before numbers."""
+    for name, mine in sorted(evidence.one.kept.items(), key=lambda item: not item[1].shape):
+        held = [step.kept.get(name) for step in evidence.theirs if step.kept]
+        if all(is_near(mine, other) for other in held) or _are_parts(mine, held):
+            continue
+        return Cause(
+            "kept value",
+            f"{name} is kept from step to step, and the loss follows from it; each rank changes it by its own samples",
+            _from_all_ranks(evidence, is_number=not mine.shape),
+            line=evidence.reference.lines_of_kept.get(name, ""),
+        )
+    return None
+
+
+def chosen(evidence: Evidence) -> Cause | None:
+    """Return the call of rankwise's by which the script gives up equality with one rank."""
+    for call, line in evidence.many[0].facts.inexact.items():
+        return Cause(
+            "by choice",
+            f"{call} sends less than equality with one rank needs; the difference is intended, whatever else there is",
+            "compare it with the same script without that call or option, which verify can tell from one rank; or "
+            "nothing, if its accuracy is what you want",
+            line=line,
+        )
+    return None
+
+
+def _are_parts(mine: Sketch, held: Sequence[Sketch | None]) -> bool:
+    """Return whether ranks hold the rows of one rank's tensor, as of a state that is carried from batch to batch."""
+    shapes = [one.shape for one in held if one is not None]
+    if not mine.shape or len(shapes) < len(held) or any(shape[1:] != mine.shape[1:] for shape in shapes):
+        return False
+    return sum(shape[0] for shape in shapes) == mine.shape[0]
+
+
+def _from_all_ranks(evidence: Evidence, *, is_number: bool) -> str:
+    if not evidence.uses_rankwise:
+        return "change it by the samples of all ranks: all_gather the rows, or all_reduce the sum and the count, first"
+    if is_number:
+        return "change it by a value of all ranks: rankwise.mean(value, len(x))"
+    return "change it by the samples of all ranks: rankwise.whole_batch(x) of all rows (and indices) that it takes"
+
+
 def _line_of_call(evidence: Evidence) -> str:
     return next((call.line for call in evidence.one.calls), "")

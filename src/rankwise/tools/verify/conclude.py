@@ -91,8 +91,14 @@ def _causes(evidence: Evidence, many: Run) -> list[Cause]:
     errors = [rank for rank in many.ranks if rank.end.startswith("rankwise.errors.")]
     if any(not rank.end.startswith(_BECAUSE_OF_ANOTHER) for rank in errors):
         return [_failed(many, len(many.ranks))]
-    warnings = dict.fromkeys(text for rank in many.ranks for text in rank.warnings)
-    return [_warned(text, told) for text in warnings] or [told]
+    warned = [_warned(text, told) for text in dict.fromkeys(text for rank in many.ranks for text in rank.warnings)]
+    chosen, kept = causes.chosen(evidence), causes.kept(evidence)
+    if chosen is not None:
+        return [chosen, *warned]
+    if kept is None:
+        return warned or [told]
+    # In the first step, a loss that couples samples differs as well.
+    return [kept, *warned] if evidence.gap.step > 1 else [*warned, kept]
 
 
 def _warned(text: str, told: Cause) -> Cause:

@@ -128,14 +128,6 @@ class _Verification:
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
             return conclude.without_steps(number, many)
-        if "pipeline" in many.ranks[0].facts.strategies:
-            if not conclude.has_ended_well(many):
-                return conclude.without_steps(number, many)
-            why = (
-                "the ranks of pipeline() hold other layers and call them once per micro-batch: compare the losses that "
-                f"`rankwise run -n 1` and `-n {number}` print"
-            )
-            return conclude.not_compared(number, why, many)
         # Ranks that all run the whole script take the same samples on purpose.
         found = [] if self._script.auto else list(mistakes.findings(one, many.ranks))
         notes = _notes_on(floor)

@@ -16,7 +16,7 @@ from rankwise.launch.fork_server import descendants
 from rankwise.tools.verify.conclude import TIMED_OUT
 from rankwise.tools.verify.rank import RunOrder, launch_ranks
 from rankwise.tools.verify.recorder import Plan
-from rankwise.tools.verify.records import Run, read
+from rankwise.tools.verify.records import Run, assembled, read
 from rankwise.tools.verify.working_copy import copy_folder
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Workspace:
         seconds = time.monotonic() - began
         found = [read(plan.path(rank)) for rank in range(num_ranks)]
         ranks = tuple(rank for rank in found if rank is not None)
-        return Run(ranks, exit_code, _last_lines(here / "output"), seconds), str(record)
+        return Run(assembled(ranks), exit_code, _last_lines(here / "output"), seconds), str(record)
 
 
 def _copies(script: Script, folder: Path) -> tuple[Path, Path, str]:
