@@ -6,6 +6,7 @@ Values only; imports no torch. ``procedure`` decides with it which runs are need
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -102,7 +103,8 @@ def _causes(evidence: Evidence, many: Run) -> list[Cause]:
 
 
 def _warned(text: str, told: Cause) -> Cause:
-    words, _, fix = text.partition("; ")
+    # The rank that warned is no part of the cause.
+    words, _, fix = re.sub(r"^\[rank [^]]*\] ", "", text).partition("; ")
     return Cause("warned", f"rankwise warns of it: {words}", fix or told.fix, line=told.line)
 
 
@@ -181,14 +183,28 @@ def not_compared(num_ranks: int, why: str, run: Run) -> Verdict:
     return Verdict(num_ranks=num_ranks, status="not compared", why=why, notes=tuple(tail))
 
 
-def without_steps(num_ranks: int, many: Run) -> Verdict:
+def without_optimizer(num_ranks: int, run: Run) -> Verdict:
+    """Return the verdict where one rank takes no step."""
+    line = next((rank.spawn_line for rank in run.ranks if rank.spawn_line), "")
+    if not line:
+        return not_compared(num_ranks, "it takes no step of a torch optimizer", run)
+    why = (
+        f"it starts processes of its own ({line}), which verify does not see: it starts the ranks itself. Call the "
+        'function that they run as each rank, `work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))` in place '
+        "of torch.multiprocessing.spawn, without setting MASTER_ADDR and MASTER_PORT"
+    )
+    return not_compared(num_ranks, why, run)
+
+
+def without_steps(num_ranks: int, one: RankRun, many: Run) -> Verdict:
     """Return the verdict where some rank took no step."""
     if not many.ranks:
         said = [line for line in many.output.splitlines() if line and not line.startswith("[rankwise]")]
         return not_compared(num_ranks, f"the ranks could not be started: {said[0] if said else error_of(many)}", many)
     if has_ended_well(many):
         return not_compared(num_ranks, "some rank takes no step of a torch optimizer", many)
-    cause = _failed(many, num_ranks)
+    # What rankwise says of ranks that differ does not know of files.
+    cause = (causes.loaded_apart(one, many.ranks) if has_diverged(many) else None) or _failed(many, num_ranks)
     return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key, (), 0.0, 0.0), cause=cause)
 
 

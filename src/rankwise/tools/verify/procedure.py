@@ -81,8 +81,7 @@ class _Verification:
                 return None
             return [conclude.not_compared(n, f"it fails on one rank: {error}", one) for n in numbers_of_ranks]
         if not one.ranks or not one.ranks[0].steps:
-            why = "it takes no step of a torch optimizer"
-            return [conclude.not_compared(number, why, one) for number in numbers_of_ranks]
+            return [conclude.without_optimizer(number, one) for number in numbers_of_ranks]
         floor, unseeded = self._floor(one.ranks[0], float64=float64)
         if unseeded is not None:
             return [replace(unseeded, num_ranks=number) for number in numbers_of_ranks]
@@ -127,7 +126,7 @@ class _Verification:
 
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
-            return conclude.without_steps(number, many)
+            return conclude.without_steps(number, one, many)
         # Ranks that all run the whole script take the same samples on purpose.
         found = [] if self._script.auto else list(mistakes.findings(one, many.ranks))
         notes = _notes_on(floor)

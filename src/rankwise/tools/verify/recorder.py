@@ -7,6 +7,7 @@ Every value is reduced to a sketch or a digest at once; nothing communicates. Im
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import traceback
@@ -44,6 +45,7 @@ from rankwise.tools.verify.records import (
     line_of,
     read,
 )
+from rankwise.tools.verify.working_copy import WRITTEN
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.saving import on_save
@@ -139,13 +141,15 @@ class Recorder:
         self._own: list[dict[str, Any]] = []
         self._scales: dict[str, float] = {}
         self._unused: list[Batch] = []
+        self._loaded: dict[str, str] = {}
+        self._last_read = ""
         self._hooked: dict[int, torch.Tensor] = {}
         self._here = Path.cwd()
         self._inexact: dict[str, str] = {}
         self._noted: dict[str, object] | None = None
         """What is to be known of rankwise's part in the run, after the first step."""
         self._metrics: list[float] = []
-        self._scheduler_line = self._hook_line = ""
+        self._scheduler_line = self._hook_line = self._spawn_line = ""
         self._clear()
         self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is", data_rank=rank))
         if plan.keep:
@@ -186,6 +190,10 @@ class Recorder:
         replace_attributes(torch.Tensor, ["backward"], self._around_backward)
         for kind, name in ((torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook")):
             replace_attributes(kind, [name], self._around_hooks)
+        for kind in (nn.Module, Optimizer):
+            replace_attributes(kind, ["load_state_dict"], self._around_loading)
+        replace_attributes(torch.multiprocessing, ["spawn", "start_processes"], self._around_start)
+        replace_attributes(multiprocessing.Process, ["start"], self._around_start)
         replace_attributes(nn.utils, ["clip_grad_norm_"], self._around_clipping)
         replace_attributes(Optimizer, ["add_param_group"], self._around_groups)
         replace_attributes(torch.amp.GradScaler, ["step"], self._around_scaler)
@@ -213,11 +221,13 @@ class Recorder:
             "batches_kept": self._loaders.batches_kept,
             "facts": self._noted or {},
             "last": last,
+            "loaded": self._loaded,
             "lines_of_kept": self._lines_of_kept,
             "lines_of_copies": self._names.lines_of_copies(),
             "missing": "" if error is None else self._missing(error),
             "scheduler_line": self._scheduler_line,
             "hook_line": self._hook_line,
+            "spawn_line": self._spawn_line,
         }
         self._write("end", content)
 
@@ -298,6 +308,8 @@ class Recorder:
     def _audit(self, event: str, args: tuple[object, ...]) -> None:
         if event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+"):
             self._note_file(args[0])
+        elif event == "open" and isinstance(args[0], str | bytes) and os.fsdecode(args[0]).endswith(WRITTEN):
+            self._last_read = os.path.relpath(os.fsdecode(args[0]), self._here)
 
     def _note_file(self, name: object) -> None:
         if self._is_recording or not isinstance(name, str | bytes | os.PathLike):
@@ -469,6 +481,26 @@ class Recorder:
             return original(owner, *args, **kwargs)
 
         return register
+
+    def _around_loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+            line = self._line_in(frame, frame.f_lineno)
+            if line and not self._steps:
+                self._loaded[self._last_read or "a state of its own"] = line
+            return original(*args, **kwargs)
+
+        return load
+
+    def _around_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's and Python's
+            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+            self._spawn_line = self._spawn_line or self._line_in(frame, frame.f_lineno)
+            return original(*args, **kwargs)
+
+        return start
 
     def _around_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

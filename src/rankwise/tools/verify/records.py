@@ -213,12 +213,16 @@ class RankRun:
     """What rankwise warned of that makes results depend on the number of ranks."""
     lines_of_copies: Mapping[str, str] = field(default_factory=dict)
     """Which line first called each model that was called without gradients only."""
+    loaded: Mapping[str, str] = field(default_factory=dict)
+    """Files of which a state was loaded before the first step, with the lines that loaded it."""
     lines_of_kept: Mapping[str, str] = field(default_factory=dict)
     """Which line changes each value that the script keeps from step to step."""
     scheduler_line: str = ""
     """The line that gave a scheduler a value to decide from."""
     hook_line: str = ""
     """The line that registered a hook on the gradient of what a model computes, such as ``h.register_hook(f)``."""
+    spawn_line: str = ""
+    """The line that started a process."""
     missing: str = ""
     """What the script did not find in its copy of the working folder, although it exists outside."""
 
@@ -267,9 +271,11 @@ def read(path: Path) -> RankRun | None:
         last=None if end.get("last") is None else _last(end["last"]),
         warnings=tuple(found.get("warning", [])),
         lines_of_copies=end.get("lines_of_copies", {}),
+        loaded=end.get("loaded", {}),
         lines_of_kept=end.get("lines_of_kept", {}),
         scheduler_line=end.get("scheduler_line", ""),
         hook_line=end.get("hook_line", ""),
+        spawn_line=end.get("spawn_line", ""),
         missing=end.get("missing", ""),
     )
 
