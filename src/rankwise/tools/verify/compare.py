@@ -173,7 +173,7 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         yield from _decisions(one.number, "decisions", theirs)
         yield from _data(one, theirs)
         if number == 0:
-            yield from _initial(one, theirs)
+            yield from initial_gaps(one, theirs)
         yield from _forward(one, theirs)
         yield from _gradients(one, theirs, _SMALL_SHARE[dtype])
         yield from _hyperparameters(one, theirs)
@@ -245,7 +245,8 @@ def _inputs_of(step: Step, name: str) -> Sketch | None:
     return next((module.inputs for module in step.modules if module.name == name), None)
 
 
-def _initial(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+def initial_gaps(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    """Yield how far apart each parameter is before a step."""
     for parameter, values in _parameters(one, theirs):
         errors = [_apart(parameter.before, value.before, parameter.before.norm) for value in values]
         yield _worst(1, "initial parameters", parameter.name, errors)

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rankwise.tools.verify import compare, conclude, mistakes
+from rankwise.tools.verify import compare, conclude, mistakes, resumed
 from rankwise.tools.verify.compare import Floor
 from rankwise.tools.verify.runs import LEAST_LIMIT_SECONDS, TIMES_SLOWER, Workspace
 from rankwise.tools.verify.verdict import Report
@@ -93,7 +93,10 @@ class _Verification:
             if float64 and has_failed and not conclude.has_diverged(many) and self._runs_as_is(number, limit):
                 self.notes.append(f"the script fails on {number} ranks in float64: compared in its own precision")
                 return None
-            found.append(self._verdict(number, one.ranks[0], many, record, floor, float64=float64))
+            verdict = self._verdict(number, one.ranks[0], many, record, floor, float64=float64)
+            if self._script.resumes and verdict.status == "equal":
+                verdict = self._resumed(number, one.ranks[0], floor, float64=float64, limit=limit)
+            found.append(verdict)
         return found
 
     def _runs_as_is(self, number: int, limit: float) -> bool:
@@ -109,9 +112,19 @@ class _Verification:
         permute: bool = False,
         join: tuple[str, int] | None = None,
         limit: float | None = None,
+        steps: int | None = None,
+        continues: bool = False,
     ) -> tuple[Run, str]:
         self._show(f"running on {words}")
-        run, record = self._workspace.run(num_ranks, float64=float64, permute=permute, join=join, limit_seconds=limit)
+        run, record = self._workspace.run(
+            num_ranks,
+            float64=float64,
+            permute=permute,
+            join=join,
+            limit_seconds=limit,
+            steps=steps,
+            continues=continues,
+        )
         self.runs.append((words, run.seconds))
         return run, record
 
@@ -123,6 +136,13 @@ class _Verification:
         floor = Floor(one.facts.dtype, None, "the script does not run with permuted batches")
         again, _ = self._run("1 rank once more", 1, float64=float64)
         return floor, conclude.unseeded(one, again.ranks[0]) if again.ranks else None
+
+    def _resumed(self, number: int, one: RankRun, floor: Floor, *, float64: bool, limit: float) -> Verdict:
+        half = max(1, len(one.steps) // 2)
+        words = f"{number} ranks, interrupted after {half} step{'s' * (half > 1)}"
+        self._run(words, number, float64=float64, limit=limit, steps=half)
+        again, _ = self._run(f"{number} ranks, continued", number, float64=float64, limit=limit, continues=True)
+        return resumed.compared(one, again, floor)
 
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
