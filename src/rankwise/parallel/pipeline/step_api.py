@@ -337,7 +337,7 @@ class Pipeline:
                 of, do = " of each copy", "GroupNorm"
             warn(f"{norms[0]}{more} statistics per micro-batch{of}; {do} makes the result that of one device")
         if others:
-            do = "average what changes them" if self._has_copies else "micro_batches=1 makes the result that of one device"
+            do = "change them after the step" if self._has_copies else "micro_batches=1 does so too"
             warn(f"forward changes {', '.join(others)} per micro-batch, and on one device per batch; {do}")
         self._has_warned = bool(norms or others)
 

@@ -38,6 +38,7 @@ GENERAL = (
     "batchnorm",
     "coupled samples",
     "mean of means",
+    "scaled",
     "not exchanged",
     "bypassed",
     "wrong exchange",
@@ -584,7 +585,12 @@ def kept(evidence: Evidence) -> Cause | None:
         return Cause(
             "kept value",
             f"{name} is kept from step to step, and the loss follows from it; each rank changes it by its own samples",
-            _from_all_ranks(evidence, is_number=not mine.shape),
+            "change it by the samples of all ranks: "
+            + (
+                "from rankwise.whole_batch(x), of indices too, or from rankwise.mean(value, len(x)) if it is a number"
+                if evidence.uses_rankwise
+                else "all_gather rows and indices, or all_reduce the sum and the count, before it is changed"
+            ),
             line=evidence.reference.lines_of_kept.get(name, ""),
         )
     return None
@@ -595,9 +601,9 @@ def chosen(evidence: Evidence) -> Cause | None:
     for call, line in evidence.many[0].facts.inexact.items():
         return Cause(
             "by choice",
-            f"{call} sends less than equality with one rank needs; the difference is intended, whatever else there is",
-            "compare it with the same script without that call or option, which verify can tell from one rank; or "
-            "nothing, if its accuracy is what you want",
+            f"{call} gives up equality with one rank, to wait or to send less",
+            "none is needed if that is intended; to look for other differences, verify the script without it, with "
+            "rankwise.replicate(model)",
             line=line,
         )
     return None
@@ -609,14 +615,6 @@ def _are_parts(mine: Sketch, held: Sequence[Sketch | None]) -> bool:
     if not mine.shape or len(shapes) < len(held) or any(shape[1:] != mine.shape[1:] for shape in shapes):
         return False
     return sum(shape[0] for shape in shapes) == mine.shape[0]
-
-
-def _from_all_ranks(evidence: Evidence, *, is_number: bool) -> str:
-    if not evidence.uses_rankwise:
-        return "change it by the samples of all ranks: all_gather the rows, or all_reduce the sum and the count, first"
-    if is_number:
-        return "change it by a value of all ranks: rankwise.mean(value, len(x))"
-    return "change it by the samples of all ranks: rankwise.whole_batch(x) of all rows (and indices) that it takes"
 
 
 def _line_of_call(evidence: Evidence) -> str:

@@ -68,7 +68,6 @@ class Evidence:
         """Whether the script called ``rankwise.replicate()``."""
         return "replicate" in self.many[0].facts.strategies
 
-
     @property
     def is_staged(self) -> bool:
         """Whether the script called ``rankwise.pipeline()``."""

@@ -42,7 +42,7 @@ class Kept:
     line: str
     """The line that changes it, ``train.py:31``."""
     lines: range
-    """Of the loop that carries it; empty for an attribute, and for a variable that a function changes outside itself."""
+    """Of the loop that carries it; empty for an attribute, and for a global variable that a function changes."""
 
 
 def names_kept(text: str, file: str) -> list[Kept]:
@@ -73,7 +73,7 @@ class _Names:
         """Return the names that statements read, with 0, and change, with the line; functions are looked at apart."""
         return [event for statement in body for event in self._events(statement, function)]
 
-    def _events(self, one: ast.stmt, function: str) -> list[tuple[str, int]]:  # noqa: PLR0911 - one per statement
+    def _events(self, one: ast.stmt, function: str) -> list[tuple[str, int]]:
         match one:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 self._function(one)
@@ -83,37 +83,38 @@ class _Names:
             case ast.For() | ast.AsyncFor():
                 inner = self._assigned([one.target], one.iter, one.lineno) + self.events(one.body, function)
                 # The iterator is made once, before the loop.
-                self._carry(inner[len(_names(one.iter)) :], range(one.lineno, (one.end_lineno or one.lineno) + 1))
+                self._carry(inner[len(_names(one.iter)) :], _lines(one))
                 return [*inner, *self.events(one.orelse, function)]
             case ast.While():
                 inner = [*self._reads(one.test), *self.events(one.body, function)]
-                self._carry(inner, range(one.lineno, (one.end_lineno or one.lineno) + 1))
+                self._carry(inner, _lines(one))
                 return inner
             case ast.If():
                 branches = [self.events(one.body, function), self.events(one.orelse, function)]
-                first = [(name, 0) for branch in branches for name, line in _firsts(branch).items() if not line]
-                changes = [event for branch in branches for event in branch if event[1]]
-                return [*self._reads(one.test), *first, *changes]
+                return [*self._reads(one.test), *_of_branches(branches)]
             case ast.With() | ast.AsyncWith():
                 opened = [self._assigned([item.optional_vars], item.context_expr, one.lineno) for item in one.items]
                 return [*(event for events in opened for event in events), *self.events(one.body, function)]
             case ast.Try():
                 handled = [statement for handler in one.handlers for statement in handler.body]
                 return self.events([*one.body, *handled, *one.orelse, *one.finalbody], function)
-            case ast.Assign():
-                return self._assigned(one.targets, one.value, one.lineno)
+            case _:
+                return self._of_simple(one, function)
+
+    def _of_simple(self, one: ast.stmt, function: str) -> list[tuple[str, int]]:
+        match one:
+            case ast.Assign() | ast.Delete():
+                return self._assigned(one.targets, one.value if isinstance(one, ast.Assign) else None, one.lineno)
             case ast.AnnAssign():
                 return self._assigned([one.target], one.value, one.lineno)
             case ast.AugAssign():
                 return [*self._reads(one.target), *self._assigned([one.target], one.value, one.lineno)]
-            case ast.Delete():
-                return self._assigned(one.targets, None, one.lineno)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner)) as call):
                 # A call whose result is not used changes its owner, as queue.extend(keys) does.
                 while isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute):
                     owner = owner.func.value
                 return self._assigned([owner], call, one.lineno)
-            case ast.Return(value=value) if value is not None:
+            case ast.Return(value=ast.expr() as value):
                 for name in (function, f".{function}()"):
                     self.sources.setdefault(name, set()).update(_names(value))
                 self.sinks |= _names(value) if function in _RETURN_LOSSES else set()
@@ -155,6 +156,16 @@ class _Names:
             for name, line in _firsts(events).items()
             if not line and name in changed
         ]
+
+
+def _lines(one: ast.stmt) -> range:
+    return range(one.lineno, (one.end_lineno or one.lineno) + 1)
+
+
+def _of_branches(branches: Iterable[Sequence[tuple[str, int]]]) -> list[tuple[str, int]]:
+    """Return what branches read before they change it, and then what any of them changes."""
+    first = [(name, 0) for branch in branches for name, line in _firsts(branch).items() if not line]
+    return first + [event for branch in branches for event in branch if event[1]]
 
 
 def _firsts(events: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import rankwise
 from rankwise.comm.session import current, current_or_none
 from rankwise.log import logger
 from rankwise.tools.replacing import replace_attributes
@@ -527,7 +526,7 @@ class Recorder:
         def change(module: ModuleType) -> Replaced:
             name = module.__name__.rpartition(".")[2]
             # It may be bound already; it is looked up again.
-            vars(rankwise).pop(name, None)
+            sys.modules["rankwise"].__dict__.pop(name, None)
             return replace_attributes(module, [name], self._around_strategy)
 
         changes = {f"rankwise.parallel.{name}": change for name in _STRATEGIES}
@@ -544,7 +543,7 @@ class Recorder:
                 self._inexact[f"rankwise.{name}({', '.join(given)})"] = self.line()
             if name == "pipeline" and self._world_size == 1:
                 # The reference is one device, which computes the batch as a whole.
-                kwargs |= {"micro_batches": 1}
+                kwargs |= {"micro_batches": 1, "split": None}
             # Strategies call models to look at them.
             is_recording, self._is_recording = self._is_recording, True
             try:

@@ -27,7 +27,10 @@ _LACKS = {
     ),
     "gradient": ("something that the loss follows from", "all that a step changes and a later one reads"),
     "hyperparameters": ("the state of a scheduler", "scheduler.state_dict(), or checkpoints.save(..., scheduler=...)"),
-    "optimizer state": ("the state of the optimizer", "optimizer.state_dict(), or checkpoints.save(..., optimizer=...)"),
+    "optimizer state": (
+        "the state of the optimizer",
+        "optimizer.state_dict(), or checkpoints.save(..., optimizer=...)",
+    ),
 }
 """What a checkpoint lacks, by the phase of the first difference, and what to save."""
 
@@ -52,6 +55,7 @@ def compared(reference: RankRun, many: Run, floor: Floor) -> Verdict:
             "first half of --steps, and load what it finds",
             many,
         )
+    before = f"uninterrupted, they are equal over {len(reference.steps)} steps"
     one, continued = _from_step(reference, done), replace(many, ranks=tuple(_cut(many.ranks, reference, done)))
     rest = Floor(floor.dtype, _shifted(floor, done), floor.why_assumed)
     verdict = Verdict(
@@ -60,7 +64,7 @@ def compared(reference: RankRun, many: Run, floor: Floor) -> Verdict:
         num_steps=len(one.steps),
         rows=table(one, continued.ranks, rest),
         modules=modules_at(one, continued.ranks, rest, 1),
-        notes=(f"continued after step {done}, from which steps are counted",),
+        notes=(f"{before}; interrupted, they continue after step {done}, from which steps are counted",),
     )
     different = next(iter(compare.differences(one, continued.ranks, rest)), None)
     if different is not None:
@@ -77,7 +81,8 @@ def _cause(evidence: Evidence) -> Cause:
     kept = causes.kept(evidence)
     what, fix = _LACKS.get(evidence.gap.phase, (evidence.gap.name, "it, and load it again"))
     if kept is not None and evidence.gap.phase in {"forward", "gradient"}:
-        what, fix = kept.words.partition(" ")[0], "it too: checkpoints.save(..., name=value) takes tensors and numbers"
+        what = kept.words.partition(" ")[0]
+        fix = "it too, a number in a dictionary: checkpoints.save(..., kept=kept) and restore(..., kept=kept)"
     return Cause(
         "resumed apart",
         f"a run that is interrupted and continued is not the uninterrupted one: its checkpoint lacks {what}",
@@ -87,7 +92,7 @@ def _cause(evidence: Evidence) -> Cause:
 
 
 def _steps_before(reference: RankRun, ranks: Sequence[RankRun]) -> int | None:
-    """Return how many steps of the reference a continued run has behind it; ``None`` if its parameters are not there."""
+    """Return how many steps of the reference precede a continued run; ``None`` if none has its parameters."""
     errors: dict[int, float] = {}
     for number, step in enumerate(reference.steps):
         first = [rank.steps[0] for rank in ranks]
