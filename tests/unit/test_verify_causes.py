@@ -398,6 +398,11 @@ def test_a_value_that_is_kept_from_step_to_step() -> None:
     # What rankwise has warned of is told as well.
     verdict = concluded(one, many(2.0, warnings=("a hook clips; keep it linear",), hook_line="train.py:5"))
     assert [cause.key for cause in verdict.also] == ["warned"]
+    # A value that is passed to a model, such as a pool of images; the batch is of an earlier step.
+    pooled = {"inputs": (9, 9), "batches": (), "modules": (), "kept": {"pool.images": sketch(GRADIENT, 2.0)}}
+    ranks = rank_run(step((1, 2)), step((5, 6), **pooled)), rank_run(step((3, 4)), step((7, 8), **pooled), rank=1)
+    drawn = {"inputs": (9, 8, 7, 6), "batches": (), "modules": (), "kept": {"pool.images": sketch(GRADIENT)}}
+    assert key_of(rank_run(equal, step((5, 6, 7, 8), **drawn), world_size=1), Run(ranks, 0)) == "kept value"
     # Rows that ranks carry along are parts of what one rank has.
     rows = replace(sketch(GRADIENT), shape=(2,))
     carried = replace(step((5, 6), **both(1.3, 1.0)), kept={"state": rows})

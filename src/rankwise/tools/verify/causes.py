@@ -64,8 +64,9 @@ def explain(evidence: Evidence) -> Cause:
 
 def _drawn_in_the_loop(evidence: Evidence) -> Cause | None:
     """The loader's samples agree, but not those that reach the model."""
-    mine = Counter(digest for batch in evidence.one.batches for digest in batch.digests)
-    total = Counter(digest for step in evidence.theirs for batch in step.batches for digest in batch.digests)
+    # A batch may be of an earlier step, of another optimizer.
+    mine = _loaded_until(evidence.gap.step, [evidence.reference])
+    total = _loaded_until(evidence.gap.step, evidence.many)
     if evidence.gap.kind == "batch" or not mine or mine != total:
         return None
     return Cause(
@@ -77,6 +78,11 @@ def _drawn_in_the_loop(evidence: Evidence) -> Cause | None:
         else "draw the numbers for the whole batch on every rank from one seed and take this rank's rows",
         line=_line_of_call(evidence),
     )
+
+
+def _loaded_until(step: int, ranks: Sequence[RankRun]) -> Counter[int]:
+    batches = (batch for rank in ranks for one in rank.steps[:step] for batch in one.batches)
+    return Counter(digest for batch in batches for digest in batch.digests)
 
 
 def _other_number_of_samples(evidence: Evidence) -> Cause | None:
