@@ -27,8 +27,19 @@ CORRECT = [
     ("with_accelerate", "with_accelerate"),
     ("with_horovod", "with_horovod"),
     ("rankwise_average", "a reference trained before joining"),
+    ("rankwise_pipeline", "rankwise_pipeline"),
+    ("rankwise_kept", "rankwise_kept"),
+    ("rankwise_mlp", "sharded parameters"),
+    ("rankwise_mlp", "split layers"),
 ]
 MISTAKES = [
+    ("rankwise_mlp", "local SGD"),
+    ("rankwise_pipeline", "a statistic of the targets in loss_fn"),
+    ("rankwise_pipeline", "gradients scaled by the norm of a rank's own stages"),
+    ("rankwise_kept", "a queue of a rank's own keys"),
+    ("rankwise_kept", "a baseline of a rank's own rewards"),
+    ("rankwise_resume", "the optimizer not saved"),
+    ("rankwise_resume", "a checkpoint of each rank"),
     ("rankwise_mlp", "stop after a rank's own loss"),
     ("rankwise_conv", "a log that all ranks write"),
     ("rankwise_average", "statistics of an average that is not replicated"),
@@ -147,7 +158,7 @@ def test_a_crash_on_one_rank_names_the_rank_and_the_line(command: Command) -> No
 @pytest.mark.parametrize("case", MISTAKES, ids=" ".join)
 def test_a_mistake_is_found_with_its_cause(command: Command, case: tuple[str, str]) -> None:
     command.write("train.py", CASES[case].text)
-    exit_code, verdict = verdict_of(command)
+    exit_code, verdict = verdict_of(command, *CASES[case].options)
     assert exit_code == 1, verdict
     assert verdict["cause"]["key"] == CASES[case].cause
     assert verdict["cause"]["fix"]
@@ -168,20 +179,15 @@ def test_it_is_shown_as_text_and_as_a_page(command: Command) -> None:
     assert "3 ranks do not compute" in (command.folder / "report.html").read_text()
 
 
-PIPELINE = """
+SPAWN = """
 import torch
-import rankwise as rw
-torch.manual_seed(0)
-with rw.join() as world:
-    rw.mesh(pp=-1)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    x, y = torch.randn(8, 3), torch.randn(8, 1)
-    step = rw.pipeline(model, torch.nn.functional.mse_loss, example=x, micro_batches=2)
+def work(rank):
+    model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        step(x, y)
-        optimizer.step()
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)
 """
 
 
@@ -189,10 +195,12 @@ with rw.join() as world:
     ("text", "why"),
     [
         (
-            PIPELINE,
+            SPAWN,
             (
-                "the ranks of pipeline() hold other layers and call them once per micro-batch: compare the losses that "
-                "`rankwise run -n 1` and `-n 2` print"
+                "it starts processes of its own (train.py:9), which verify does not see: it starts the ranks itself. "
+                "Call the function that they run as each rank, "
+                '`work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))` in place of '
+                "torch.multiprocessing.spawn, without setting MASTER_ADDR and MASTER_PORT"
             ),
         ),
         ("print('no training')", "it takes no step of a torch optimizer"),
@@ -203,6 +211,19 @@ def test_what_cannot_be_compared_says_why(command: Command, text: str, why: str)
     command.write("train.py", text)
     exit_code, verdict = verdict_of(command)
     assert (exit_code, verdict["status"], verdict["why"]) == (2, "not compared", why)
+
+
+def test_an_interrupted_run_continues_as_one_rank(command: Command) -> None:
+    text = CASES["rankwise_resume", "rankwise_resume"].text
+    command.write("train.py", text)
+    exit_code, verdict = verdict_of(command, "--resume")
+    # Three epochs of six steps, interrupted in the second.
+    assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 12), verdict
+    assert verdict["notes"][-1].startswith("uninterrupted, they are equal over 18 steps"), verdict
+    command.write("train.py", text.replace("checkpoints.restore", "(lambda **_: None)"))
+    exit_code, verdict = verdict_of(command, "--resume", "--steps", "14")
+    assert (exit_code, verdict["status"]) == (2, "not compared"), verdict
+    assert "when it is run again, it starts from its first step" in verdict["why"]
 
 
 AUTO = """

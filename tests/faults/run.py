@@ -29,6 +29,8 @@ class Case:
     text: str
     cause: str | None
     """``None``: it is correct."""
+    options: tuple[str, ...] = ()
+    """Of ``rankwise verify``."""
 
 
 def cases() -> list[Case]:
@@ -43,7 +45,7 @@ def _case(entry: dict[str, Any], cause: str | None) -> Case:
         if text.count(old) != 1:
             raise ValueError(f"{entry['name']}: {old!r} stands {text.count(old)} times in {entry['script']}.py")
         text = text.replace(old, new)
-    return Case(entry["name"], entry["script"], text, cause)
+    return Case(entry["name"], entry["script"], text, cause, tuple(entry.get("options", [])))
 
 
 def verify(case: Case, folder: Path) -> tuple[dict[str, Any], float]:
@@ -51,7 +53,7 @@ def verify(case: Case, folder: Path) -> tuple[dict[str, Any], float]:
     (folder / "train.py").write_text(case.text, encoding="utf-8")
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "rankwise", "verify", "--json", "-", "train.py"],
+        [sys.executable, "-m", "rankwise", "verify", "--json", "-", *case.options, "train.py"],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from recorded import FLOOR, GRADIENT, LINE, one_rank, parameter, rank_run, sketch, step, two_ranks
 
-from rankwise.tools.verify import conclude, mistakes
+from rankwise.tools.verify import conclude, mistakes, resumed
 from rankwise.tools.verify.page import page_of
-from rankwise.tools.verify.records import Batch, Call, Last, ModuleOutput, RankRun, Run, Written
+from rankwise.tools.verify.records import Batch, Call, Last, ModuleOutput, RankRun, Run, Written, assembled
 from rankwise.tools.verify.terminal import difference_in_words, text_of
 from rankwise.tools.verify.verdict import Report, Verdict
 
@@ -331,7 +331,7 @@ def test_the_rank_that_failed_first_is_named_with_its_line() -> None:
     stopped = replace(stopped, steps=part.steps * 2)
     for ranks in ((stopped, crashed), (stopped, replace(crashed, steps=()))):
         run = Run(ranks, 1)
-        ended = conclude.without_steps(2, run) if not ranks[1].steps else None
+        ended = conclude.without_steps(2, one_rank(), run) if not ranks[1].steps else None
         verdict = ended or conclude.conclusion(rank_run(*part.steps * 3), run, FLOOR, [], is_joined=False)
         assert verdict.cause is not None
         assert (verdict.cause.key, verdict.cause.line, verdict.cause.fix) == ("failed", "train.py:9", "fix this error")
@@ -370,3 +370,113 @@ def test_what_is_shown() -> None:
     assert "http" not in page
     assert page.count("<section>") == 3
     assert "Net.first" in page
+
+
+def keeping(value: float, size: float = 1.0) -> dict[str, Any]:
+    """Return the changes of a step whose gradients differ, in a script that keeps a queue and a number."""
+    return {
+        **both(value, 1.0),
+        "kept": {"level": replace(sketch((1.0,), value), shape=()), "queue": sketch(GRADIENT, size)},
+    }
+
+
+def test_a_value_that_is_kept_from_step_to_step() -> None:
+    equal, apart = step((1, 2, 3, 4)), step((5, 6, 7, 8), **keeping(1.0))
+    one = rank_run(equal, apart, world_size=1, lines_of_kept={"queue": "train.py:3", "level": "train.py:4"})
+
+    def many(size: float, **changes: Any) -> Run:
+        first = step((1, 2)), step((5, 6), **keeping(1.3, size))
+        second = step((3, 4)), step((7, 8), **keeping(1.3, size))
+        return told(Run((rank_run(*first), rank_run(*second, rank=1)), 0), **changes)
+
+    # Only the number differs.
+    for size, name, line in ((1.0, "level", "train.py:4"), (2.0, "queue", "train.py:3")):
+        verdict = concluded(one, many(size, hook_line="train.py:5"))
+        assert verdict.cause is not None
+        assert (verdict.cause.key, verdict.cause.line) == ("kept value", line)
+        assert verdict.cause.words.startswith(f"{name} is kept from step to step")
+    # What rankwise has warned of is told as well.
+    verdict = concluded(one, many(2.0, warnings=("a hook clips; keep it linear",), hook_line="train.py:5"))
+    assert [cause.key for cause in verdict.also] == ["warned"]
+    # A value that is passed to a model, such as a pool of images; the batch is of an earlier step.
+    pooled = {"inputs": (9, 9), "batches": (), "modules": (), "kept": {"pool.images": sketch(GRADIENT, 2.0)}}
+    ranks = rank_run(step((1, 2)), step((5, 6), **pooled)), rank_run(step((3, 4)), step((7, 8), **pooled), rank=1)
+    drawn = {"inputs": (9, 8, 7, 6), "batches": (), "modules": (), "kept": {"pool.images": sketch(GRADIENT)}}
+    assert key_of(rank_run(equal, step((5, 6, 7, 8), **drawn), world_size=1), Run(ranks, 0)) == "kept value"
+    # Rows that ranks carry along are parts of what one rank has.
+    rows = replace(sketch(GRADIENT), shape=(2,))
+    carried = replace(step((5, 6), **both(1.3, 1.0)), kept={"state": rows})
+    alone = rank_run(equal, replace(apart, kept={"state": replace(rows, shape=(4,))}), world_size=1)
+    ranks = rank_run(step((1, 2)), carried), rank_run(step((3, 4)), replace(carried, inputs=(7, 8)), rank=1)
+    assert key_of(alone, told(Run(ranks, 0), hook_line="train.py:5")) != "kept value"
+
+
+def test_a_strategy_that_gives_up_equality_by_choice() -> None:
+    many = two_ranks(only_last(0.7, 0.9))
+    facts = replace(many.ranks[0].facts, inexact={"rankwise.local_sgd()": "train.py:2"})
+    verdict = concluded(one_rank(), told(many, facts=facts, warnings=("something; do it",)))
+    assert verdict.cause is not None
+    assert (verdict.cause.key, verdict.cause.line) == ("by choice", "train.py:2")
+
+
+def test_files_that_ranks_load() -> None:
+    start = {"parameters": (parameter("Net.first.weight", start=2.0),)}
+    one = replace(one_rank(), loaded={"start.pt": "train.py:3"})
+    # Rank 0 alone.
+    many = two_ranks({}, start)
+    ranks = replace(many.ranks[0], loaded=one.loaded), many.ranks[1]
+    verdict = concluded(one, replace(many, ranks=ranks))
+    assert verdict.cause is not None
+    assert (verdict.cause.key, verdict.cause.line) == ("other checkpoint", "train.py:3")
+    assert verdict.cause.evidence == ("one rank: start.pt", "rank 0: start.pt", "rank 1: none")
+    assert key_of(one, told(many, loaded=one.loaded)) == "different start"
+
+
+@pytest.mark.parametrize(("loss", "key"), [(1.2, "micro-batch loss"), (1.0, "own stages")])
+def test_the_loss_and_the_gradients_of_a_pipeline(loss: float, key: str) -> None:
+    changes = {**both(1.3, 1.0), "losses": (loss,)}
+    many = two_ranks(
+        {**changes, "inputs": (1, 2, 3, 4), "rows": 4}, {**changes, "inputs": (), "rows": 0, "modules": ()}
+    )
+    first = replace(many.ranks[0].steps[0], modules=one_rank().steps[0].modules)
+    facts = replace(many.ranks[0].facts, strategies=("pipeline",))
+    ranks = replace(many.ranks[0], steps=(first,)), many.ranks[1]
+    assert key_of(one_rank(), told(replace(many, ranks=ranks), facts=facts)) == key
+
+
+def test_parts_of_parameters_are_put_together() -> None:
+    part, other = replace(parameter("Net.first.weight"), ranks=(0, 1)), parameter("Net.last.weight")
+    ranks = [
+        rank_run(step((1, 2), parameters=(part, other)), rank=0),
+        rank_run(step((), parameters=(part,), buffers={"Net.mean": sketch(GRADIENT)}), rank=1),
+    ]
+    # Both hold a half of one parameter, and are two stages of a pipeline.
+    whole = assembled(ranks)
+    for rank in whole:
+        found = {one.name: one for one in rank.steps[0].parameters}
+        assert found["Net.first.weight"].before.projections == tuple(2 * value for value in part.before.projections)
+        assert found["Net.first.weight"].local is None
+        assert found["Net.last.weight"] == other
+        assert list(rank.steps[0].buffers) == ["Net.mean"]
+    apart = [replace(rank, facts=replace(rank.facts, data_rank=number)) for number, rank in enumerate(ranks)]
+    assert [len(rank.steps[0].parameters) for rank in assembled(apart)] == [2, 1]
+
+
+def test_a_run_that_is_continued() -> None:
+    before = [(parameter("Net.first.weight", start=float(number)),) for number in range(1, 5)]
+    one = rank_run(*(step((1, 2, 3, 4), parameters=held) for held in before), world_size=1, end="steps")
+
+    def continued(first: int, **changes: Any) -> Run:
+        steps = [replace(step((1, 2), parameters=held), **changes) for held in before[first:]]
+        others = [replace(one, inputs=(3, 4), batches=(Batch(0, 0, 0, (3, 4)),)) for one in steps]
+        others = [replace(one, modules=step((3, 4)).modules) for one in others]
+        return Run((rank_run(*steps), rank_run(*others, rank=1)), 0)
+
+    verdict = resumed.compared(one, continued(2), FLOOR)
+    assert (verdict.status, verdict.num_steps) == ("equal", 2)
+    assert "they continue after step 2" in verdict.notes[0]
+    verdict = resumed.compared(one, continued(2, hyperparameters=({"lr": 0.2},)), FLOOR)
+    assert verdict.cause is not None
+    assert (verdict.status, verdict.cause.key) == ("differs", "resumed apart")
+    assert "the state of a scheduler" in verdict.cause.words
+    assert resumed.compared(one, continued(0), FLOOR).status == "not compared"

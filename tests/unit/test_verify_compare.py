@@ -14,7 +14,7 @@ from recorded import FLOOR, GRADIENT, one_rank, parameter, rank_run, sketch, ste
 
 from rankwise.tools.verify import conclude, sketches
 from rankwise.tools.verify.compare import Floor, differences, measured_floor
-from rankwise.tools.verify.records import ModuleOutput, line_of, read
+from rankwise.tools.verify.records import ModuleOutput, RankRun, line_of, read
 from rankwise.tools.verify.verdict import Report, Verdict
 
 if TYPE_CHECKING:
@@ -120,6 +120,18 @@ def test_a_result_that_depends_on_the_order_of_samples_has_no_measured_floor() -
     assert floor.measured is None
     assert "order of samples" in floor.why_assumed
     assert floor.tolerance(1, "gradient") == 1e-7
+
+
+@pytest.mark.parametrize(("later", "is_measured"), [(1e-7, True), (1e-3, False)])
+def test_a_later_step_that_depends_on_the_order_of_samples(later: float, is_measured: bool) -> None:
+    def run(*errors: float) -> RankRun:
+        changed = [(parameter("Net.first.weight", 1 + error), parameter("Net.last.weight")) for error in errors]
+        return rank_run(*(step((1, 2, 3, 4), parameters=held) for held in changed), world_size=1)
+
+    # Rounding grows by a factor, and does not jump.
+    floor = measured_floor(run(0.0, 0.0, 0.0), run(1e-12, 1e-10, later))
+    assert (floor.measured is not None) == is_measured
+    assert is_measured or floor.why_assumed == "from step 3 on, the result depends on the order of samples in a batch"
 
 
 def test_two_runs_on_one_rank_that_differ_are_unseeded() -> None:

@@ -43,6 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--auto", action="store_true", help="run a script for one device on N ranks as `rankwise run --auto` does"
     )
     parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="also interrupt the run on N ranks halfway, run the script again, and compare what it continues",
+    )
+    parser.add_argument(
         "--as-is", action="store_true", help="compute in the script's own precision (default: in float64)"
     )
     parser.add_argument(
@@ -83,6 +88,7 @@ def execute(options: argparse.Namespace) -> int:
         arguments=tuple(options.arguments),
         device=options.device,
         steps=options.steps,
+        resumes=options.resume,
         auto=options.auto,
         timeout_seconds=options.timeout_seconds,
     )

@@ -337,7 +337,8 @@ class Pipeline:
                 of, do = " of each copy", "GroupNorm"
             warn(f"{norms[0]}{more} statistics per micro-batch{of}; {do} makes the result that of one device")
         if others:
-            warn(f"forward changes {', '.join(others)} per micro-batch; on one device it changes them per batch")
+            do = "change them after the step" if self._has_copies else "micro_batches=1 does so too"
+            warn(f"forward changes {', '.join(others)} per micro-batch, and on one device per batch; {do}")
         self._has_warned = bool(norms or others)
 
     def _prepared(

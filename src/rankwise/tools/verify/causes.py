@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.tools.verify.evidence import Evidence
-    from rankwise.tools.verify.records import Sketch, Step
+    from rankwise.tools.verify.records import RankRun, Sketch, Step
 
 
 GENERAL = (
@@ -38,6 +38,7 @@ GENERAL = (
     "batchnorm",
     "coupled samples",
     "mean of means",
+    "scaled",
     "not exchanged",
     "bypassed",
     "wrong exchange",
@@ -63,8 +64,9 @@ def explain(evidence: Evidence) -> Cause:
 
 def _drawn_in_the_loop(evidence: Evidence) -> Cause | None:
     """The loader's samples agree, but not those that reach the model."""
-    mine = Counter(digest for batch in evidence.one.batches for digest in batch.digests)
-    total = Counter(digest for step in evidence.theirs for batch in step.batches for digest in batch.digests)
+    # A batch may be of an earlier step, of another optimizer.
+    mine = _loaded_until(evidence.gap.step, [evidence.reference])
+    total = _loaded_until(evidence.gap.step, evidence.many)
     if evidence.gap.kind == "batch" or not mine or mine != total:
         return None
     return Cause(
@@ -76,6 +78,11 @@ def _drawn_in_the_loop(evidence: Evidence) -> Cause | None:
         else "draw the numbers for the whole batch on every rank from one seed and take this rank's rows",
         line=_line_of_call(evidence),
     )
+
+
+def _loaded_until(step: int, ranks: Sequence[RankRun]) -> Counter[int]:
+    batches = (batch for rank in ranks for one in rank.steps[:step] for batch in one.batches)
+    return Counter(digest for batch in batches for digest in batch.digests)
 
 
 def _other_number_of_samples(evidence: Evidence) -> Cause | None:
@@ -100,6 +107,25 @@ def _other_samples(evidence: Evidence) -> Cause | None:
 
 
 # -- parameters ----------------------------------------------------------------------------------------------
+
+
+def _loaded(evidence: Evidence) -> Cause | None:
+    return loaded_apart(evidence.reference, evidence.many) if evidence.gap.step == 1 else None
+
+
+def loaded_apart(one: RankRun, many: Sequence[RankRun]) -> Cause | None:
+    """Return the cause if ranks load other files than one rank, or only some of them load one."""
+    if all(rank.loaded.keys() == one.loaded.keys() for rank in many):
+        return None
+    held = {"one rank": one.loaded, **{f"rank {rank.facts.rank}": rank.loaded for rank in many}}
+    return Cause(
+        "other checkpoint",
+        "ranks load other states before the first step than one rank does",
+        "load one file on every rank, whose name does not depend on the rank or the number of ranks; or load it on "
+        "rank 0 before rankwise.replicate(model), which broadcasts parameters",
+        evidence=tuple(f"{who}: {', '.join(files) or 'none'}" for who, files in held.items()),
+        line=next((line for files in held.values() for line in files.values()), ""),
+    )
 
 
 def _different_start(evidence: Evidence) -> Cause | None:
@@ -131,6 +157,12 @@ def _before(step: Step, name: str) -> Sketch | None:
 def _batch_norm(evidence: Evidence) -> Cause | None:
     if "BatchNorm" not in evidence.gap.kind:
         return None
+    if evidence.is_staged:
+        return Cause(
+            "batchnorm",
+            f"{evidence.gap.name} is a {evidence.gap.kind}: it normalizes by the statistics of each micro-batch",
+            "micro_batches=1 (with dp_replicate=1), or GroupNorm",
+        )
     return Cause(
         "batchnorm",
         f"{evidence.gap.name} is a {evidence.gap.kind}: each rank normalizes by the statistics of its own samples",
@@ -158,6 +190,11 @@ def _random_in_forward(evidence: Evidence) -> Cause | None:
 
 
 def _draw_by_sample(evidence: Evidence) -> str:
+    if evidence.is_staged:
+        return (
+            "nothing, if other masks will do: each stage of a pipeline draws its own; rankwise.replicate(model) draws "
+            "those of one rank, and nn.Dropout(0.0) none"
+        )
     if set(evidence.many[0].facts.randomness) - {"counter"}:
         return (
             "leave out randomness= of rankwise.replicate(model), which draws by the position of each sample by default"
@@ -181,6 +218,32 @@ def _coupled(evidence: Evidence) -> Cause | None:
 
 
 # -- gradients -----------------------------------------------------------------------------------------------
+
+
+def _of_micro_batches(evidence: Evidence) -> Cause | None:
+    """Outputs agree, and the loss of a pipeline or its gradients do not."""
+    held = [(step.rows, step.losses[-1]) for step in evidence.theirs if step.rows and step.losses]
+    if not evidence.is_staged or not held or not evidence.one.losses:
+        return None
+    total, mine = sum(loss for _, loss in held), evidence.one.losses[-1]
+    mean = sum(rows * loss for rows, loss in held) / sum(rows for rows, _ in held)
+    if not is_close(mean, mine) and not is_close(total, mine):
+        return Cause(
+            "micro-batch loss",
+            f"the outputs of the model agree, but loss_fn gives {mine:.6g} for the whole batch and {mean:.6g} for its "
+            "micro-batches: it combines samples, or computes a statistic of them",
+            "compute statistics of the batch before step(x, y) and pass them in y, one row per sample; or "
+            "micro_batches=1 (with dp_replicate=1)",
+            line=evidence.one.loss_line,
+        )
+    return Cause(
+        "own stages",
+        "the loss agrees, but the gradients that optimizers step with do not: the script changes them, after "
+        "step(x, y), by what each rank has of its own stages, such as their norm or numbers that it draws",
+        "clip by torch.nn.utils.clip_grad_norm_, which covers all stages; draw for each parameter from a "
+        "torch.Generator that is seeded by its name and the step",
+        line=evidence.one.step_line,
+    )
 
 
 def _clipped_locally(evidence: Evidence) -> Cause | None:
@@ -495,9 +558,10 @@ def _other_buffer(evidence: Evidence) -> Cause | None:
 _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
     "decisions": (_given_locally,),
     "data": (_drawn_in_the_loop, _other_number_of_samples, _other_samples),
-    "initial parameters": (_different_start,),
+    "initial parameters": (_loaded, _different_start),
     "forward": (_batch_norm, _random_in_forward, _coupled),
     "gradient": (
+        _of_micro_batches,
         _clipped_locally,
         _mean_of_means,
         _scaled,
@@ -508,11 +572,55 @@ _SIGNATURES: Mapping[str, Sequence[Callable[[Evidence], Cause | None]]] = {
         _wrong_exchange,
     ),
     "hyperparameters": (_decided_locally, _scheduler_too_fast, _scaled_setting),
-    "optimizer state": (_other_state,),
+    "optimizer state": (_loaded, _other_state),
     "update": (_other_update,),
     "buffers": (_other_copy, _other_buffer),
     "end": (_given_locally, _other_copy, _other_buffer),
 }
+
+
+# -- what a script keeps -------------------------------------------------------------------------------------
+
+
+def kept(evidence: Evidence) -> Cause | None:
+    """Return the value that ranks keep from step to step otherwise than one rank does, tensors before numbers."""
+    for name, mine in sorted(evidence.one.kept.items(), key=lambda item: not item[1].shape):
+        held = [step.kept.get(name) for step in evidence.theirs if step.kept]
+        if all(is_near(mine, other) for other in held) or _are_parts(mine, held):
+            continue
+        return Cause(
+            "kept value",
+            f"{name} is kept from step to step, and the loss follows from it; each rank changes it by its own samples",
+            "change it by the samples of all ranks: "
+            + (
+                "from rankwise.whole_batch(x), of indices too, or from rankwise.mean(value, len(x)) if it is a number"
+                if evidence.uses_rankwise
+                else "all_gather rows and indices, or all_reduce the sum and the count, before it is changed"
+            ),
+            line=evidence.reference.lines_of_kept.get(name, ""),
+        )
+    return None
+
+
+def chosen(evidence: Evidence) -> Cause | None:
+    """Return the call of rankwise's by which the script gives up equality with one rank."""
+    for call, line in evidence.many[0].facts.inexact.items():
+        return Cause(
+            "by choice",
+            f"{call} gives up equality with one rank, to wait or to send less",
+            "none is needed if that is intended; to look for other differences, verify the script without it, with "
+            "rankwise.replicate(model)",
+            line=line,
+        )
+    return None
+
+
+def _are_parts(mine: Sketch, held: Sequence[Sketch | None]) -> bool:
+    """Return whether ranks hold the rows of one rank's tensor, as of a state that is carried from batch to batch."""
+    shapes = [one.shape for one in held if one is not None]
+    if not mine.shape or len(shapes) < len(held) or any(shape[1:] != mine.shape[1:] for shape in shapes):
+        return False
+    return sum(shape[0] for shape in shapes) == mine.shape[0]
 
 
 def _line_of_call(evidence: Evidence) -> str:

@@ -44,12 +44,16 @@ ASSUMED = {"float64": 1e-7, "as-is": 1e-2}
 """The same where the rounding of the script cannot be measured."""
 PLAUSIBLE = {"float64": 1e-7, "as-is": 3e-3}
 """A measured difference beyond this, in the first step, is no rounding."""
+JUMP = 1e4
+"""A measured difference this many times that of the step before is no rounding that has grown."""
 LARGEST = {"float64": 1e-4, "as-is": 5e-2}
 """Where rounding has grown beyond this, nothing can be told."""
 UNLIMITED = 1e9
 """The tolerance there."""
 FACTOR = 30.0
 """How many times the measured rounding still counts as rounding."""
+_GROWING: tuple[Phase, ...] = ("forward", "gradient")
+"""Phases in which rounding grows from step to step."""
 _SMALL_SHARE = {"float64": 1e-4, "as-is": 1e-2}
 """A gradient this much smaller than the whole one is compared relative to the whole one."""
 _NOISE = {"float64": 1e-10, "as-is": 1e-5}
@@ -87,11 +91,10 @@ class Floor:
     @property
     def last_step(self) -> int | None:
         """The last step before rounding has grown so far that nothing can be told; ``None`` if it never has."""
-        phases = ("forward", "gradient")
         grown = [
             step
             for (step, phase), error in (self.measured or {}).items()
-            if phase in phases and FACTOR * error > LARGEST[self.dtype]
+            if phase in _GROWING and FACTOR * error > LARGEST[self.dtype]
         ]
         return min(grown) - 1 if grown else None
 
@@ -130,9 +133,15 @@ def measured_floor(one: RankRun, permuted: RankRun) -> Floor:
         key = gap.step, gap.phase
         worst[key] = max(worst.get(key, 0.0), gap.error)
     # An update may be larger: Adam makes full steps of gradients that are rounding alone.
-    first = max((worst.get((1, phase), 0.0) for phase in ("forward", "gradient")), default=0.0)
+    by_step = {step: max(worst.get((step, phase), 0.0) for phase in _GROWING) for step, _ in worst}
+    first = by_step.get(1, 0.0)
     if first > PLAUSIBLE[dtype]:
         return Floor(dtype, None, "the result depends on the order of samples within a batch")
+    for step, error in by_step.items():
+        before = max(by_step.get(step - 1, error), _NOISE[dtype] * 1e-2)
+        # In float64 nothing else turns rounding into a difference within one step.
+        if dtype == "float64" and error > PLAUSIBLE[dtype] and error > JUMP * before:
+            return Floor(dtype, None, f"from step {step} on, the result depends on the order of samples in a batch")
     return Floor(dtype, worst)
 
 
@@ -173,7 +182,7 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         yield from _decisions(one.number, "decisions", theirs)
         yield from _data(one, theirs)
         if number == 0:
-            yield from _initial(one, theirs)
+            yield from initial_gaps(one, theirs)
         yield from _forward(one, theirs)
         yield from _gradients(one, theirs, _SMALL_SHARE[dtype])
         yield from _hyperparameters(one, theirs)
@@ -245,7 +254,8 @@ def _inputs_of(step: Step, name: str) -> Sketch | None:
     return next((module.inputs for module in step.modules if module.name == name), None)
 
 
-def _initial(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+def initial_gaps(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
+    """Yield how far apart each parameter is before a step."""
     for parameter, values in _parameters(one, theirs):
         errors = [_apart(parameter.before, value.before, parameter.before.norm) for value in values]
         yield _worst(1, "initial parameters", parameter.name, errors)

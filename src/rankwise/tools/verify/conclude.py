@@ -6,6 +6,7 @@ Values only; imports no torch. ``procedure`` decides with it which runs are need
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -91,12 +92,19 @@ def _causes(evidence: Evidence, many: Run) -> list[Cause]:
     errors = [rank for rank in many.ranks if rank.end.startswith("rankwise.errors.")]
     if any(not rank.end.startswith(_BECAUSE_OF_ANOTHER) for rank in errors):
         return [_failed(many, len(many.ranks))]
-    warnings = dict.fromkeys(text for rank in many.ranks for text in rank.warnings)
-    return [_warned(text, told) for text in warnings] or [told]
+    warned = [_warned(text, told) for text in dict.fromkeys(text for rank in many.ranks for text in rank.warnings)]
+    chosen, kept = causes.chosen(evidence), causes.kept(evidence)
+    if chosen is not None:
+        return [chosen, *warned]
+    if kept is None:
+        return warned or [told]
+    # In the first step, a loss that couples samples differs as well.
+    return [kept, *warned] if evidence.gap.step > 1 else [*warned, kept]
 
 
 def _warned(text: str, told: Cause) -> Cause:
-    words, _, fix = text.partition("; ")
+    # The rank that warned is no part of the cause.
+    words, _, fix = re.sub(r"^\[rank [^]]*\] ", "", text).partition("; ")
     return Cause("warned", f"rankwise warns of it: {words}", fix or told.fix, line=told.line)
 
 
@@ -175,19 +183,36 @@ def not_compared(num_ranks: int, why: str, run: Run) -> Verdict:
     return Verdict(num_ranks=num_ranks, status="not compared", why=why, notes=tuple(tail))
 
 
-def without_steps(num_ranks: int, many: Run) -> Verdict:
+def without_optimizer(num_ranks: int, run: Run) -> Verdict:
+    """Return the verdict where one rank takes no step."""
+    line = next((rank.spawn_line for rank in run.ranks if rank.spawn_line), "")
+    if not line:
+        return not_compared(num_ranks, "it takes no step of a torch optimizer", run)
+    why = (
+        f"it starts processes of its own ({line}), which verify does not see: it starts the ranks itself. Call the "
+        'function that they run as each rank, `work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))` in place '
+        "of torch.multiprocessing.spawn, without setting MASTER_ADDR and MASTER_PORT"
+    )
+    return not_compared(num_ranks, why, run)
+
+
+def without_steps(num_ranks: int, one: RankRun, many: Run) -> Verdict:
     """Return the verdict where some rank took no step."""
     if not many.ranks:
         said = [line for line in many.output.splitlines() if line and not line.startswith("[rankwise]")]
         return not_compared(num_ranks, f"the ranks could not be started: {said[0] if said else error_of(many)}", many)
     if has_ended_well(many):
         return not_compared(num_ranks, "some rank takes no step of a torch optimizer", many)
-    cause = _failed(many, num_ranks)
+    # What rankwise says of ranks that differ does not know of files.
+    cause = (causes.loaded_apart(one, many.ranks) if has_diverged(many) else None) or _failed(many, num_ranks)
     return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key, (), 0.0, 0.0), cause=cause)
 
 
 def end_differs(reference: RankRun, many: Run) -> Cause | None:
     """Return why the ranks took fewer or more steps than one rank, or failed after them."""
+    if reference.end == "steps" and "parameter_server" in many.ranks[0].facts.strategies:
+        # The servers wait for workers that verify has stopped.
+        return None
     counts = [len(rank.steps) for rank in many.ranks]
     mine, line = len(reference.steps), reference.steps[-1].step_line
     evidence = tuple(f"rank {rank}: {count} steps" for rank, count in enumerate(counts))

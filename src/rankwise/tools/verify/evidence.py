@@ -68,6 +68,11 @@ class Evidence:
         """Whether the script called ``rankwise.replicate()``."""
         return "replicate" in self.many[0].facts.strategies
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether the script called ``rankwise.pipeline()``."""
+        return "pipeline" in self.many[0].facts.strategies
+
 
 def pairs(evidence: Evidence) -> Iterator[tuple[Sketch | None, list[Sketch | None]]]:
     """Yield each parameter's gradient on one rank and on all ranks, those large enough to compare."""

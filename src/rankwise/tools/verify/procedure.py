@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rankwise.tools.verify import compare, conclude, mistakes
+from rankwise.tools.verify import compare, conclude, mistakes, resumed
 from rankwise.tools.verify.compare import Floor
 from rankwise.tools.verify.runs import LEAST_LIMIT_SECONDS, TIMES_SLOWER, Workspace
 from rankwise.tools.verify.verdict import Report
@@ -81,8 +81,7 @@ class _Verification:
                 return None
             return [conclude.not_compared(n, f"it fails on one rank: {error}", one) for n in numbers_of_ranks]
         if not one.ranks or not one.ranks[0].steps:
-            why = "it takes no step of a torch optimizer"
-            return [conclude.not_compared(number, why, one) for number in numbers_of_ranks]
+            return [conclude.without_optimizer(number, one) for number in numbers_of_ranks]
         floor, unseeded = self._floor(one.ranks[0], float64=float64)
         if unseeded is not None:
             return [replace(unseeded, num_ranks=number) for number in numbers_of_ranks]
@@ -94,7 +93,10 @@ class _Verification:
             if float64 and has_failed and not conclude.has_diverged(many) and self._runs_as_is(number, limit):
                 self.notes.append(f"the script fails on {number} ranks in float64: compared in its own precision")
                 return None
-            found.append(self._verdict(number, one.ranks[0], many, record, floor, float64=float64))
+            verdict = self._verdict(number, one.ranks[0], many, record, floor, float64=float64)
+            if self._script.resumes and verdict.status == "equal":
+                verdict = self._resumed(number, one.ranks[0], floor, float64=float64, limit=limit)
+            found.append(verdict)
         return found
 
     def _runs_as_is(self, number: int, limit: float) -> bool:
@@ -110,9 +112,19 @@ class _Verification:
         permute: bool = False,
         join: tuple[str, int] | None = None,
         limit: float | None = None,
+        steps: int | None = None,
+        continues: bool = False,
     ) -> tuple[Run, str]:
         self._show(f"running on {words}")
-        run, record = self._workspace.run(num_ranks, float64=float64, permute=permute, join=join, limit_seconds=limit)
+        run, record = self._workspace.run(
+            num_ranks,
+            float64=float64,
+            permute=permute,
+            join=join,
+            limit_seconds=limit,
+            steps=steps,
+            continues=continues,
+        )
         self.runs.append((words, run.seconds))
         return run, record
 
@@ -125,17 +137,16 @@ class _Verification:
         again, _ = self._run("1 rank once more", 1, float64=float64)
         return floor, conclude.unseeded(one, again.ranks[0]) if again.ranks else None
 
+    def _resumed(self, number: int, one: RankRun, floor: Floor, *, float64: bool, limit: float) -> Verdict:
+        half = max(1, len(one.steps) // 2)
+        words = f"{number} ranks, interrupted after {half} step{'s' * (half > 1)}"
+        self._run(words, number, float64=float64, limit=limit, steps=half)
+        again, _ = self._run(f"{number} ranks, continued", number, float64=float64, limit=limit, continues=True)
+        return resumed.compared(one, again, floor)
+
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
         if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
-            return conclude.without_steps(number, many)
-        if "pipeline" in many.ranks[0].facts.strategies:
-            if not conclude.has_ended_well(many):
-                return conclude.without_steps(number, many)
-            why = (
-                "the ranks of pipeline() hold other layers and call them once per micro-batch: compare the losses that "
-                f"`rankwise run -n 1` and `-n {number}` print"
-            )
-            return conclude.not_compared(number, why, many)
+            return conclude.without_steps(number, one, many)
         # Ranks that all run the whole script take the same samples on purpose.
         found = [] if self._script.auto else list(mistakes.findings(one, many.ranks))
         notes = _notes_on(floor)

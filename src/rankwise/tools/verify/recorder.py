@@ -7,6 +7,7 @@ Every value is reduced to a sketch or a digest at once; nothing communicates. Im
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 import traceback
@@ -21,11 +22,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankwise.comm.session import current_or_none
+from rankwise.comm.session import current, current_or_none
 from rankwise.log import logger
 from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import RowDraws, State, torch_state
+from rankwise.tools.verify.kept import KeptValues
 from rankwise.tools.verify.loaders import LoaderPlan, Loaders
 from rankwise.tools.verify.names import WRAPPERS, Names
 from rankwise.tools.verify.records import (
@@ -42,18 +44,29 @@ from rankwise.tools.verify.records import (
     line_of,
     read,
 )
+from rankwise.tools.verify.working_copy import WRITTEN
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.saving import on_save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from types import FrameType
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from types import FrameType, ModuleType
 
+    from rankwise.tools.replacing import Replaced
     from rankwise.tools.verify.records import RankRun
 
 MOST_FILES = 1000
 _LIBRARIES = ("site-packages", "dist-packages")
+_STRATEGIES = (
+    "replicate",
+    "shard.shard",
+    "tensor_parallel.tensor_parallel",
+    "pipeline.pipeline",
+    "local_sgd.local_sgd",
+    "parameter_server.parameter_server",
+)
+"""Modules of rankwise's with a function of the same name that takes a model."""
 _ABOUT_RESULTS = ("rankwise.parallel.", "rankwise.comm.optimizer_steps")
 """Modules whose warnings name what makes results depend on the number of ranks."""
 _ABOUT_SPEED = ("rankwise.parallel.randomness.philox", "rankwise.parallel.data_parallel")
@@ -106,12 +119,15 @@ class Recorder:
         Path(plan.record).mkdir(parents=True, exist_ok=True)
         self._plan = plan
         self._rank = rank
+        self._world_size = world_size
         self._pid = os.getpid()
         self._file = plan.path(rank).open("w", encoding="utf-8")
         self._root = f"{Path(plan.working_folder).resolve()}{os.sep}"
         self._draws = RowDraws(permutes=plan.permute)
         self._loaders = Loaders(plan.loaders(rank), self)
         self._names = Names()
+        self._kept_values = KeptValues(self._root)
+        self._lines_of_kept: dict[str, str] = {}
         self._joined: list[RankRun] = []
         self._steps = 0
         self._num_calls = 0
@@ -124,14 +140,17 @@ class Recorder:
         self._own: list[dict[str, Any]] = []
         self._scales: dict[str, float] = {}
         self._unused: list[Batch] = []
+        self._loaded: dict[str, str] = {}
+        self._last_read = ""
         self._hooked: dict[int, torch.Tensor] = {}
         self._here = Path.cwd()
+        self._inexact: dict[str, str] = {}
         self._noted: dict[str, object] | None = None
         """What is to be known of rankwise's part in the run, after the first step."""
         self._metrics: list[float] = []
-        self._scheduler_line = self._hook_line = ""
+        self._scheduler_line = self._hook_line = self._spawn_line = ""
         self._clear()
-        self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is"))
+        self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is", data_rank=rank))
         if plan.keep:
             Path(_batches(plan.record, rank)).mkdir(exist_ok=True)
         if plan.join is not None:
@@ -152,6 +171,7 @@ class Recorder:
         self._loss_line = ""
         self._before: dict[int, tuple[Sketch, Sketch | None]] = {}
         self._state: dict[str, tuple[float, float]] = {}
+        self._kept: dict[str, Sketch] | None = None
 
     # -- torch ---------------------------------------------------------------------------------------------
 
@@ -169,6 +189,10 @@ class Recorder:
         replace_attributes(torch.Tensor, ["backward"], self._around_backward)
         for kind, name in ((torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook")):
             replace_attributes(kind, [name], self._around_hooks)
+        for kind in (nn.Module, Optimizer):
+            replace_attributes(kind, ["load_state_dict"], self._around_loading)
+        replace_attributes(torch.multiprocessing, ["spawn", "start_processes"], self._around_start)
+        replace_attributes(multiprocessing.Process, ["start"], self._around_start)
         replace_attributes(nn.utils, ["clip_grad_norm_"], self._around_clipping)
         replace_attributes(Optimizer, ["add_param_group"], self._around_groups)
         replace_attributes(torch.amp.GradScaler, ["step"], self._around_scaler)
@@ -196,10 +220,13 @@ class Recorder:
             "batches_kept": self._loaders.batches_kept,
             "facts": self._noted or {},
             "last": last,
+            "loaded": self._loaded,
+            "lines_of_kept": self._lines_of_kept,
             "lines_of_copies": self._names.lines_of_copies(),
             "missing": "" if error is None else self._missing(error),
             "scheduler_line": self._scheduler_line,
             "hook_line": self._hook_line,
+            "spawn_line": self._spawn_line,
         }
         self._write("end", content)
 
@@ -226,13 +253,22 @@ class Recorder:
 
     def line(self) -> str:
         """Return the line of the script that is running, ``train.py:31``."""
+        return next((self._line_in(frame, frame.f_lineno) for frame in self._frames()), "")
+
+    def _frames(self) -> Iterator[FrameType]:
+        """Yield the functions of the script that are running, the innermost first."""
         frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
         while frame is not None:
-            line = self._line_in(frame, frame.f_lineno)
-            if line:
-                return line
+            if self._line_in(frame, frame.f_lineno):
+                yield frame
             frame = frame.f_back
-        return ""
+
+    def _note_kept(self) -> None:
+        """Note what the script keeps from step to step, when the first loss of a step is computed."""
+        if self._kept is None:
+            values = self._kept_values.now(self._frames())
+            self._kept = {name: sketch for name, (sketch, _) in values.items()}
+            self._lines_of_kept |= {name: line for name, (_, line) in values.items()}
 
     def _line_in(self, frame: FrameType, number: int) -> str:
         """Return the line as ``train.py:31``; empty if it is none of the script's."""
@@ -258,12 +294,21 @@ class Recorder:
     def _note_use(self, *, is_trained: bool) -> None:
         """Note that a model is called, with the batches that were taken since the last call."""
         self._has_loader = self._has_loader or bool(self._unused)
-        self._batches += [replace(batch, is_trained=is_trained) for batch in self._unused]
+        if _takes_own_data():
+            self._batches += [replace(batch, is_trained=is_trained) for batch in self._unused]
         self._unused = []
+
+    def _note_inputs(self, given: Sequence[torch.Tensor]) -> None:
+        """Note the samples that a model is called with."""
+        if given and _takes_own_data():
+            self._rows += given[0].shape[0]
+            self._inputs += sketches.digests_of_rows(given)
 
     def _audit(self, event: str, args: tuple[object, ...]) -> None:
         if event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+"):
             self._note_file(args[0])
+        elif event == "open" and isinstance(args[0], str | bytes) and os.fsdecode(args[0]).endswith(WRITTEN):
+            self._last_read = os.path.relpath(os.fsdecode(args[0]), self._here)
 
     def _note_file(self, name: object) -> None:
         if self._is_recording or not isinstance(name, str | bytes | os.PathLike):
@@ -348,9 +393,7 @@ class Recorder:
             drew, by_rows = self._draws.end()
         self._keep_state(states, drew=drew)
         self._num_calls += 1
-        self._rows += rows
-        if given:
-            self._inputs += sketches.digests_of_rows(given)
+        self._note_inputs(given)
         self._calls.append(Call(rows, drew, by_rows, self.line()))
         self._note_output(root, result, sketches.of_rows(floats[0]) if floats else None)
         return result
@@ -360,7 +403,8 @@ class Recorder:
             return
         tensors = [one for one in sketches.tensors_in(result) if one.dim() > 0 and one.is_floating_point()]
         name = self._names.of(module)
-        if not tensors or name is None:
+        # Ranks that hold parts of layers all compute all rows.
+        if not tensors or name is None or not _takes_own_data(but_stages=True):
             return
         output = sketches.of_rows(tensors[0])
         earlier = self._modules.get(name)
@@ -421,6 +465,7 @@ class Recorder:
             if tensor.numel() == 1:
                 self._losses.append(float(tensor.detach()))
             self._loss_line = self.line() or self._loss_line
+            self._note_kept()
             return original(tensor, *args, **kwargs)
 
         return backward
@@ -435,6 +480,26 @@ class Recorder:
             return original(owner, *args, **kwargs)
 
         return register
+
+    def _around_loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+            line = self._line_in(frame, frame.f_lineno)
+            if line and not self._steps:
+                self._loaded[self._last_read or "a state of its own"] = line
+            return original(*args, **kwargs)
+
+        return load
+
+    def _around_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's and Python's
+            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+            self._spawn_line = self._spawn_line or self._line_in(frame, frame.f_lineno)
+            return original(*args, **kwargs)
+
+        return start
 
     def _around_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -452,6 +517,63 @@ class Recorder:
             return original(scaler, *args, **kwargs)
 
         return step
+
+    # -- strategies ----------------------------------------------------------------------------------------
+
+    def of_strategies(self) -> dict[str, Callable[[ModuleType], Replaced]]:
+        """Return what is changed in modules of rankwise's once they are imported."""
+
+        def change(module: ModuleType) -> Replaced:
+            name = module.__name__.rpartition(".")[2]
+            # It may be bound already; it is looked up again.
+            sys.modules["rankwise"].__dict__.pop(name, None)
+            return replace_attributes(module, [name], self._around_strategy)
+
+        changes = {f"rankwise.parallel.{name}": change for name in _STRATEGIES}
+        step = "rankwise.parallel.pipeline.step_api"
+        return {**changes, step: lambda module: replace_attributes(module.Pipeline, ["__call__"], self._around_staged)}
+
+    def _around_strategy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        name = original.__name__
+
+        @wraps(original)
+        def apply(model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as rankwise's
+            given = [f"{key}={value!r}" for key, value in kwargs.items() if _gives_up_equality(key, value)]
+            if given or name == "local_sgd":
+                self._inexact[f"rankwise.{name}({', '.join(given)})"] = self.line()
+            if name == "pipeline" and self._world_size == 1:
+                # The reference is one device, which computes the batch as a whole.
+                kwargs |= {"micro_batches": 1, "split": None}
+            # Strategies call models to look at them.
+            is_recording, self._is_recording = self._is_recording, True
+            try:
+                result = original(model, *args, **kwargs)
+            finally:
+                self._is_recording = is_recording
+            if name == "pipeline":
+                # It calls layers, not the model.
+                self._names.add_root(model)
+            return result
+
+        return apply
+
+    def _around_staged(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(step: Any, x: object, target: object) -> torch.Tensor:  # noqa: ANN401 - rankwise's Pipeline
+            self._note_use(is_trained=True)
+            self._note_inputs(sketches.with_rows(sketches.tensors_in(x)))
+            self._loss_line = self.line()
+            self._note_kept()
+            states, self._depth = torch_state(), self._depth + 1
+            try:
+                loss = original(step, x, target)
+            finally:
+                self._depth -= 1
+            self._losses.append(float(loss))
+            self._calls.append(Call(0, not _are_equal(states, torch_state()), drew_by_rows=False, line=self._loss_line))
+            return loss
+
+        return call
 
     # -- steps ---------------------------------------------------------------------------------------------
 
@@ -510,10 +632,11 @@ class Recorder:
                 before, gradient = self._before[id(parameter)]
                 known = self._names.parameter(parameter) or f"parameter {len(parameters)} of {name}"
                 local = self._local.get(id(parameter))
-                parameters.append(Parameter(known, gradient, local, before, sketches.of_tensor(parameter)))
+                ranks = sketches.ranks_of_parts(parameter)
+                parameters.append(Parameter(known, gradient, local, before, sketches.of_tensor(parameter), ranks))
         self._steps += 1
         if self._noted is None and current_or_none() is not None:
-            self._noted = _facts_of_rankwise()
+            self._noted = _facts_of_rankwise() | {"inexact": self._inexact}
         self._write(
             "step",
             Step(
@@ -535,6 +658,7 @@ class Recorder:
                 self._state,
                 self._names.copies(),
                 tuple(self._metrics),
+                self._kept or {},
             ),
         )
         self._metrics = []
@@ -542,6 +666,24 @@ class Recorder:
         if self._steps >= self._plan.steps:
             self._end("steps")
             self.stop()
+
+
+def _gives_up_equality(option: str, value: object) -> bool:
+    """Return whether an option of a strategy makes it give another result than one rank's."""
+    return (option, value) == ("mode", "async") or (option == "compress" and value is not None)
+
+
+def _are_equal(one: State, other: State) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def _takes_own_data(*, but_stages: bool = False) -> bool:
+    """Return whether no rank before this one takes the same samples: one of its layers, or of its pipeline."""
+    session = current_or_none()
+    if session is None or session.axes is None:
+        return True
+    rank, axes = session.world.rank, session.axes
+    return not axes.coordinate(rank, "tp") and (but_stages or not axes.coordinate(rank, "pp"))
 
 
 def _is_held(parameter: torch.Tensor) -> bool:
@@ -559,7 +701,14 @@ def _facts_of_rankwise() -> dict[str, object]:
     from rankwise.parallel.randomness.model_draws import ways_to_draw  # noqa: PLC0415
 
     strategies = sorted(set(strategies_by_parameter().values()))
-    return {"uses_rankwise": True, "strategies": strategies, "randomness": sorted(ways_to_draw())}
+    session = current()
+    rank = session.world.rank
+    return {
+        "uses_rankwise": True,
+        "strategies": strategies,
+        "data_rank": rank if session.axes is None else session.axes.data_rank(rank),
+        "randomness": sorted(ways_to_draw()),
+    }
 
 
 class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]

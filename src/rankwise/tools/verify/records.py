@@ -7,7 +7,7 @@ Values only; imports no torch. Written by ``recorder``, read by ``compare``.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Parameter:
     """As backward computed it on this rank, before any exchange."""
     before: Sketch
     after: Sketch
+    ranks: tuple[int, ...] = ()
+    """Those that hold parts of it, of which this is one; empty if this rank holds all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,8 @@ class Step:
     """Buffers of models that were called without gradients only."""
     metrics: tuple[float, ...] = ()
     """What schedulers were given to decide from, since the step before."""
+    kept: Mapping[str, Sketch] = field(default_factory=dict)
+    """What the script keeps from step to step and computes its loss from, when it called ``backward()``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,10 @@ class Facts:
     """Whether it called ``rankwise.join()``."""
     strategies: tuple[str, ...] = ()
     """Strategies that its models went through: ``"replicate"``."""
+    data_rank: int = 0
+    """Which part of a batch it takes: the same for the stages of a pipeline, and for the parts of split layers."""
+    inexact: Mapping[str, str] = field(default_factory=dict)
+    """Calls of rankwise's that give up equality with one rank, and their lines."""
     randomness: tuple[str, ...] = ()
     """What these models were given as ``randomness=``, or its default."""
 
@@ -205,10 +213,16 @@ class RankRun:
     """What rankwise warned of that makes results depend on the number of ranks."""
     lines_of_copies: Mapping[str, str] = field(default_factory=dict)
     """Which line first called each model that was called without gradients only."""
+    loaded: Mapping[str, str] = field(default_factory=dict)
+    """Files of which a state was loaded before the first step, with the lines that loaded it."""
+    lines_of_kept: Mapping[str, str] = field(default_factory=dict)
+    """Which line changes each value that the script keeps from step to step."""
     scheduler_line: str = ""
     """The line that gave a scheduler a value to decide from."""
     hook_line: str = ""
     """The line that registered a hook on the gradient of what a model computes, such as ``h.register_hook(f)``."""
+    spawn_line: str = ""
+    """The line that started a process."""
     missing: str = ""
     """What the script did not find in its copy of the working folder, although it exists outside."""
 
@@ -257,8 +271,11 @@ def read(path: Path) -> RankRun | None:
         last=None if end.get("last") is None else _last(end["last"]),
         warnings=tuple(found.get("warning", [])),
         lines_of_copies=end.get("lines_of_copies", {}),
+        loaded=end.get("loaded", {}),
+        lines_of_kept=end.get("lines_of_kept", {}),
         scheduler_line=end.get("scheduler_line", ""),
         hook_line=end.get("hook_line", ""),
+        spawn_line=end.get("spawn_line", ""),
         missing=end.get("missing", ""),
     )
 
@@ -283,6 +300,7 @@ def _step(content: dict[str, Any]) -> Step:
         "buffers": _sketches(content["buffers"]),
         "copies": _sketches(content["copies"]),
         "metrics": tuple(content["metrics"]),
+        "kept": _sketches(content["kept"]),
         "hyperparameters": tuple(content["hyperparameters"]),
         "clipped": tuple(content["clipped"]),
         "state": {name: tuple(one) for name, one in content["state"].items()},
@@ -319,7 +337,46 @@ def _parameter(content: dict[str, Any]) -> Parameter:
         _optional(content["local"]),
         _sketch(content["before"]),
         _sketch(content["after"]),
+        tuple(content["ranks"]),
     )
+
+
+# -- parts ---------------------------------------------------------------------------------------------------
+
+
+def assembled(ranks: Sequence[RankRun]) -> tuple[RankRun, ...]:
+    """Return the runs with whole parameters, which several ranks hold parts of, on each of them.
+
+    A rank also gets the parameters, optimizer state and buffers of other stages of its pipeline.
+    """
+    steps = [[_assembled(rank, number, ranks) for number in range(len(rank.steps))] for rank in ranks]
+    return tuple(replace(rank, steps=tuple(own)) for rank, own in zip(ranks, steps, strict=True))
+
+
+def _assembled(rank: RankRun, number: int, ranks: Sequence[RankRun]) -> Step:
+    held = [(other, other.steps[number]) for other in ranks if number < len(other.steps)]
+    mates = [step for other, step in held if other.facts.data_rank == rank.facts.data_rank]
+    own = rank.steps[number]
+    found = {one.name: one for step in (*mates, own) for one in step.parameters}
+    parts = {other.facts.rank: {one.name: one for one in step.parameters} for other, step in held}
+    whole = [
+        _whole(one, [parts[other][one.name] for other in one.ranks if one.name in parts.get(other, {})])
+        for one in found.values()
+    ]
+    return replace(
+        own,
+        parameters=tuple(whole),
+        state={name: state for step in (*mates, own) for name, state in step.state.items()},
+        buffers={name: buffer for step in (*mates, own) for name, buffer in step.buffers.items()},
+    )
+
+
+def _whole(one: Parameter, parts: Sequence[Parameter]) -> Parameter:
+    if not parts or len(parts) < len(one.ranks):
+        return one
+    before, after = summed(part.before for part in parts), summed(part.after for part in parts)
+    gradient = summed(part.gradient for part in parts)
+    return replace(one, gradient=gradient, local=None, before=before or one.before, after=after or one.after, ranks=())
 
 
 def summed(sketches: Iterable[Sketch | None]) -> Sketch | None:

@@ -16,7 +16,7 @@ from rankwise.launch.fork_server import descendants
 from rankwise.tools.verify.conclude import TIMED_OUT
 from rankwise.tools.verify.rank import RunOrder, launch_ranks
 from rankwise.tools.verify.recorder import Plan
-from rankwise.tools.verify.records import Run, read
+from rankwise.tools.verify.records import Run, assembled, read
 from rankwise.tools.verify.working_copy import copy_folder
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Script:
     arguments: tuple[str, ...]
     device: Literal["auto", "cpu"]
     steps: int
+    resumes: bool
+    """Whether a run on several ranks is also interrupted and continued."""
     auto: bool
     """Whether several ranks run it as ``rankwise run --auto`` does."""
     timeout_seconds: float
@@ -54,6 +56,7 @@ class Workspace:
         self._folder = folder
         self._script = script
         self._num_runs = 0
+        self._copies: tuple[Path, Path, str] | None = None
 
     def run(
         self,
@@ -63,6 +66,8 @@ class Workspace:
         permute: bool = False,
         join: tuple[str, int] | None = None,
         limit_seconds: float | None = None,
+        steps: int | None = None,
+        continues: bool = False,
     ) -> tuple[Run, str]:
         """Run the script; return what its ranks recorded, and the folder of the records.
 
@@ -72,16 +77,20 @@ class Workspace:
             permute: whether the rows of each batch are in another order.
             join: the records of an earlier run and its number of ranks, whose batches are taken together.
             limit_seconds: after this time the run is ended; ``None``: the script's limit.
+            steps: after so many it is ended; ``None``: as many as are compared.
+            continues: whether it runs in the folder of the run before it.
         """
         self._num_runs += 1
         here = self._folder / f"run-{self._num_runs}"
         record = here / "record"
-        working, root, target = _copies(self._script, here / "work")
+        if self._copies is None or not continues:
+            self._copies = _copies(self._script, here / "work")
+        working, root, target = self._copies
         plan = Plan(
             record=str(record),
             working_folder=str(root),
             origin=str(Path.cwd()),
-            steps=self._script.steps,
+            steps=steps or self._script.steps,
             float64=float64,
             permute=permute,
             keep=num_ranks > 1,
@@ -98,11 +107,12 @@ class Workspace:
             self._script.auto,
         )
         began = time.monotonic()
+        here.mkdir(parents=True, exist_ok=True)
         exit_code = _run(order, working, here / "output", limit_seconds or self._script.timeout_seconds)
         seconds = time.monotonic() - began
         found = [read(plan.path(rank)) for rank in range(num_ranks)]
         ranks = tuple(rank for rank in found if rank is not None)
-        return Run(ranks, exit_code, _last_lines(here / "output"), seconds), str(record)
+        return Run(assembled(ranks), exit_code, _last_lines(here / "output"), seconds), str(record)
 
 
 def _copies(script: Script, folder: Path) -> tuple[Path, Path, str]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from rankwise.checkpoint.dtensor_layout import as_dtensor, region_of
 from rankwise.tools.verify.records import Sketch
+from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,9 +32,30 @@ def _numbers(*key: int) -> np.random.Generator:
 
 
 def of_tensor(tensor: torch.Tensor) -> Sketch:
-    """Return the sketch of a tensor of any shape."""
-    plain = _plain(tensor)
+    """Return the sketch of a tensor of any shape; of this rank's part if ranks hold parts, whose sketches add up."""
+    plain = _plain(_in_its_place(tensor))
     return Sketch(tuple(tensor.shape), 1, _squares(plain), tuple(_projected(plain.reshape(1, -1))[0].tolist()))
+
+
+def ranks_of_parts(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the ranks that hold parts of a tensor; empty if each holds all of it."""
+    split = as_dtensor(tensor)
+    return () if split is None else tuple(split.device_mesh.mesh.flatten().tolist())
+
+
+def _in_its_place(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor in which the parts of other ranks, and those that several ranks hold, are zero."""
+    split = as_dtensor(tensor)
+    if split is None:
+        return tensor
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=own_part(tensor).device)
+    region = region_of(tensor, "")
+    coordinate = cast("Sequence[int]", split.device_mesh.get_coordinate() or ())
+    is_first = all(not one.is_replicate() or not at for one, at in zip(split.placements, coordinate, strict=True))
+    if region is not None and is_first:
+        bounds = zip(region.offsets, region.shape, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in bounds)] = own_part(tensor).detach()
+    return whole
 
 
 def of_rows(tensor: torch.Tensor) -> Sketch:
