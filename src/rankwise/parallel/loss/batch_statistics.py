@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from rankwise.comm.session import CurrentBatch
 from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.randomness.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
 from rankwise.parallel.randomness.meeting_tracer import OF_OTHER_VALUES, MeetingTracer
@@ -23,9 +24,9 @@ from rankwise.torch_private.compiler import compiles_code
 from rankwise.torch_private.kernels import innermost_dispatch_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from rankwise.comm.session import CurrentBatch, Session
+    from rankwise.comm.session import Session
     from rankwise.torch_private.kernels import Operator
 
 _RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
@@ -171,6 +172,34 @@ def _is_of_rankwise() -> bool:
     return frame.f_code.co_filename.startswith(_RANKWISE)
 
 
+def _can_follow() -> bool:
+    # The compiler would not compile what is first called under a mode.
+    return torch.is_grad_enabled() and innermost_dispatch_mode() is None and not compiles_code()
+
+
+class FollowedLoss:
+    """A function of a loss whose first call, with a part of the batch, is followed."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
+        """Follow nothing yet."""
+        self.plain = loss_fn
+        self._is_over = False
+        self.statistic: Statistic | None = None
+        """Of the part, on which the loss depends otherwise than as its terms."""
+
+    def __call__(self, output: object, target: Any) -> torch.Tensor:  # noqa: ANN401 - a tree
+        """Return the loss of a part of the batch."""
+        if self._is_over or not _can_follow():
+            return self.plain(output, target)
+        self._is_over = True
+        num = next(len(one) for one in pytree.tree_leaves(target) if isinstance(one, torch.Tensor) and one.dim())
+        with StatisticsTracer(CurrentBatch(0, 0, 0, num, num, 0, values=(output, target))) as tracer:
+            loss = self.plain(output, target)
+        if isinstance(loss, torch.Tensor):
+            self.statistic = tracer.of([loss])
+        return loss
+
+
 class FirstBatch:
     """Follows the first batch that a loader divides among the ranks after a model was spread over them."""
 
@@ -188,9 +217,7 @@ class FirstBatch:
 
     def _begin(self, batch: CurrentBatch) -> None:
         self._end()
-        # The compiler would not compile what is first called under a mode.
-        can_follow = torch.is_grad_enabled() and innermost_dispatch_mode() is None and not compiles_code()
-        if self._is_wanted and can_follow and 1 < batch.num < batch.num_global:
+        if self._is_wanted and _can_follow() and 1 < batch.num < batch.num_global:
             self._tracer = StatisticsTracer(batch)
             self._tracer.__enter__()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.call_site import CallSite
+    from rankwise.parallel.loss.batch_statistics import Statistic
     from rankwise.parallel.loss.reports import GlobalTerm
     from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 
@@ -160,6 +161,18 @@ class LossOnStages:
         if together.by_samples and losses.terms and not self._has_warned:
             self._has_warned = True
             warn(f"the loss of the pipeline ({words(line)}) {_finding(losses)}: {_INSTEAD}", all_ranks=True)
+
+
+def warn_of_statistic(statistic: Statistic) -> None:
+    """Warn once of a statistic of a micro-batch."""
+    warn_once(
+        statistic.place,
+        f"{statistic.name} at {statistic.place} combines the samples of a micro-batch, and the loss of the pipeline "
+        "({where}) depends on the result otherwise than as a mean or a sum over samples: on one device it would combine "
+        "those of the whole batch; compute it from the whole batch before the step, and pass it in the target, one row "
+        "per sample",
+        all_ranks=True,
+    )
 
 
 def _finding(losses: MicroBatchLosses) -> str:

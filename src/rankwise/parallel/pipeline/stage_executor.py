@@ -153,8 +153,9 @@ class BoundStage:
             return self._whole_backward(held)
         leaves = list(held.leaves.values())
         if held.roots:
-            # torch detaches them in place, which views do not allow.
-            roots = [root.clone() if is_view(root) else root for root in held.roots]
+            # torch detaches them in place, which fails for views and for a root that another one is computed from.
+            are_several = len(held.roots) > 1
+            roots = [root.clone() if are_several or is_view(root) else root for root in held.roots]
             found, held.groups = backward_of_inputs(roots, held.gradients, leaves, iter(self.parameters))
         else:
             found, held.groups = (None,) * len(leaves), []

@@ -23,10 +23,11 @@ from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.core.sparse_gradients import sparse_layers
 from rankwise.parallel.loss.amounts import amount_of, ratio
+from rankwise.parallel.loss.batch_statistics import FollowedLoss
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
 from rankwise.parallel.pipeline.link import PipelineLink
-from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
+from rankwise.parallel.pipeline.loss_on_stages import LossOnStages, warn_of_statistic
 from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.program import Ref
@@ -66,7 +67,7 @@ class Pipeline:
         world = session.world
         axes = axes_for("pipeline", "pp")
         self._plan = plan
-        self._loss_fn = loss_fn
+        self._loss_fn = FollowedLoss(loss_fn)
         self._num_micro_batches = num_micro_batches
         self._weight = weight
         self._place = place
@@ -297,6 +298,8 @@ class Pipeline:
                 self._measured = self._gathered(order, began)
             if self._along is not None:
                 self._along.detector.recorder.note_step(self._num_begun)
+        if self._loss_fn.statistic is not None:
+            warn_of_statistic(self._loss_fn.statistic)
         losses = [] if run is None else run.losses
         step, loss = StepWeight(1.0, total, total, None), None
         if is_read:
@@ -360,7 +363,8 @@ class Pipeline:
             programs.append(program)
             found.append(MicroBatch(leaves, None if targets is None else targets[number], shares[number], size, stages))
         self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
-        loss_fn = None if targets is None else self._loss_fn
+        is_part = self._has_copies or len(sizes) > 1
+        loss_fn = None if targets is None else self._loss_fn if is_part else self._loss_fn.plain
         rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
         return StepRun(found, self._link, rank_of, loss_fn), programs
 
