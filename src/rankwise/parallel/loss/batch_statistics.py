@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from rankwise.torch_private.kernels import Operator
 
 _RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
-_BETWEEN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1] / 'randomness'}{os.sep}")
+_BETWEEN = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1] / 'randomness'}{os.sep}",
+    f"{Path(__file__).parents[1] / 'pipeline' / 'traced.py'}",
+)
 """Files that run an operation for their callers."""
 _NO_VALUES = OF_OTHER_VALUES | {
     f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
@@ -106,9 +110,18 @@ class StatisticsTracer(MeetingTracer):
                 self._of[key] = known
         return out
 
+    def set_statistic(self, tensor: torch.Tensor, statistic: Statistic | None) -> None:
+        """Note which statistic a tensor depends on."""
+        if statistic is not None:
+            self._of[identity_of(tensor)] = statistic
+
+    def statistic(self, tensor: torch.Tensor) -> Statistic | None:
+        """Return the statistic that a tensor depends on, also one that is a term."""
+        return self._of.get(identity_of(tensor))
+
     def of(self, roots: Iterable[torch.Tensor]) -> Statistic | None:
         """Return the first statistic that a loss depends on otherwise than as its terms."""
-        found = (self._of.get(identity_of(root)) for root in roots)
+        found = map(self.statistic, roots)
         return next((one for one in found if one is not None and not one.is_term), None)
 
     def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
@@ -186,6 +199,11 @@ class FollowedLoss:
         self._is_over = False
         self.statistic: Statistic | None = None
         """Of the part, on which the loss depends otherwise than as its terms."""
+        self._of_outputs: Sequence[Statistic | None] = ()
+
+    def note_outputs(self, statistics: Sequence[Statistic | None]) -> None:
+        """Note which statistic each tensor of the output depends on."""
+        self._of_outputs = statistics
 
     def __call__(self, output: object, target: Any) -> torch.Tensor:  # noqa: ANN401 - a tree
         """Return the loss of a part of the batch."""
@@ -193,7 +211,11 @@ class FollowedLoss:
             return self.plain(output, target)
         self._is_over = True
         num = next(len(one) for one in pytree.tree_leaves(target) if isinstance(one, torch.Tensor) and one.dim())
-        with StatisticsTracer(CurrentBatch(0, 0, 0, num, num, 0, values=(output, target))) as tracer:
+        tracer = StatisticsTracer(CurrentBatch(0, 0, 0, num, num, 0, values=(output, target)))
+        tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, torch.Tensor)]
+        for tensor, known in zip(tensors, self._of_outputs, strict=False):
+            tracer.set_statistic(tensor, known)
+        with tracer:
             loss = self.plain(output, target)
         if isinstance(loss, torch.Tensor):
             self.statistic = tracer.of([loss])

@@ -7,6 +7,7 @@ Used by pipeline. Does no communication.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,7 @@ from torch import nn
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.parallel.core.blocks import block_of, blocks
 from rankwise.parallel.pipeline.cost import block_costs
+from rankwise.parallel.pipeline.micro_batches import num_samples
 from rankwise.parallel.pipeline.stage_executor import BoundStage
 from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, cuts_before, owners, stages_of_blocks
 from rankwise.parallel.pipeline.traced import trace
@@ -242,11 +244,22 @@ class StagePlan:
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.popitem(last=False)
             program = self.trace(args, kwargs)
+            if program.num_draws or not self._programs:
+                self._follow_samples(program, args, kwargs)
             stages = cut(program, self.stage_of, self.num_stages)
             self._refuse_elsewhere(program, stages)
             self._programs[key] = program, self._bind(program, stages, place)
         self._programs.move_to_end(key)
         return self._programs[key]
+
+    def _follow_samples(self, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note where the samples are in the values of a program. Takes up to three times as long as a trace."""
+        num = num_samples((args, kwargs), "x")
+        # The first program without draws has what others would show, and a model that cannot be followed is not wrong.
+        with suppress(Exception):
+            followed = trace(self.model, args, kwargs, self.blocks, self.device, num)
+            is_same = len(followed.kinds) == len(program.kinds)
+            program.note_samples(followed.layouts if is_same else None, followed.statistics)
 
     def _bind(self, program: Program, stages: Sequence[Stage], place: int) -> dict[int, BoundStage]:
         modules = {name: self.model.get_submodule(name) for name in self.stage_of}

@@ -16,6 +16,9 @@ from rankwise.torch_private import tree as pytree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from rankwise.parallel.loss.batch_statistics import Statistic
+    from rankwise.parallel.randomness.sample_layout import SampleLayout
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -56,6 +59,8 @@ class TracedCall:
     """Values that were changed in place."""
     in_grad_mode: bool
     is_random: bool
+    first_draw: int = 0
+    """How many random draws come before it."""
     num_args: int = 0
     names: tuple[str, ...] | None = None
     """Of arguments by name, where no argument is a tree."""
@@ -93,6 +98,14 @@ class Program:
     output: list[Any] = field(default_factory=list[Any])
     """Leaves of the result of forward, a :class:`Ref` in place of each tensor."""
     output_spec: pytree.TreeSpec | None = None
+    num_draws: int = 0
+    """Of random numbers."""
+    has_draws_apart: bool = False
+    """Whether some are made again in backward, or without gradients."""
+    layouts: dict[int, SampleLayout | None] | None = None
+    """Where the samples are in each value, if they were followed."""
+    statistics: tuple[Statistic | None, ...] = ()
+    """Of the tensors of the output: the statistic of several samples that each depends on."""
 
     def end(self, output: list[Any], spec: pytree.TreeSpec) -> None:
         """Set the leaves of the output, a :class:`Ref` in place of each tensor, and their tree."""
@@ -102,6 +115,18 @@ class Program:
     def note_changed(self, states: Iterable[str]) -> None:
         """Note which parameters and buffers forward changes."""
         self.changed_states = tuple(states)
+
+    def note_draw(self, *, is_apart: bool) -> None:
+        """Count a random draw."""
+        self.num_draws += 1
+        self.has_draws_apart |= is_apart
+
+    def note_samples(
+        self, layouts: dict[int, SampleLayout | None] | None, statistics: Iterable[Statistic | None]
+    ) -> None:
+        """Note where the samples are, and where they met."""
+        self.layouts = layouts
+        self.statistics = tuple(statistics)
 
     def output_reads(self) -> list[int]:
         """Return the values that the output consists of."""

@@ -32,6 +32,7 @@ from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
+from rankwise.parallel.pipeline.stage_draws import StageDraws
 from rankwise.parallel.pipeline.step_gradients import StepGradients
 from rankwise.parallel.pipeline.step_weight import StepWeight
 from rankwise.torch_private import tree as pytree
@@ -97,6 +98,7 @@ class Pipeline:
         self._buffers = None if copies is None else BufferSync(plan.own_buffers(place), copies)
         self._spans: list[tuple[str, int, int, float, float]] | None = None
         self._measured: MeasuredStep | None = None
+        self._draws = StageDraws(session, plan.model)
         self._has_warned = False
         self._looked_at: Program | None = None
         self._num_begun = 0
@@ -135,6 +137,8 @@ class Pipeline:
         self._begin("step", arguments, target)
         # Raises what can be refused before anything changes.
         prepared = self._prepared_step(arguments, target, samples) if samples else None
+        if prepared is None:
+            self._draw_nothing(arguments)
         is_read = self._is_read(prepared)
         self._gradients.begin(has_factor=is_read)
         try:
@@ -277,6 +281,13 @@ class Pipeline:
             self._warn_of_states(programs[0])
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
 
+    def _draw_nothing(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Take part in a step in which other copies draw random numbers for their samples."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, parts.of_one_sample, arguments)
+        with torch.enable_grad():
+            if self._plan.bound(args, kwargs, self._place)[0].num_draws:
+                self._draws.begin((), 0)
+
     def _is_read(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], Amount] | None) -> bool:
         """Return whether the weight of a step is read from its losses; the same on every rank."""
         is_elsewhere = self._has_copies or self._piped.on_mean is not None
@@ -361,12 +372,16 @@ class Pipeline:
                 bound[size] = plan.bound(args, kwargs, self._place)
             program, stages = bound[size]
             programs.append(program)
-            found.append(MicroBatch(leaves, None if targets is None else targets[number], shares[number], size, stages))
+            target = None if targets is None else targets[number]
+            found.append(MicroBatch(leaves, target, shares[number], sum(sizes[:number]), size, stages))
+        if programs[0].num_draws:
+            self._draws.begin(pytree.tree_leaves(x), sum(sizes))
         self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
         is_part = self._has_copies or len(sizes) > 1
+        self._loss_fn.note_outputs(programs[0].statistics)
         loss_fn = None if targets is None else self._loss_fn if is_part else self._loss_fn.plain
         rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
-        return StepRun(found, self._link, rank_of, loss_fn), programs
+        return StepRun(found, self._link, rank_of, loss_fn, self._draws), programs
 
     def _weight_of(self, target: object, size: int) -> Amount:
         weight = amount_of(size if self._weight is None else self._weight(target))

@@ -7,15 +7,20 @@ nothing of ranks or stages. Used by plan.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.loss.batch_statistics import StatisticsTracer
 from rankwise.parallel.pipeline.program import Program, Ref, TensorKind, TracedCall
 from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it_was
+from rankwise.parallel.randomness.batch_tracer import KnownLayout, is_random
+from rankwise.parallel.randomness.sample_layout import SampleLayout
+from rankwise.parallel.randomness.source import is_apart
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like
@@ -38,7 +43,12 @@ MOST_DEPTH = 4
 
 
 def trace(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], blocks: Iterable[str], device: torch.device
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    blocks: Iterable[str],
+    device: torch.device,
+    num_followed: int = 0,
 ) -> Program:
     """Return the calls of ``model(*args, **kwargs)``, without computing them.
 
@@ -50,6 +60,7 @@ def trace(
         kwargs: likewise.
         blocks: names of the modules whose calls are not traced inside.
         device: the device that the parameters are assumed to be on.
+        num_followed: samples of the arguments, to follow through the calls; 0 to follow none.
 
     Raises:
         ConfigurationError: forward depends on values, or cannot be traced.
@@ -58,11 +69,15 @@ def trace(
 
     mode = fake.fake_tensors()
     recorder = _Recorder()
+    tracer = StatisticsTracer(CurrentBatch(0, 0, 0, num_followed, num_followed, 0))
+    tracer.follow_without_data(fake.FakeTensor, fake.outside_fake)
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaves[index] = stand_in = fake.fake_of(mode, leaf.detach())
             recorder.program.inputs[recorder.number(stand_in)] = index
+            if stand_in.dim():
+                tracer.set_fact(stand_in, KnownLayout(SampleLayout(0)))
     own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
     names = list(blocks)
     # Hooks of the model itself may look at values, of which there are none.
@@ -74,9 +89,10 @@ def trace(
         handles = [handle for name in names for handle in recorder.follow(name, model.get_submodule(name))]
         try:
             with _stood_in(model, mode, device, recorder), mode, recorder.randomness, recorder:
-                output = run(*own_args, **own_kwargs)
+                with tracer if num_followed else nullcontext():
+                    output = run(*own_args, **own_kwargs)
             recorder.check_randomness()
-            return recorder.finish(output)
+            return recorder.finish(output, tracer if num_followed else None)
         except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
             raise _depends_on_values(error, recorder.within) from error
         except fake.UnsupportedOperatorException as error:
@@ -112,7 +128,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.program = Program()
-        self.randomness = _Randomness()
+        self.randomness = _Randomness(self.program)
         self.python_randomness = PythonRandomness()
         self.within: str | None = None
         """The block that is running."""
@@ -120,6 +136,8 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []
         self._split_states: dict[int, int] = {}
         self._next = 0
+        self._num_drawn = 0
+        """Before the current call."""
         self._depth = 0
         self._entered: tuple[list[Any], pytree.TreeSpec, list[int]] | None = None
         self._autocast = autocast_state()
@@ -224,7 +242,9 @@ class _Recorder(TorchFunctionMode):
             changes=changes,
             in_grad_mode=torch.is_grad_enabled(),
             is_random=self.randomness.was_seen and not isinstance(target, str),
+            first_draw=self._num_drawn,
         )
+        self._num_drawn = self.program.num_draws
         self.program.calls.append(call)
 
     def _stored(self, leaf: object, target: object) -> object:
@@ -265,9 +285,13 @@ class _Recorder(TorchFunctionMode):
         self.program.calls.append(call)
         return number
 
-    def finish(self, output: object) -> Program:
-        """Return the program, now that forward has returned ``output``."""
+    def finish(self, output: object, tracer: StatisticsTracer | None) -> Program:
+        """Return the program, now that forward has returned ``output``, and the samples were followed or not."""
         leaves, spec = pytree.tree_flatten(output)
+        if tracer is not None:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            layouts = {number: tracer.layout(one) for number, one in enumerate(self._alive)}
+            self.program.note_samples(layouts, map(tracer.statistic, tensors))
         self.program.end([self._stored(leaf, "the output of forward") for leaf in leaves], spec)
         self._alive.clear()
         return self.program
@@ -276,9 +300,11 @@ class _Recorder(TorchFunctionMode):
 class _Randomness(DispatchMode):
     """Notices random operators: other ranks cannot draw the same numbers again."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__()
         self.was_seen = False
+        self._program = program
+        self._has_graph = torch.is_grad_enabled()
 
     def __torch_dispatch__(
         self,
@@ -287,8 +313,9 @@ class _Randomness(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if is_random(func):
             self.was_seen = True
+            self._program.note_draw(is_apart=is_apart(has_graph=self._has_graph))
         return func(*args, **(kwargs or {}))
 
 

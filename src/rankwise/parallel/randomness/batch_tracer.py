@@ -9,6 +9,7 @@ and pay nothing.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ from rankwise.parallel.randomness.sample_layout import (
     viewed,
 )
 from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import memory_key
 from rankwise.torch_private.kernels import DispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from rankwise.parallel.randomness.scope import DrawScope
     from rankwise.torch_private.kernels import Operator
@@ -71,6 +74,11 @@ class KnownLayout:
     """Whether the guess is about this tensor itself, not one that it was computed from."""
 
 
+def is_random(func: Operator) -> bool:
+    """Return whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in FILLING
+
+
 class TracedCall:
     """One operation, and its arguments."""
 
@@ -81,7 +89,7 @@ class TracedCall:
         self.name: str = func.overloadpacket.__name__
         self.tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
         self.is_pointwise = torch.Tag.pointwise in func.tags
-        self.is_random = torch.Tag.nondeterministic_seeded in func.tags or self.name in FILLING
+        self.is_random = is_random(func)
 
     def sizes(self) -> Sequence[int]:
         """Return the sizes that are given in numbers."""
@@ -113,6 +121,7 @@ class BatchTracer(DispatchMode):
         """Tensors computed from samples, of which it is not known where the samples are in them."""
         self._drawn_by_sizes: dict[Identity, str] = {}
         """Where random numbers were drawn whose shape was given in numbers."""
+        self._around_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
         is_first = True
         for tensor, layouts in inputs:
             if layouts == [OWN_ROWS]:
@@ -364,10 +373,11 @@ class BatchTracer(DispatchMode):
             return meta.permute([order.index(dim) for dim in range(one.dim())])
 
         try:
-            args, given = pytree.tree_map(as_meta, (call.args, call.given))
-            if "device" in given:
-                given["device"] = torch.device("meta")
-            return [one.shape for one in outputs_of(call.func(*args, **given))]
+            with self._around_shapes():
+                args, given = pytree.tree_map(as_meta, (call.args, call.given))
+                if "device" in given:
+                    given["device"] = torch.device("meta")
+                return [one.shape for one in outputs_of(call.func(*args, **given))]
         except Exception:  # noqa: BLE001 - it cannot take one more sample, or has no meta kernel
             return None
 
@@ -377,6 +387,19 @@ class BatchTracer(DispatchMode):
         fact = self._facts.get(identity_of(x))
         is_kept = fact is not None and fact.layout is not None and fact.layout.dim < out.dim() - 1
         self.set_fact(out, replace(fact, is_direct=False) if fact is not None and is_kept else None)
+
+    def follow_without_data(
+        self, kind: type[torch.Tensor], outside: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Follow tensors of a class without data, and compute shapes outside the mode that creates them."""
+        _FOLLOWED.add(kind)
+        self._around_shapes = outside
+
+    def layout(self, tensor: torch.Tensor) -> SampleLayout | None:
+        """Return where the samples are in a tensor; ``OWN_ROWS`` if that is not known, ``None`` if it holds none."""
+        key = identity_of(tensor)
+        fact = self._facts.get(key)
+        return fact.layout if fact is not None else OWN_ROWS if key in self._lost else None
 
     def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None, *, is_lost: bool = False) -> None:
         """Note where the samples are in a tensor; ``None``: it holds none, or they are lost."""
@@ -408,13 +431,15 @@ def _is_aligned(
     return True
 
 
-_FOLLOWED = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_WITH_DATA = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_FOLLOWED: set[type] = {*_WITH_DATA}
 
 
 def identity_of(tensor: torch.Tensor) -> Identity:
     """Return what two tensors have in common that are views of the same numbers."""
     # Not the object, of which autograd creates views. Memory is reused only after its fact was replaced.
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    memory = tensor.untyped_storage().data_ptr() if type(tensor) in _WITH_DATA else memory_key(tensor)
+    return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def outputs_of(out: object) -> list[torch.Tensor]:

@@ -129,8 +129,25 @@ class DrawsOfModel:
         if not in_backward():
             self._abandon()
         leaves = [one for _, one in tensors_in((args, kwargs)) if one.dim()]
-        kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
+        self.begin(module, leaves, rows)
+
+    def begin(
+        self,
+        module: nn.Module,
+        leaves: Sequence[torch.Tensor],
+        rows: CurrentBatch | None,
+        layouts: Sequence[list[SampleLayout]] | None = None,
+    ) -> DrawScope:
+        """Draw for some samples from now on.
+
+        Args:
+            module: that is called.
+            leaves: the tensors that it is called with.
+            rows: the samples; ``None`` if they come from no loader.
+            layouts: the possible layouts of each tensor; default: as they are in the batch.
+        """
+        kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         has_own_draws = rows is None and self.randomness != "per_rank"
         sizes = tuple(leaf.shape for leaf in leaves)
         scope = DrawScope(
@@ -147,7 +164,8 @@ class DrawsOfModel:
         follower = splitter = None
         if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
-            follower = BatchTracer(scope, rows.num, list(zip(leaves, layouts_of_inputs(leaves, rows), strict=True)))
+            inputs = zip(leaves, layouts or layouts_of_inputs(leaves, rows), strict=True)
+            follower = BatchTracer(scope, rows.num, list(inputs))
         is_known = (kind, sizes) in self._splits or (kind in self._splits and kind not in self._sized)
         if self._part is not None and not is_known and self._can_follow(module):
             self._num_followed += 1
@@ -157,6 +175,7 @@ class DrawsOfModel:
         enter(None if self._needs_loader and rows is None and self._part is None else scope)
         for tracer in scope.tracers:
             tracer.__enter__()
+        return scope
 
     def after(self, module: nn.Module, *_: object) -> None:
         """Draw as before the forward pass. Called by torch, also after one that raised."""
