@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of the batch in the loss of a pipeline: named in the first step; exact when they are passed in the target."""
+"""Statistics of the batch in a pipeline: named in the first step; exact when they are passed in the target."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from loss_steps import said
-from losses import CLASS_WEIGHTS, COUPLED, EXACT, labels
-from staged_models import difference, drawn
+from losses import EXACT
+from staged_models import drawn
 from test_batch_statistics import NO_STATISTICS, SITUATIONS
 from torch import nn
 from torch.nn import functional

@@ -163,14 +163,14 @@ class LossOnStages:
             warn(f"the loss of the pipeline ({words(line)}) {_finding(losses)}: {_INSTEAD}", all_ranks=True)
 
 
-def warn_of_statistic(statistic: Statistic) -> None:
+def warn_of_statistic(statistic: Statistic, *, has_copies: bool) -> None:
     """Warn once of a statistic of a micro-batch."""
     warn_once(
         statistic.place,
         f"{statistic.name} at {statistic.place} combines the samples of a micro-batch, and the loss of the pipeline "
-        "({where}) depends on the result otherwise than as a mean or a sum over samples: on one device it would combine "
-        "those of the whole batch; compute it from the whole batch before the step, and pass it in the target, one row "
-        "per sample",
+        "({where}) depends on the result otherwise than as a mean or a sum over samples: on one device it would "
+        f"combine those of the whole batch; compute it from the whole batch before the step, and pass it in the "
+        f"target, one row per sample{', or pass micro_batches=1' if not has_copies else ''}",
         all_ranks=True,
     )
 

@@ -59,9 +59,9 @@ def split(value: object, sizes: Sequence[int]) -> list[list[Any]]:
     return [[column[index] for column in columns] for index in range(len(sizes))]
 
 
-def of_one_sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor for one sample, like one for none."""
-    return tensor.new_zeros((1, *tensor.shape[1:])) if tensor.dim() else tensor
+def rows_like(tensor: torch.Tensor, num: int) -> torch.Tensor:
+    """Return a tensor of zeros for another number of samples."""
+    return tensor.new_zeros((num, *tensor.shape[1:])) if tensor.dim() else tensor
 
 
 def check_rows(shapes: Iterable[tuple[int, ...]], size: int) -> None:

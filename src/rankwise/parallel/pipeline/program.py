@@ -14,10 +14,10 @@ import torch
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rankwise.parallel.loss.batch_statistics import Statistic
-    from rankwise.parallel.randomness.sample_layout import SampleLayout
+    from rankwise.parallel.randomness.scope import PlannedDraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,12 @@ class Program:
     output: list[Any] = field(default_factory=list[Any])
     """Leaves of the result of forward, a :class:`Ref` in place of each tensor."""
     output_spec: pytree.TreeSpec | None = None
-    num_draws: int = 0
-    """Of random numbers."""
+    drawn_shapes: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    """Of random numbers, in order."""
     has_draws_apart: bool = False
     """Whether some are made again in backward, or without gradients."""
-    layouts: dict[int, SampleLayout | None] | None = None
-    """Where the samples are in each value, if they were followed."""
+    draws: Sequence[PlannedDraw] = ()
+    """Random numbers, in order, if the samples were followed."""
     statistics: tuple[Statistic | None, ...] = ()
     """Of the tensors of the output: the statistic of several samples that each depends on."""
 
@@ -116,16 +116,19 @@ class Program:
         """Note which parameters and buffers forward changes."""
         self.changed_states = tuple(states)
 
-    def note_draw(self, *, is_apart: bool) -> None:
-        """Count a random draw."""
-        self.num_draws += 1
+    @property
+    def num_draws(self) -> int:
+        """How often forward draws random numbers."""
+        return len(self.drawn_shapes)
+
+    def note_draw(self, shape: tuple[int, ...], *, is_apart: bool) -> None:
+        """Note a random draw."""
+        self.drawn_shapes.append(shape)
         self.has_draws_apart |= is_apart
 
-    def note_samples(
-        self, layouts: dict[int, SampleLayout | None] | None, statistics: Iterable[Statistic | None]
-    ) -> None:
-        """Note where the samples are, and where they met."""
-        self.layouts = layouts
+    def note_samples(self, draws: Sequence[PlannedDraw], statistics: Iterable[Statistic | None]) -> None:
+        """Note which random numbers the samples have, and where they met."""
+        self.draws = draws
         self.statistics = tuple(statistics)
 
     def output_reads(self) -> list[int]:

@@ -18,7 +18,6 @@ from rankwise.comm.session import CurrentBatch
 from rankwise.parallel.core.device_mesh import exchange_along
 from rankwise.parallel.randomness.counter import mixed
 from rankwise.parallel.randomness.model_draws import DrawsOfModel, rows_in_hand
-from rankwise.parallel.randomness.sample_layout import OWN_ROWS, SampleLayout, layouts_of
 from rankwise.parallel.randomness.scope import PlannedDraw
 from rankwise.parallel.randomness.source import take_key
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from rankwise.comm.session import Session
-    from rankwise.parallel.pipeline.program import Program, TracedCall
+    from rankwise.parallel.pipeline.program import TracedCall
     from rankwise.parallel.pipeline.stage_executor import BoundStage
     from rankwise.parallel.randomness.scope import DrawScope
 
@@ -79,15 +78,10 @@ class StageDraws:
             return
         module, draws = self._of(bound)
         rows = replace(self._rows, num=num, start=self._rows.start + first)
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        layouts = [[SampleLayout(0)]] * len(given)
-        for number, value in zip(bound.stage.receives, received, strict=True):
-            if value.dim():
-                given.append(value)
-                layouts.append(_layouts(program, number, value, num))
+        given = [one for one in (*leaves, *received) if isinstance(one, torch.Tensor) and one.dim()]
         before = torch.get_rng_state() if program.has_draws_apart else None
-        scope = draws.begin(module, given, rows, layouts)
-        scope.key = self._key
+        scope = draws.begin(module, given, rows, program.draws)
+        scope.key, scope.rank = self._key, rows.start  # micro-batches whose samples cannot be followed differ
         try:
             yield lambda call: self._skip(scope, call, None if before is None else rows.start)
         finally:
@@ -97,8 +91,9 @@ class StageDraws:
 
     def _skip(self, scope: DrawScope, call: TracedCall, start: int | None) -> None:
         """Leave out the draws of other stages before a call."""
-        for made, one in ((scope.made, _ELSEWHERE), *(((scope.made_splits, None),) if scope.part else ())):
-            made.extend([one] * (call.first_draw - len(made)))
+        scope.made.extend([_ELSEWHERE] * (call.first_draw - len(scope.made)))
+        if scope.part is not None:
+            scope.made_splits.extend([None] * (call.first_draw - len(scope.made_splits)))
         if start is not None:
             # A draw that backward repeats takes its key from the generator: one of this call and these samples.
             torch.default_generator.manual_seed((self._key ^ mixed(call.first_draw) ^ mixed(~start)) & (2**63 - 1))
@@ -114,11 +109,3 @@ class StageDraws:
         module, draws = self._of_stage[number]
         module.training = self._model.training
         return module, draws
-
-
-def _layouts(program: Program, number: int, value: torch.Tensor, num: int) -> list[SampleLayout]:
-    """Return where the samples may be in a value of the stage before."""
-    if program.layouts is None:
-        return layouts_of(value.shape, num)
-    layout = program.layouts[number]
-    return [] if layout is None else [layout if layout.fits(value.shape, num) else OWN_ROWS]

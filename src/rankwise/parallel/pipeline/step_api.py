@@ -24,6 +24,7 @@ from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.core.sparse_gradients import sparse_layers
 from rankwise.parallel.loss.amounts import amount_of, ratio
 from rankwise.parallel.loss.batch_statistics import FollowedLoss
+from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
 from rankwise.parallel.pipeline.link import PipelineLink
@@ -106,6 +107,7 @@ class Pipeline:
         session.on_leave(partial(run_checks, waits=True))
         session.before_save(partial(run_checks, waits=True))
         session.at_end(forget_checks)
+        session.at_end(forget_losses)
 
     def __call__(self, x: object, target: object) -> torch.Tensor:
         """Compute the loss of a batch, and add its gradients to those of the parameters.
@@ -283,7 +285,7 @@ class Pipeline:
 
     def _draw_nothing(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Take part in a step in which other copies draw random numbers for their samples."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, parts.of_one_sample, arguments)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(parts.rows_like, num=1), arguments)
         with torch.enable_grad():
             if self._plan.bound(args, kwargs, self._place)[0].num_draws:
                 self._draws.begin((), 0)
@@ -309,8 +311,14 @@ class Pipeline:
                 self._measured = self._gathered(order, began)
             if self._along is not None:
                 self._along.detector.recorder.note_step(self._num_begun)
+        if run is not None and run.losses:
+            look_at_losses(
+                run.losses,
+                parts=[(one.first, one.num_samples) for one in run.micro_batches],
+                advice="skip such a step on every rank of the pipeline, to all of which step() returns the loss",
+            )
         if self._loss_fn.statistic is not None:
-            warn_of_statistic(self._loss_fn.statistic)
+            warn_of_statistic(self._loss_fn.statistic, has_copies=self._has_copies)
         losses = [] if run is None else run.losses
         step, loss = StepWeight(1.0, total, total, None), None
         if is_read:
@@ -378,7 +386,8 @@ class Pipeline:
             self._draws.begin(pytree.tree_leaves(x), sum(sizes))
         self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
         is_part = self._has_copies or len(sizes) > 1
-        self._loss_fn.note_outputs(programs[0].statistics)
+        if is_part:
+            self._loss_fn.note_outputs(self._plan.statistics or ())
         loss_fn = None if targets is None else self._loss_fn if is_part else self._loss_fn.plain
         rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
         return StepRun(found, self._link, rank_of, loss_fn, self._draws), programs

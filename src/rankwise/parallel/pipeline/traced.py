@@ -7,7 +7,7 @@ nothing of ranks or stages. Used by plan.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +19,9 @@ from rankwise.parallel.loss.batch_statistics import StatisticsTracer
 from rankwise.parallel.pipeline.program import Program, Ref, TensorKind, TracedCall
 from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.parallel.randomness.batch_tracer import KnownLayout, is_random
+from rankwise.parallel.randomness.meeting_tracer import MeetingTracer
 from rankwise.parallel.randomness.sample_layout import SampleLayout
+from rankwise.parallel.randomness.scope import DrawScope
 from rankwise.parallel.randomness.source import is_apart
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import version_of
@@ -48,6 +50,7 @@ def trace(
     kwargs: dict[str, Any],
     blocks: Iterable[str],
     device: torch.device,
+    *,
     num_followed: int = 0,
 ) -> Program:
     """Return the calls of ``model(*args, **kwargs)``, without computing them.
@@ -69,8 +72,8 @@ def trace(
 
     mode = fake.fake_tensors()
     recorder = _Recorder()
-    tracer = StatisticsTracer(CurrentBatch(0, 0, 0, num_followed, num_followed, 0))
-    tracer.follow_without_data(fake.FakeTensor, fake.outside_fake)
+    tracer = _SampleTracer(num_followed)
+    draws = tracer.plan_without_data(fake.FakeTensor, fake.outside_fake)
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
@@ -88,11 +91,15 @@ def trace(
             hide_backward_hooks(module)
         handles = [handle for name in names for handle in recorder.follow(name, model.get_submodule(name))]
         try:
-            with _stood_in(model, mode, device, recorder), mode, recorder.randomness, recorder:
-                with tracer if num_followed else nullcontext():
-                    output = run(*own_args, **own_kwargs)
+            modes = mode, recorder.randomness, recorder, *((tracer,) if num_followed else ())
+            with _stood_in(model, mode, device, recorder), ExitStack() as entered:
+                for one in modes:
+                    entered.enter_context(one)
+                output = run(*own_args, **own_kwargs)
             recorder.check_randomness()
-            return recorder.finish(output, tracer if num_followed else None)
+            outputs = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            recorder.program.note_samples(draws, map(tracer.statistic, outputs))
+            return recorder.finish(output)
         except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
             raise _depends_on_values(error, recorder.within) from error
         except fake.UnsupportedOperatorException as error:
@@ -285,16 +292,24 @@ class _Recorder(TorchFunctionMode):
         self.program.calls.append(call)
         return number
 
-    def finish(self, output: object, tracer: StatisticsTracer | None) -> Program:
-        """Return the program, now that forward has returned ``output``, and the samples were followed or not."""
+    def finish(self, output: object) -> Program:
+        """Return the program, now that forward has returned ``output``."""
         leaves, spec = pytree.tree_flatten(output)
-        if tracer is not None:
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            layouts = {number: tracer.layout(one) for number, one in enumerate(self._alive)}
-            self.program.note_samples(layouts, map(tracer.statistic, tensors))
         self.program.end([self._stored(leaf, "the output of forward") for leaf in leaves], spec)
         self._alive.clear()
         return self.program
+
+
+class _SampleTracer(StatisticsTracer):
+    """Follows samples without data, and notes which of them each random number is for."""
+
+    def __init__(self, num_samples: int) -> None:
+        rows = CurrentBatch(0, 0, 0, num_samples, num_samples, 0)
+        super().__init__(rows)
+        self._scope = DrawScope(rows, "counter", 0)
+
+    def _draw(self, call: Any, found: Any, *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
+        return super(MeetingTracer, self)._draw(call, found, is_lost=is_lost)  # which leaves draws to torch
 
 
 class _Randomness(DispatchMode):
@@ -313,10 +328,12 @@ class _Randomness(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        out = func(*args, **(kwargs or {}))
         if is_random(func):
             self.was_seen = True
-            self._program.note_draw(is_apart=is_apart(has_graph=self._has_graph))
-        return func(*args, **(kwargs or {}))
+            shape = next(tuple(one.shape) for one in pytree.tree_leaves(out) if isinstance(one, torch.Tensor))
+            self._program.note_draw(shape, is_apart=is_apart(has_graph=self._has_graph))
+        return out
 
 
 def tensor_places(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torch.Tensor]]:

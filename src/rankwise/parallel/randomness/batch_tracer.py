@@ -27,14 +27,14 @@ from rankwise.parallel.randomness.sample_layout import (
     viewed,
 )
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.tensors import memory_key
 from rankwise.torch_private.kernels import DispatchMode
+from rankwise.torch_private.tensors import memory_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from rankwise.parallel.randomness.scope import DrawScope
+    from rankwise.parallel.randomness.scope import DrawScope, PlannedDraw
     from rankwise.torch_private.kernels import Operator
 
     Identity = tuple[int, object, tuple[int, ...], tuple[int, ...]]
@@ -121,6 +121,7 @@ class BatchTracer(DispatchMode):
         """Tensors computed from samples, of which it is not known where the samples are in them."""
         self._drawn_by_sizes: dict[Identity, str] = {}
         """Where random numbers were drawn whose shape was given in numbers."""
+        self._is_without_data = False
         self._around_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
         is_first = True
         for tensor, layouts in inputs:
@@ -206,6 +207,10 @@ class BatchTracer(DispatchMode):
         scope.traced_layouts.append(layout)
         try:
             out = call.func(*call.args, **call.given)
+            if self._is_without_data:
+                first = outputs_of(out)[0]
+                scope.plan_draw("", first.shape, first.stride())
+                scope.note_redraw(lambda _: None)
         finally:
             scope.traced_layouts.pop()
         if guess is not None and len(guess.layouts) > 1 and len(scope.made) > before:
@@ -241,7 +246,7 @@ class BatchTracer(DispatchMode):
         facts = {identity_of(one): fact for one, fact in found}
         layouts = {key: fact.layout for key, fact in facts.items()}
         certain = [(one, fact.layout) for one, fact in found if fact.guess is None and fact.layout is not None]
-        alike = [one for one in call.tensors if type(one) is torch.nn.Parameter]
+        alike = [one for one in call.tensors if isinstance(one, torch.nn.Parameter)]
         for tensor, fact in found:
             key, guess = identity_of(tensor), fact.guess
             if guess is None or not (certain or (alike and call.is_pointwise)):
@@ -388,18 +393,18 @@ class BatchTracer(DispatchMode):
         is_kept = fact is not None and fact.layout is not None and fact.layout.dim < out.dim() - 1
         self.set_fact(out, replace(fact, is_direct=False) if fact is not None and is_kept else None)
 
-    def follow_without_data(
+    def plan_without_data(
         self, kind: type[torch.Tensor], outside: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        """Follow tensors of a class without data, and compute shapes outside the mode that creates them."""
+    ) -> Sequence[PlannedDraw]:
+        """Follow tensors of a class without data, and compute shapes outside the mode that creates them.
+
+        Returns:
+            A list that is filled with the draws.
+        """
         _FOLLOWED.add(kind)
         self._around_shapes = outside
-
-    def layout(self, tensor: torch.Tensor) -> SampleLayout | None:
-        """Return where the samples are in a tensor; ``OWN_ROWS`` if that is not known, ``None`` if it holds none."""
-        key = identity_of(tensor)
-        fact = self._facts.get(key)
-        return fact.layout if fact is not None else OWN_ROWS if key in self._lost else None
+        self._is_without_data = True
+        return self._scope.made
 
     def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None, *, is_lost: bool = False) -> None:
         """Note where the samples are in a tensor; ``None``: it holds none, or they are lost."""

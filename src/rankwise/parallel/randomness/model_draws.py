@@ -137,7 +137,7 @@ class DrawsOfModel:
         module: nn.Module,
         leaves: Sequence[torch.Tensor],
         rows: CurrentBatch | None,
-        layouts: Sequence[list[SampleLayout]] | None = None,
+        plan: Sequence[PlannedDraw] | None = None,
     ) -> DrawScope:
         """Draw for some samples from now on.
 
@@ -145,7 +145,7 @@ class DrawsOfModel:
             module: that is called.
             leaves: the tensors that it is called with.
             rows: the samples; ``None`` if they come from no loader.
-            layouts: the possible layouts of each tensor; default: as they are in the batch.
+            plan: the draws of the pass; default: found out in the first one.
         """
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         has_own_draws = rows is None and self.randomness != "per_rank"
@@ -154,7 +154,7 @@ class DrawsOfModel:
             rows,
             self.randomness,
             self._rank,
-            self._plans.get(kind, ()),
+            self._plans.get(kind, ()) if plan is None else plan,
             self._masks.get(kind, ()),
             has_graph=torch.is_grad_enabled(),
             on_first_draw=self._warn_of_own_draws if has_own_draws and not self._has_warned else None,
@@ -162,10 +162,9 @@ class DrawsOfModel:
             splits=self._splits.get((kind, sizes)) or self._splits.get(kind, ()),
         )
         follower = splitter = None
-        if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
+        if plan is None and rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
-            inputs = zip(leaves, layouts or layouts_of_inputs(leaves, rows), strict=True)
-            follower = BatchTracer(scope, rows.num, list(inputs))
+            follower = BatchTracer(scope, rows.num, list(zip(leaves, layouts_of_inputs(leaves, rows), strict=True)))
         is_known = (kind, sizes) in self._splits or (kind in self._splits and kind not in self._sized)
         if self._part is not None and not is_known and self._can_follow(module):
             self._num_followed += 1

@@ -221,7 +221,7 @@ def redrawing(
 
 
 def take_key(generator: torch.Generator | None) -> int:
-    # From the CPU's generator unless another is given.
+    """Return a number from a generator, by default the CPU's."""
     device = torch.device("cpu") if generator is None else generator.device
     number = torch.empty(1, dtype=torch.int64, device=device)
     if generator is None or device.type == "cpu":
