@@ -124,6 +124,20 @@ class LossOnStages:
             self._dtype = LOSS_DTYPES[int(self._along.broadcast(known, self._last_place, what="dtype of the loss"))]
         return self._along.broadcast(loss.to(self._dtype), self._last_place, what=_OF_PIPELINE)
 
+    def warn_of_statistic(self, statistic: Statistic) -> None:
+        """Warn of a statistic of a micro-batch, unless its loss was warned about."""
+        if self._has_warned or (self._copies is not None and self._copies.rank > 0):
+            return
+        do = "" if self._copies is not None else ", or pass micro_batches=1"
+        warn_once(
+            statistic.place,
+            f"{statistic.name} at {statistic.place} combines the samples of a micro-batch, and the loss of the "
+            "pipeline ({where}) depends on the result otherwise than as a mean or a sum over samples: on one device it "
+            "would combine those of the whole batch; compute it from the whole batch before the step, and pass it in "
+            f"the target, one row per sample{do}",
+            all_ranks=True,
+        )
+
     def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._device)
 
@@ -161,18 +175,6 @@ class LossOnStages:
         if together.by_samples and losses.terms and not self._has_warned:
             self._has_warned = True
             warn(f"the loss of the pipeline ({words(line)}) {_finding(losses)}: {_INSTEAD}", all_ranks=True)
-
-
-def warn_of_statistic(statistic: Statistic, *, has_copies: bool) -> None:
-    """Warn once of a statistic of a micro-batch."""
-    warn_once(
-        statistic.place,
-        f"{statistic.name} at {statistic.place} combines the samples of a micro-batch, and the loss of the pipeline "
-        "({where}) depends on the result otherwise than as a mean or a sum over samples: on one device it would "
-        f"combine those of the whole batch; compute it from the whole batch before the step, and pass it in the "
-        f"target, one row per sample{', or pass micro_batches=1' if not has_copies else ''}",
-        all_ranks=True,
-    )
 
 
 def _finding(losses: MicroBatchLosses) -> str:

@@ -28,7 +28,7 @@ from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
 from rankwise.parallel.pipeline.link import PipelineLink
-from rankwise.parallel.pipeline.loss_on_stages import LossOnStages, warn_of_statistic
+from rankwise.parallel.pipeline.loss_on_stages import LossOnStages
 from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.program import Ref
@@ -317,13 +317,13 @@ class Pipeline:
                 parts=[(one.first, one.num_samples) for one in run.micro_batches],
                 advice="skip such a step on every rank of the pipeline, to all of which step() returns the loss",
             )
-        if self._loss_fn.statistic is not None:
-            warn_of_statistic(self._loss_fn.statistic, has_copies=self._has_copies)
         losses = [] if run is None else run.losses
         step, loss = StepWeight(1.0, total, total, None), None
         if is_read:
             with self._telling_others():
                 step, loss = self._loss.agree(losses)
+        if self._loss_fn.statistic is not None:
+            self._loss.warn_of_statistic(self._loss_fn.statistic)
         if run is None:
             return torch.full((), math.nan, device=self._plan.device), step
         return self._loss.value(losses) if loss is None else loss, step
