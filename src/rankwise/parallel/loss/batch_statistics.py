@@ -76,6 +76,9 @@ class Statistic(NamedTuple):
 class StatisticsTracer(MeetingTracer):
     """Notes for each tensor which statistic of this rank's samples it depends on."""
 
+    is_graph_read = True
+    """Whether the graph of the loss will show what else happens to a term with a gradient."""
+
     def __init__(self, batch: CurrentBatch) -> None:
         """Start with the tensors that a loader has given."""
         super().__init__(batch.num, ())
@@ -165,7 +168,9 @@ class StatisticsTracer(MeetingTracer):
             return isinstance(call.args[0], torch.Tensor) and call.args[0].requires_grad and torch.is_grad_enabled()
         if name == "div":
             return not has_rows or are_rows[0]
-        return not (has_rows or any(are_rows)) and (name in _CLAMPING or any(one.requires_grad for one in terms))
+        return not (has_rows or any(are_rows)) and (
+            name in _CLAMPING or (self.is_graph_read and any(one.requires_grad for one in terms))
+        )
 
     def _layout(self, tensor: torch.Tensor) -> SampleLayout | None:
         fact = self._facts.get(identity_of(tensor))

@@ -303,6 +303,8 @@ class _Recorder(TorchFunctionMode):
 class _SampleTracer(StatisticsTracer):
     """Follows samples without data, and notes which of them each random number is for."""
 
+    is_graph_read = False  # of other stages
+
     def __init__(self, num_samples: int) -> None:
         rows = CurrentBatch(0, 0, 0, num_samples, num_samples, 0)
         super().__init__(rows)
