@@ -75,3 +75,33 @@ def _masked(_: World) -> list[str]:
 
 def test_the_mean_of_no_label_is_no_matter() -> None:
     assert [one.get() for one in testing.run_ranks(_masked, 3)] == [[], [], []]
+
+
+def _in_stages(_: World, mesh: dict[str, int], value: float) -> list[str]:
+    rw.mesh(**mesh)
+    data = torch.ones(19, 2)
+    data[AT, 0] = value
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
+    step = rw.pipeline(model, lambda output, _: output.square().mean(), example=data[:8], micro_batches=2)
+    with listening() as said:
+        for _epoch in range(2):
+            for x in rw.DataLoader(data, global_batch_size=BATCH):
+                step(x, x)
+    return [one for one in said if "the first one of any rank that is not finite" in one]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh", "culprit", "first", "num"),
+    [(2, {"pp": 2}, 1, 4, 4), (3, {"pp": 3}, 2, 4, 4), (4, {"pp": 2, "dp_replicate": 2}, 3, 4, 2)],
+)
+def test_the_micro_batch_of_a_pipeline_is_named_once(
+    num_ranks: int, mesh: dict[str, int], culprit: int, first: int, num: int
+) -> None:
+    for rank, one in enumerate(testing.run_ranks(_in_stages, num_ranks, mesh, float("nan"))):
+        texts = one.get()
+        assert len(texts) == (rank == culprit), (rank, texts)
+        for text in texts:
+            assert f"is nan in its samples {first} to {first + num - 1} of batch 1 of epoch 0" in text
+            assert f"dataset[{', '.join(str(BATCH + first + number) for number in range(num))}]" in text
+            assert "skip such a step on every rank of the pipeline" in text
+    assert [one.get() for one in testing.run_ranks(_in_stages, num_ranks, mesh, 1.0)] == [[]] * num_ranks

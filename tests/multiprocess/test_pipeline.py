@@ -315,3 +315,41 @@ def _train_changing(world: World) -> list[float]:
 def test_names_of_arguments_numbers_caches_and_micro_batches_of_no_weight() -> None:
     for result in run_ranks(_train_changing, 2):
         assert max(result.get()) <= TOLERANCE
+
+
+class _TwoOutputs(nn.Module):
+    """Whose second output other blocks of its stage need for the gradients of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(7)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values = [x]
+        for layer in self.layers:
+            values.append(layer(values[-1]))
+        return values[-1], values[3]
+
+
+def _both(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(output[0], target) + output[1].square().mean()
+
+
+def _with_two_outputs(world: World, schedule: str) -> float:
+    mesh(pp=-1)
+    cuts = [2, 5, 6] if world.world_size == 2 else [1, 2, 4, 5, 6]
+    model, plain = _TwoOutputs().double(), _TwoOutputs().double()
+    x, y = drawn(12, 4), drawn(12, 4, seed=2)
+    split = [f"layers.{cut}" for cut in cuts]
+    step = pipeline(model, _both, example=x, schedule=schedule, micro_batches=6, split=split)
+    step(x, y)
+    _both(plain(x), y).backward()
+    return difference(model, plain)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("schedule", ["zbv_zero_bubble", "interleaved_zero_bubble"])
+def test_a_second_output_within_a_stage_with_backward_in_two_parts(schedule: str, num_ranks: int) -> None:
+    for result in run_ranks(_with_two_outputs, num_ranks, schedule):
+        assert result.get() < 1e-12

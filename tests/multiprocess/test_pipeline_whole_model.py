@@ -86,6 +86,17 @@ def _with_another(
     return float(clip_grad_norm_([*model.parameters(), another], 0.1))
 
 
+def _part_with_another(
+    model: nn.Module, batch: list[torch.Tensor], backward: Backward, _: torch.amp.GradScaler, __: bool
+) -> float:
+    """Clips a layer that one stage has with a parameter that every rank has, and that parameter alone."""
+    another = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    backward(*batch)
+    another.grad = torch.tensor([0.3, 0.4], dtype=torch.float64)
+    norm = clip_grad_norm_([*model.get_submodule("0").parameters(), another], 0.1)
+    return float(norm) + float(clip_grad_norm_([another], 0.01)) + float(another.grad.sum())
+
+
 def _scaled(
     model: nn.Module,
     batch: list[torch.Tensor],
@@ -112,6 +123,7 @@ LOOPS: dict[str, Loop] = {
     "logged": _logged,
     "part": _part,
     "with another": _with_another,
+    "part with another": _part_with_another,
     "scaler": _scaled,
 }
 

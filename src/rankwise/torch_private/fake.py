@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch._subclasses.fake_tensor import unset_fake_temporarily as outside_fake
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "fake_of",
     "fake_tensors",
+    "outside_fake",
 ]
 
 

@@ -159,6 +159,7 @@ NAMES = {
     # fake
     f"{_FAKE}.FakeTensorMode": "run a model without computing",
     f"{_FAKE}.FakeTensorMode.from_tensor": "a tensor without data like another one",
+    f"{_FAKE}.unset_fake_temporarily": "compute shapes while a model runs without data",
     f"{_FAKE}.FakeTensor": "recognize a tensor without data",
     f"{_FAKE}.DataDependentOutputException": "forward asks for a value",
     f"{_FAKE}.DynamicOutputShapeException": "forward makes a shape from values",

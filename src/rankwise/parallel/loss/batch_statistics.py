@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from rankwise.comm.session import CurrentBatch
 from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.randomness.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
 from rankwise.parallel.randomness.meeting_tracer import OF_OTHER_VALUES, MeetingTracer
@@ -23,13 +24,17 @@ from rankwise.torch_private.compiler import compiles_code
 from rankwise.torch_private.kernels import innermost_dispatch_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from rankwise.comm.session import CurrentBatch, Session
+    from rankwise.comm.session import Session
     from rankwise.torch_private.kernels import Operator
 
 _RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
-_BETWEEN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1] / 'randomness'}{os.sep}")
+_BETWEEN = (
+    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[1] / 'randomness'}{os.sep}",
+    f"{Path(__file__).parents[1] / 'pipeline' / 'traced.py'}",
+)
 """Files that run an operation for their callers."""
 _NO_VALUES = OF_OTHER_VALUES | {
     f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
@@ -71,6 +76,9 @@ class Statistic(NamedTuple):
 class StatisticsTracer(MeetingTracer):
     """Notes for each tensor which statistic of this rank's samples it depends on."""
 
+    is_graph_read = True
+    """Whether the graph of the loss will show what else happens to a term with a gradient."""
+
     def __init__(self, batch: CurrentBatch) -> None:
         """Start with the tensors that a loader has given."""
         super().__init__(batch.num, ())
@@ -105,9 +113,18 @@ class StatisticsTracer(MeetingTracer):
                 self._of[key] = known
         return out
 
+    def set_statistic(self, tensor: torch.Tensor, statistic: Statistic | None) -> None:
+        """Note which statistic a tensor depends on."""
+        if statistic is not None:
+            self._of[identity_of(tensor)] = statistic
+
+    def statistic(self, tensor: torch.Tensor) -> Statistic | None:
+        """Return the statistic that a tensor depends on, also one that is a term."""
+        return self._of.get(identity_of(tensor))
+
     def of(self, roots: Iterable[torch.Tensor]) -> Statistic | None:
         """Return the first statistic that a loss depends on otherwise than as its terms."""
-        found = (self._of.get(identity_of(root)) for root in roots)
+        found = map(self.statistic, roots)
         return next((one for one in found if one is not None and not one.is_term), None)
 
     def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
@@ -151,7 +168,9 @@ class StatisticsTracer(MeetingTracer):
             return isinstance(call.args[0], torch.Tensor) and call.args[0].requires_grad and torch.is_grad_enabled()
         if name == "div":
             return not has_rows or are_rows[0]
-        return not (has_rows or any(are_rows)) and (name in _CLAMPING or any(one.requires_grad for one in terms))
+        return not (has_rows or any(are_rows)) and (
+            name in _CLAMPING or (self.is_graph_read and any(one.requires_grad for one in terms))
+        )
 
     def _layout(self, tensor: torch.Tensor) -> SampleLayout | None:
         fact = self._facts.get(identity_of(tensor))
@@ -171,6 +190,43 @@ def _is_of_rankwise() -> bool:
     return frame.f_code.co_filename.startswith(_RANKWISE)
 
 
+def _can_follow() -> bool:
+    # The compiler would not compile what is first called under a mode.
+    return torch.is_grad_enabled() and innermost_dispatch_mode() is None and not compiles_code()
+
+
+class FollowedLoss:
+    """A function of a loss whose first call, with a part of the batch, is followed."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
+        """Follow nothing yet."""
+        self.plain = loss_fn
+        self._is_over = False
+        self.statistic: Statistic | None = None
+        """Of the part, on which the loss depends otherwise than as its terms."""
+        self._of_outputs: Sequence[Statistic | None] = ()
+
+    def note_outputs(self, statistics: Sequence[Statistic | None]) -> None:
+        """Note which statistic each tensor of the output depends on."""
+        self._of_outputs = statistics
+
+    def __call__(self, output: object, target: Any) -> torch.Tensor:  # noqa: ANN401 - a tree
+        """Return the loss of a part of the batch."""
+        if self._is_over or not _can_follow():
+            return self.plain(output, target)
+        self._is_over = True
+        num = next(len(one) for one in pytree.tree_leaves(target) if isinstance(one, torch.Tensor) and one.dim())
+        tracer = StatisticsTracer(CurrentBatch(0, 0, 0, num, num, 0, values=(output, target)))
+        tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, torch.Tensor)]
+        for tensor, known in zip(tensors, self._of_outputs, strict=False):
+            tracer.set_statistic(tensor, known)
+        with tracer:
+            loss = self.plain(output, target)
+        if isinstance(loss, torch.Tensor):
+            self.statistic = tracer.of([loss])
+        return loss
+
+
 class FirstBatch:
     """Follows the first batch that a loader divides among the ranks after a model was spread over them."""
 
@@ -188,9 +244,7 @@ class FirstBatch:
 
     def _begin(self, batch: CurrentBatch) -> None:
         self._end()
-        # The compiler would not compile what is first called under a mode.
-        can_follow = torch.is_grad_enabled() and innermost_dispatch_mode() is None and not compiles_code()
-        if self._is_wanted and can_follow and 1 < batch.num < batch.num_global:
+        if self._is_wanted and _can_follow() and 1 < batch.num < batch.num_global:
             self._tracer = StatisticsTracer(batch)
             self._tracer.__enter__()
 

@@ -8,6 +8,8 @@ knows which backward was the first. A loss on a device is read in a later step: 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,12 +40,20 @@ class _Seen:
 _seen = _Seen()
 
 
-def look_at_losses(losses: Sequence[torch.Tensor], amounts: Collection[Amount | None]) -> None:
+def look_at_losses(
+    losses: Sequence[torch.Tensor],
+    amounts: Collection[Amount | None] = (),
+    *,
+    parts: Sequence[tuple[int, int]] = (),
+    advice: str = "skip such a step on all ranks by rankwise.mean(loss, len(x))",
+) -> None:
     """Warn, once per job, on the ranks whose losses are the first ones that are not finite.
 
     Args:
         losses: of this rank.
         amounts: the numbers that they are means over. A mean of nothing is NaN, and counts nothing.
+        parts: of each loss, the first one and the number of its samples of this rank; default: all.
+        advice: how to skip such a step.
     """
     _seen.num += 1
     session = current_or_none()
@@ -52,17 +62,18 @@ def look_at_losses(losses: Sequence[torch.Tensor], amounts: Collection[Amount | 
     number, batch = _seen.num, session.batch
     if (batch is not None and batch.num == 0) or any(amount is not None and is_zero(amount) for amount in amounts):
         return
-    for loss in losses:
+    for place, loss in enumerate(losses):
         if type(loss) is not torch.Tensor or loss.is_meta or not loss.numel():
             continue
+        own = _part_of(batch, *parts[place]) if parts and batch is not None else batch
         if loss.device.type != "cpu":
             is_bad = ~loss.detach().isfinite().all()
             for amount in amounts:
                 if isinstance(amount, torch.Tensor):
                     is_bad &= (amount != 0).to(is_bad.device)
-            check_later(is_bad, lambda: _report("not finite", number, batch, session))
+            check_later(is_bad, partial(_report, "not finite", number, own, session, advice))
         elif not (math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.detach().isfinite().all())):
-            _report(str(loss.item()) if loss.dim() == 0 else "not finite", number, batch, session)
+            _report(str(loss.item()) if loss.dim() == 0 else "not finite", number, own, session, advice)
 
 
 def forget_losses() -> None:
@@ -70,7 +81,13 @@ def forget_losses() -> None:
     _seen.num, _seen.is_over = 0, False
 
 
-def _report(value: str, number: int, batch: CurrentBatch | None, session: Session) -> None:
+def _part_of(batch: CurrentBatch, first: int, num: int) -> CurrentBatch:
+    indices = batch.indices
+    own = None if indices is None else lambda: list(indices())[first : first + num]
+    return replace(batch, start=batch.start + first, num=num, indices=own)
+
+
+def _report(value: str, number: int, batch: CurrentBatch | None, session: Session, advice: str) -> None:
     if _seen.is_over or session.store is None:
         return
     _seen.is_over = True
@@ -79,8 +96,7 @@ def _report(value: str, number: int, batch: CurrentBatch | None, session: Sessio
     of = f"backward() call {number}" if batch is None else _place(batch)
     warn(
         f"the loss of this rank is {value} in {of}, the first one of any rank that is not finite: gradients are "
-        "averaged, so those of all ranks may be NaN from now on; look at these samples, or skip such a step on all "
-        "ranks by rankwise.mean(loss, len(x))",
+        f"averaged, so those of all ranks may be NaN from now on; look at these samples, or {advice}",
         all_ranks=True,
     )
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Amount
     from rankwise.parallel.pipeline.link import PipelineLink, Transfer
     from rankwise.parallel.pipeline.schedule import Action
+    from rankwise.parallel.pipeline.stage_draws import StageDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class MicroBatch:
     target: Any
     share: Amount
     """The weight of its loss in the whole, as far as it is known beforehand."""
+    first: int
+    """Its first sample in the batch."""
     num_samples: int
     stages: dict[int, BoundStage]
     """The stages of this rank, for its number of samples."""
@@ -65,6 +68,7 @@ class StepRun:
     """The place along the pipeline of each stage."""
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     """Without one there is no backward."""
+    draws: StageDraws
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     outputs: dict[int, Any] = field(default_factory=dict[int, Any])
     _scale_of: Callable[[torch.Tensor, Any, MicroBatch], Amount] | None = None
@@ -117,8 +121,10 @@ class StepRun:
         bound = micro_batch.stages[stage]
         self.link.wait(self._works.pop((kinds.RECEIVE_FORWARD, stage, number), ()))
         received = self._arrived.pop((stage, number), [])
+        first, num = micro_batch.first, micro_batch.num_samples
         with self._timed(kinds.FORWARD, stage, number):
-            sent, held = bound.forward(micro_batch.leaves, received)
+            with self.draws.drawing(bound, micro_batch.leaves, received, first, num) as before_call:
+                sent, held = bound.forward(micro_batch.leaves, received, before_call)
             if bound.is_last:
                 self._finish_forward(held, micro_batch, number)
         if self.loss_fn is not None:

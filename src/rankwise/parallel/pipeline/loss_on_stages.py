@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.call_site import CallSite
+    from rankwise.parallel.loss.batch_statistics import Statistic
     from rankwise.parallel.loss.reports import GlobalTerm
     from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 
@@ -122,6 +123,20 @@ class LossOnStages:
             known = torch.tensor([LOSS_DTYPES.index(loss.dtype)], device=self._device)
             self._dtype = LOSS_DTYPES[int(self._along.broadcast(known, self._last_place, what="dtype of the loss"))]
         return self._along.broadcast(loss.to(self._dtype), self._last_place, what=_OF_PIPELINE)
+
+    def warn_of_statistic(self, statistic: Statistic) -> None:
+        """Warn of a statistic of a micro-batch, unless its loss was warned about."""
+        if self._has_warned or (self._copies is not None and self._copies.rank > 0):
+            return
+        do = "" if self._copies is not None else ", or pass micro_batches=1"
+        warn_once(
+            statistic.place,
+            f"{statistic.name} at {statistic.place} combines the samples of a micro-batch, and the loss of the "
+            "pipeline ({where}) depends on the result otherwise than as a mean or a sum over samples: on one device it "
+            "would combine those of the whole batch; compute it from the whole batch before the step, and pass it in "
+            f"the target, one row per sample{do}",
+            all_ranks=True,
+        )
 
     def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self._device)

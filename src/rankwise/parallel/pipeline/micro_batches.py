@@ -59,6 +59,11 @@ def split(value: object, sizes: Sequence[int]) -> list[list[Any]]:
     return [[column[index] for column in columns] for index in range(len(sizes))]
 
 
+def rows_like(tensor: torch.Tensor, num: int) -> torch.Tensor:
+    """Return a tensor of zeros for another number of samples."""
+    return tensor.new_zeros((num, *tensor.shape[1:])) if tensor.dim() else tensor
+
+
 def check_rows(shapes: Iterable[tuple[int, ...]], size: int) -> None:
     """Raise a ConfigurationError unless tensors of these shapes have a row for each of ``size`` samples."""
     for shape in shapes:

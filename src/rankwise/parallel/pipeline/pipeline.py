@@ -72,9 +72,10 @@ def pipeline(
     Between blocks ``forward`` may do anything whose shapes follow from the shapes of the inputs; values that skip
     stages pass through those in between, and values of the inputs alone are computed by every stage.
 
-    BatchNorm in training mode takes its statistics per micro-batch, so the result depends on their number; dropout is
-    drawn per stage. This rank has the gradients of its own stages only: clip them with
-    :meth:`Pipeline.clip_grad_norm_` or torch's function. Hooks on ``model`` itself do not run; those on its blocks do.
+    BatchNorm in training mode takes its statistics per micro-batch, so the result depends on their number. Dropout and
+    noise in the stages are those of one rank under :func:`rankwise.replicate`. This rank has the gradients of its own
+    stages only: clip them with :meth:`Pipeline.clip_grad_norm_` or torch's function. Hooks on ``model`` itself do not
+    run; those on its blocks do.
 
     Args:
         model: whole on every rank, already on its device; or on the CPU or the meta device, from which each rank moves

@@ -7,7 +7,9 @@ Used by pipeline. Does no communication.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.parallel.core.blocks import block_of, blocks
 from rankwise.parallel.pipeline.cost import block_costs
+from rankwise.parallel.pipeline.micro_batches import num_samples, rows_like
 from rankwise.parallel.pipeline.stage_executor import BoundStage
 from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, cuts_before, owners, stages_of_blocks
 from rankwise.parallel.pipeline.traced import trace
@@ -28,9 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rankwise.comm.backends.protocol import Amount
+    from rankwise.parallel.loss.batch_statistics import Statistic
     from rankwise.parallel.loss.reports import Mode
     from rankwise.parallel.pipeline.program import Program
     from rankwise.parallel.pipeline.schedule import PipelineSchedule
+    from rankwise.parallel.randomness.scope import PlannedDraw
 
 
 MOST_PROGRAMS = 64
@@ -110,6 +115,11 @@ class StagePlan:
     _open: list[tuple[str, nn.Module]] = field(init=False)
     """Modules whose forward is traced: those in no block."""
     _programs: OrderedDict[Any, tuple[Program, dict[int, BoundStage]]] = field(default_factory=OrderedDict)
+
+    statistics: tuple[Statistic | None, ...] | None = None
+    """Of the tensors of the output, in training: the statistic of several samples that each depends on."""
+    _draws: dict[object, Sequence[PlannedDraw]] = field(default_factory=dict[object, "Sequence[PlannedDraw]"])
+    """Of programs that were followed, by mode and kinds of arguments."""
 
     def __post_init__(self) -> None:
         # Kept, since every step reads them.
@@ -242,11 +252,36 @@ class StagePlan:
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.popitem(last=False)
             program = self.trace(args, kwargs)
+            if program.num_draws or (self.statistics is None and torch.is_grad_enabled()):
+                self._follow_samples(program, args, kwargs)
             stages = cut(program, self.stage_of, self.num_stages)
             self._refuse_elsewhere(program, stages)
             self._programs[key] = program, self._bind(program, stages, place)
         self._programs.move_to_end(key)
         return self._programs[key]
+
+    def _follow_samples(self, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Note which samples random numbers are for, and where samples meet. Takes several times as long as a trace."""
+        num = num_samples((args, kwargs), "x")
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        kind = self._mode(), str(spec), tuple(one.dim() for one in leaves if isinstance(one, torch.Tensor))
+        known = self._draws.get(kind, ())
+        if len(known) == program.num_draws > 0 and all(
+            one.fits("", shape, num) for one, shape in zip(known, program.drawn_shapes, strict=True)
+        ):
+            program.note_samples(known, ())
+            return
+        if num == 1:
+            # A dim of one may be the samples or not.
+            num = 3
+            args, kwargs = pytree.tree_map_only(torch.Tensor, partial(rows_like, num=num), (args, kwargs))
+        followed = program
+        with suppress(Exception):  # a model that cannot be followed is not wrong
+            followed = trace(self.model, args, kwargs, self.blocks, self.device, num_followed=num)
+        program.note_samples(followed.draws, followed.statistics)
+        self._draws[kind] = followed.draws
+        if torch.is_grad_enabled() and self.statistics is None:
+            self.statistics = followed.statistics
 
     def _bind(self, program: Program, stages: Sequence[Stage], place: int) -> dict[int, BoundStage]:
         modules = {name: self.model.get_submodule(name) for name in self.stage_of}

@@ -14,7 +14,10 @@ import torch
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from rankwise.parallel.loss.batch_statistics import Statistic
+    from rankwise.parallel.randomness.scope import PlannedDraw
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class TracedCall:
     """Values that were changed in place."""
     in_grad_mode: bool
     is_random: bool
+    first_draw: int = 0
+    """How many random draws come before it."""
     num_args: int = 0
     names: tuple[str, ...] | None = None
     """Of arguments by name, where no argument is a tree."""
@@ -93,6 +98,14 @@ class Program:
     output: list[Any] = field(default_factory=list[Any])
     """Leaves of the result of forward, a :class:`Ref` in place of each tensor."""
     output_spec: pytree.TreeSpec | None = None
+    drawn_shapes: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    """Of random numbers, in order."""
+    has_draws_apart: bool = False
+    """Whether some are made again in backward, or without gradients."""
+    draws: Sequence[PlannedDraw] = ()
+    """Random numbers, in order, if the samples were followed."""
+    statistics: tuple[Statistic | None, ...] = ()
+    """Of the tensors of the output: the statistic of several samples that each depends on."""
 
     def end(self, output: list[Any], spec: pytree.TreeSpec) -> None:
         """Set the leaves of the output, a :class:`Ref` in place of each tensor, and their tree."""
@@ -102,6 +115,21 @@ class Program:
     def note_changed(self, states: Iterable[str]) -> None:
         """Note which parameters and buffers forward changes."""
         self.changed_states = tuple(states)
+
+    @property
+    def num_draws(self) -> int:
+        """How often forward draws random numbers."""
+        return len(self.drawn_shapes)
+
+    def note_draw(self, shape: tuple[int, ...], *, is_apart: bool) -> None:
+        """Note a random draw."""
+        self.drawn_shapes.append(shape)
+        self.has_draws_apart |= is_apart
+
+    def note_samples(self, draws: Sequence[PlannedDraw], statistics: Iterable[Statistic | None]) -> None:
+        """Note which random numbers the samples have, and where they met."""
+        self.draws = draws
+        self.statistics = tuple(statistics)
 
     def output_reads(self) -> list[int]:
         """Return the values that the output consists of."""

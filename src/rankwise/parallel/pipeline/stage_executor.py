@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.autograd.graph import Node
 
+    from rankwise.parallel.pipeline.program import TracedCall
     from rankwise.parallel.pipeline.stages import Stage
 
 
@@ -71,13 +72,17 @@ class BoundStage:
         self._states = tuple((number, attrgetter(names[number])) for number in sorted(reads) if number in names)
 
     def forward(
-        self, leaves: Sequence[Any], received: Sequence[torch.Tensor]
+        self,
+        leaves: Sequence[Any],
+        received: Sequence[torch.Tensor],
+        before_call: Callable[[TracedCall], None] | None = None,
     ) -> tuple[list[torch.Tensor], HeldActivations]:
         """Return the values for the next stage, and those that backward needs.
 
         Args:
             leaves: of the model's arguments for this micro-batch.
             received: from the stage before.
+            before_call: called with each call before it is made.
         """
         stage, program = self.stage, self.program
         env: dict[int, Any] = {number: leaves[index] for number, index in program.inputs.items()}
@@ -90,6 +95,8 @@ class BoundStage:
             # A value changed in place must not be a leaf, nor memory that the previous stage on this rank still needs.
             env[number] = value.clone() if number in stage.changed else value
         for call, drops in zip(stage.calls, stage.drops, strict=True):
+            if before_call is not None:
+                before_call(call)
             args, kwargs = call.arguments(env)
             run = self.blocks[call.target] if isinstance(call.target, str) else call.target
             if call.in_grad_mode:
@@ -153,8 +160,9 @@ class BoundStage:
             return self._whole_backward(held)
         leaves = list(held.leaves.values())
         if held.roots:
-            # torch detaches them in place, which views do not allow.
-            roots = [root.clone() if is_view(root) else root for root in held.roots]
+            # torch detaches them in place, which fails for views and for a root that another one is computed from.
+            are_several = len(held.roots) > 1
+            roots = [root.clone() if are_several or is_view(root) else root for root in held.roots]
             found, held.groups = backward_of_inputs(roots, held.gradients, leaves, iter(self.parameters))
         else:
             found, held.groups = (None,) * len(leaves), []

@@ -23,6 +23,8 @@ from rankwise.parallel.core.gradient_hooks import ModuleHooks
 from rankwise.parallel.core.same_inputs import describe_arguments
 from rankwise.parallel.core.sparse_gradients import sparse_layers
 from rankwise.parallel.loss.amounts import amount_of, ratio
+from rankwise.parallel.loss.batch_statistics import FollowedLoss
+from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.pipeline import micro_batches as parts
 from rankwise.parallel.pipeline.executor import MicroBatch, Span, StepRun, now
 from rankwise.parallel.pipeline.link import PipelineLink
@@ -31,6 +33,7 @@ from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.parallel.pipeline.micro_batch_losses import MicroBatchLosses
 from rankwise.parallel.pipeline.program import Ref
 from rankwise.parallel.pipeline.schedule import Action, predicting_order, training_order
+from rankwise.parallel.pipeline.stage_draws import StageDraws
 from rankwise.parallel.pipeline.step_gradients import StepGradients
 from rankwise.parallel.pipeline.step_weight import StepWeight
 from rankwise.torch_private import tree as pytree
@@ -66,7 +69,7 @@ class Pipeline:
         world = session.world
         axes = axes_for("pipeline", "pp")
         self._plan = plan
-        self._loss_fn = loss_fn
+        self._loss_fn = FollowedLoss(loss_fn)
         self._num_micro_batches = num_micro_batches
         self._weight = weight
         self._place = place
@@ -96,6 +99,7 @@ class Pipeline:
         self._buffers = None if copies is None else BufferSync(plan.own_buffers(place), copies)
         self._spans: list[tuple[str, int, int, float, float]] | None = None
         self._measured: MeasuredStep | None = None
+        self._draws = StageDraws(session, plan.model)
         self._has_warned = False
         self._looked_at: Program | None = None
         self._num_begun = 0
@@ -103,6 +107,7 @@ class Pipeline:
         session.on_leave(partial(run_checks, waits=True))
         session.before_save(partial(run_checks, waits=True))
         session.at_end(forget_checks)
+        session.at_end(forget_losses)
 
     def __call__(self, x: object, target: object) -> torch.Tensor:
         """Compute the loss of a batch, and add its gradients to those of the parameters.
@@ -134,6 +139,8 @@ class Pipeline:
         self._begin("step", arguments, target)
         # Raises what can be refused before anything changes.
         prepared = self._prepared_step(arguments, target, samples) if samples else None
+        if prepared is None:
+            self._draw_nothing(arguments)
         is_read = self._is_read(prepared)
         self._gradients.begin(has_factor=is_read)
         try:
@@ -276,6 +283,13 @@ class Pipeline:
             self._warn_of_states(programs[0])
         return run, training_order(plan.schedule.name, plan.num_ranks, count), total
 
+    def _draw_nothing(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Take part in a step in which other copies draw random numbers for their samples."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(parts.rows_like, num=1), arguments)
+        with torch.enable_grad():
+            if self._plan.bound(args, kwargs, self._place)[0].num_draws:
+                self._draws.begin((), 0)
+
     def _is_read(self, prepared: tuple[StepRun, Sequence[Sequence[Action]], Amount] | None) -> bool:
         """Return whether the weight of a step is read from its losses; the same on every rank."""
         is_elsewhere = self._has_copies or self._piped.on_mean is not None
@@ -297,11 +311,19 @@ class Pipeline:
                 self._measured = self._gathered(order, began)
             if self._along is not None:
                 self._along.detector.recorder.note_step(self._num_begun)
+        if run is not None and run.losses:
+            look_at_losses(
+                run.losses,
+                parts=[(one.first, one.num_samples) for one in run.micro_batches],
+                advice="skip such a step on every rank of the pipeline, to all of which step() returns the loss",
+            )
         losses = [] if run is None else run.losses
         step, loss = StepWeight(1.0, total, total, None), None
         if is_read:
             with self._telling_others():
                 step, loss = self._loss.agree(losses)
+        if self._loss_fn.statistic is not None:
+            self._loss.warn_of_statistic(self._loss_fn.statistic)
         if run is None:
             return torch.full((), math.nan, device=self._plan.device), step
         return self._loss.value(losses) if loss is None else loss, step
@@ -359,11 +381,17 @@ class Pipeline:
                 bound[size] = plan.bound(args, kwargs, self._place)
             program, stages = bound[size]
             programs.append(program)
-            found.append(MicroBatch(leaves, None if targets is None else targets[number], shares[number], size, stages))
+            target = None if targets is None else targets[number]
+            found.append(MicroBatch(leaves, target, shares[number], sum(sizes[:number]), size, stages))
+        if programs[0].num_draws:
+            self._draws.begin(pytree.tree_leaves(x), sum(sizes))
         self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
-        loss_fn = None if targets is None else self._loss_fn
+        is_part = self._has_copies or len(sizes) > 1
+        if is_part:
+            self._loss_fn.note_outputs(self._plan.statistics or ())
+        loss_fn = None if targets is None else self._loss_fn if is_part else self._loss_fn.plain
         rank_of = partial(plan.schedule.rank_of, num_ranks=plan.num_ranks)
-        return StepRun(found, self._link, rank_of, loss_fn), programs
+        return StepRun(found, self._link, rank_of, loss_fn, self._draws), programs
 
     def _weight_of(self, target: object, size: int) -> Amount:
         weight = amount_of(size if self._weight is None else self._weight(target))

@@ -7,15 +7,22 @@ nothing of ranks or stages. Used by plan.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.loss.batch_statistics import StatisticsTracer
 from rankwise.parallel.pipeline.program import Program, Ref, TensorKind, TracedCall
 from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it_was
+from rankwise.parallel.randomness.batch_tracer import KnownLayout, is_random
+from rankwise.parallel.randomness.meeting_tracer import MeetingTracer
+from rankwise.parallel.randomness.sample_layout import SampleLayout
+from rankwise.parallel.randomness.scope import DrawScope
+from rankwise.parallel.randomness.source import is_apart
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like
@@ -38,7 +45,13 @@ MOST_DEPTH = 4
 
 
 def trace(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], blocks: Iterable[str], device: torch.device
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    blocks: Iterable[str],
+    device: torch.device,
+    *,
+    num_followed: int = 0,
 ) -> Program:
     """Return the calls of ``model(*args, **kwargs)``, without computing them.
 
@@ -50,6 +63,7 @@ def trace(
         kwargs: likewise.
         blocks: names of the modules whose calls are not traced inside.
         device: the device that the parameters are assumed to be on.
+        num_followed: samples of the arguments, to follow through the calls; 0 to follow none.
 
     Raises:
         ConfigurationError: forward depends on values, or cannot be traced.
@@ -58,11 +72,15 @@ def trace(
 
     mode = fake.fake_tensors()
     recorder = _Recorder()
+    tracer = _SampleTracer(num_followed)
+    draws = tracer.plan_without_data(fake.FakeTensor, fake.outside_fake)
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaves[index] = stand_in = fake.fake_of(mode, leaf.detach())
             recorder.program.inputs[recorder.number(stand_in)] = index
+            if stand_in.dim():
+                tracer.set_fact(stand_in, KnownLayout(SampleLayout(0)))
     own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
     names = list(blocks)
     # Hooks of the model itself may look at values, of which there are none.
@@ -73,9 +91,14 @@ def trace(
             hide_backward_hooks(module)
         handles = [handle for name in names for handle in recorder.follow(name, model.get_submodule(name))]
         try:
-            with _stood_in(model, mode, device, recorder), mode, recorder.randomness, recorder:
+            modes = mode, recorder.randomness, recorder, *((tracer,) if num_followed else ())
+            with _stood_in(model, mode, device, recorder), ExitStack() as entered:
+                for one in modes:
+                    entered.enter_context(one)
                 output = run(*own_args, **own_kwargs)
             recorder.check_randomness()
+            outputs = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            recorder.program.note_samples(draws, map(tracer.statistic, outputs))
             return recorder.finish(output)
         except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
             raise _depends_on_values(error, recorder.within) from error
@@ -112,7 +135,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.program = Program()
-        self.randomness = _Randomness()
+        self.randomness = _Randomness(self.program)
         self.python_randomness = PythonRandomness()
         self.within: str | None = None
         """The block that is running."""
@@ -120,6 +143,8 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[torch.Tensor] = []
         self._split_states: dict[int, int] = {}
         self._next = 0
+        self._num_drawn = 0
+        """Before the current call."""
         self._depth = 0
         self._entered: tuple[list[Any], pytree.TreeSpec, list[int]] | None = None
         self._autocast = autocast_state()
@@ -224,7 +249,9 @@ class _Recorder(TorchFunctionMode):
             changes=changes,
             in_grad_mode=torch.is_grad_enabled(),
             is_random=self.randomness.was_seen and not isinstance(target, str),
+            first_draw=self._num_drawn,
         )
+        self._num_drawn = self.program.num_draws
         self.program.calls.append(call)
 
     def _stored(self, leaf: object, target: object) -> object:
@@ -273,12 +300,28 @@ class _Recorder(TorchFunctionMode):
         return self.program
 
 
+class _SampleTracer(StatisticsTracer):
+    """Follows samples without data, and notes which of them each random number is for."""
+
+    is_graph_read = False  # of other stages
+
+    def __init__(self, num_samples: int) -> None:
+        rows = CurrentBatch(0, 0, 0, num_samples, num_samples, 0)
+        super().__init__(rows)
+        self._scope = DrawScope(rows, "counter", 0)
+
+    def _draw(self, call: Any, found: Any, *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
+        return super(MeetingTracer, self)._draw(call, found, is_lost=is_lost)  # which leaves draws to torch
+
+
 class _Randomness(DispatchMode):
     """Notices random operators: other ranks cannot draw the same numbers again."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__()
         self.was_seen = False
+        self._program = program
+        self._has_graph = torch.is_grad_enabled()
 
     def __torch_dispatch__(
         self,
@@ -287,9 +330,12 @@ class _Randomness(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        out = func(*args, **(kwargs or {}))
+        if is_random(func):
             self.was_seen = True
-        return func(*args, **(kwargs or {}))
+            shape = next(tuple(one.shape) for one in pytree.tree_leaves(out) if isinstance(one, torch.Tensor))
+            self._program.note_draw(shape, is_apart=is_apart(has_graph=self._has_graph))
+        return out
 
 
 def tensor_places(model: nn.Module) -> Generator[tuple[str, dict[str, Any], str, torch.Tensor]]:

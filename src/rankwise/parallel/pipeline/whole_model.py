@@ -57,14 +57,13 @@ class _WholeModels:
         error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - as torch's
         foreach: bool | None = None,  # noqa: FBT001
     ) -> torch.Tensor:
-        """Return the norm of gradients of all ranks. Called by: every rank, if a model in stages has some of them."""
+        """Return the norm of gradients of all ranks. Called by: every rank, since others may have some of them."""
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
         of_stages = {id(parameter.grad) for parameter in parameters if parameter.grad is not None}
         own = [one for one in given if id(one) in of_stages]
         others = [one for one in given if id(one) not in of_stages]
-        # A rank whose stages have no gradients takes part, too.
-        if not parameters or (others and not own):
+        if not parameters:
             return total_norm(given, norm_type, error_if_nonfinite, foreach)
         if not float(norm_type) > 0:
             raise ConfigurationError(
@@ -77,7 +76,7 @@ class _WholeModels:
         norms = self._along.all_gather(norm.to(self.device, torch.float64), what="norm of the gradients")
         # The norm of norms is that of all elements.
         total = total_norm([*norms.unbind(), *others], norm_type, error_if_nonfinite)
-        return total.to(parameters[0].dtype)
+        return total.to((given or parameters)[0].dtype)
 
     def _complete(
         self, optimizer: Optimizer, found: dict[torch.device, torch.Tensor]

@@ -9,6 +9,7 @@ and pay nothing.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,13 @@ from rankwise.parallel.randomness.sample_layout import (
 )
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.kernels import DispatchMode
+from rankwise.torch_private.tensors import memory_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from rankwise.parallel.randomness.scope import DrawScope
+    from rankwise.parallel.randomness.scope import DrawScope, PlannedDraw
     from rankwise.torch_private.kernels import Operator
 
     Identity = tuple[int, object, tuple[int, ...], tuple[int, ...]]
@@ -71,6 +74,11 @@ class KnownLayout:
     """Whether the guess is about this tensor itself, not one that it was computed from."""
 
 
+def is_random(func: Operator) -> bool:
+    """Return whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket.__name__ in FILLING
+
+
 class TracedCall:
     """One operation, and its arguments."""
 
@@ -81,7 +89,7 @@ class TracedCall:
         self.name: str = func.overloadpacket.__name__
         self.tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
         self.is_pointwise = torch.Tag.pointwise in func.tags
-        self.is_random = torch.Tag.nondeterministic_seeded in func.tags or self.name in FILLING
+        self.is_random = is_random(func)
 
     def sizes(self) -> Sequence[int]:
         """Return the sizes that are given in numbers."""
@@ -113,6 +121,8 @@ class BatchTracer(DispatchMode):
         """Tensors computed from samples, of which it is not known where the samples are in them."""
         self._drawn_by_sizes: dict[Identity, str] = {}
         """Where random numbers were drawn whose shape was given in numbers."""
+        self._is_without_data = False
+        self._around_shapes: Callable[[], AbstractContextManager[object]] = nullcontext
         is_first = True
         for tensor, layouts in inputs:
             if layouts == [OWN_ROWS]:
@@ -197,6 +207,10 @@ class BatchTracer(DispatchMode):
         scope.traced_layouts.append(layout)
         try:
             out = call.func(*call.args, **call.given)
+            if self._is_without_data:
+                first = outputs_of(out)[0]
+                scope.plan_draw("", first.shape, first.stride())
+                scope.note_redraw(lambda _: None)
         finally:
             scope.traced_layouts.pop()
         if guess is not None and len(guess.layouts) > 1 and len(scope.made) > before:
@@ -232,7 +246,7 @@ class BatchTracer(DispatchMode):
         facts = {identity_of(one): fact for one, fact in found}
         layouts = {key: fact.layout for key, fact in facts.items()}
         certain = [(one, fact.layout) for one, fact in found if fact.guess is None and fact.layout is not None]
-        alike = [one for one in call.tensors if type(one) is torch.nn.Parameter]
+        alike = [one for one in call.tensors if isinstance(one, torch.nn.Parameter)]
         for tensor, fact in found:
             key, guess = identity_of(tensor), fact.guess
             if guess is None or not (certain or (alike and call.is_pointwise)):
@@ -364,10 +378,11 @@ class BatchTracer(DispatchMode):
             return meta.permute([order.index(dim) for dim in range(one.dim())])
 
         try:
-            args, given = pytree.tree_map(as_meta, (call.args, call.given))
-            if "device" in given:
-                given["device"] = torch.device("meta")
-            return [one.shape for one in outputs_of(call.func(*args, **given))]
+            with self._around_shapes():
+                args, given = pytree.tree_map(as_meta, (call.args, call.given))
+                if "device" in given:
+                    given["device"] = torch.device("meta")
+                return [one.shape for one in outputs_of(call.func(*args, **given))]
         except Exception:  # noqa: BLE001 - it cannot take one more sample, or has no meta kernel
             return None
 
@@ -377,6 +392,19 @@ class BatchTracer(DispatchMode):
         fact = self._facts.get(identity_of(x))
         is_kept = fact is not None and fact.layout is not None and fact.layout.dim < out.dim() - 1
         self.set_fact(out, replace(fact, is_direct=False) if fact is not None and is_kept else None)
+
+    def plan_without_data(
+        self, kind: type[torch.Tensor], outside: Callable[[], AbstractContextManager[object]]
+    ) -> Sequence[PlannedDraw]:
+        """Follow tensors of a class without data, and compute shapes outside the mode that creates them.
+
+        Returns:
+            A list that is filled with the draws.
+        """
+        _FOLLOWED.add(kind)
+        self._around_shapes = outside
+        self._is_without_data = True
+        return self._scope.made
 
     def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None, *, is_lost: bool = False) -> None:
         """Note where the samples are in a tensor; ``None``: it holds none, or they are lost."""
@@ -408,13 +436,15 @@ def _is_aligned(
     return True
 
 
-_FOLLOWED = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_WITH_DATA = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_FOLLOWED: set[type] = {*_WITH_DATA}
 
 
 def identity_of(tensor: torch.Tensor) -> Identity:
     """Return what two tensors have in common that are views of the same numbers."""
     # Not the object, of which autograd creates views. Memory is reused only after its fact was replaced.
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    memory = tensor.untyped_storage().data_ptr() if type(tensor) in _WITH_DATA else memory_key(tensor)
+    return memory, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def outputs_of(out: object) -> list[torch.Tensor]:

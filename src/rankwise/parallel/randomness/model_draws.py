@@ -129,15 +129,32 @@ class DrawsOfModel:
         if not in_backward():
             self._abandon()
         leaves = [one for _, one in tensors_in((args, kwargs)) if one.dim()]
-        kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
+        self.begin(module, leaves, rows)
+
+    def begin(
+        self,
+        module: nn.Module,
+        leaves: Sequence[torch.Tensor],
+        rows: CurrentBatch | None,
+        plan: Sequence[PlannedDraw] | None = None,
+    ) -> DrawScope:
+        """Draw for some samples from now on.
+
+        Args:
+            module: that is called.
+            leaves: the tensors that it is called with.
+            rows: the samples; ``None`` if they come from no loader.
+            plan: the draws of the pass; default: found out in the first one.
+        """
+        kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         has_own_draws = rows is None and self.randomness != "per_rank"
         sizes = tuple(leaf.shape for leaf in leaves)
         scope = DrawScope(
             rows,
             self.randomness,
             self._rank,
-            self._plans.get(kind, ()),
+            self._plans.get(kind, ()) if plan is None else plan,
             self._masks.get(kind, ()),
             has_graph=torch.is_grad_enabled(),
             on_first_draw=self._warn_of_own_draws if has_own_draws and not self._has_warned else None,
@@ -145,7 +162,7 @@ class DrawsOfModel:
             splits=self._splits.get((kind, sizes)) or self._splits.get(kind, ()),
         )
         follower = splitter = None
-        if rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
+        if plan is None and rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
             follower = BatchTracer(scope, rows.num, list(zip(leaves, layouts_of_inputs(leaves, rows), strict=True)))
         is_known = (kind, sizes) in self._splits or (kind in self._splits and kind not in self._sized)
@@ -157,6 +174,7 @@ class DrawsOfModel:
         enter(None if self._needs_loader and rows is None and self._part is None else scope)
         for tracer in scope.tracers:
             tracer.__enter__()
+        return scope
 
     def after(self, module: nn.Module, *_: object) -> None:
         """Draw as before the forward pass. Called by torch, also after one that raised."""

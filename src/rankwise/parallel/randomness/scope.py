@@ -42,6 +42,7 @@ class PlannedDraw:
     """The layout of one draw of a forward pass."""
 
     operation: str
+    """Empty: any."""
     num_dims: int
     layout: SampleLayout | None
     """``None``: the same numbers on every rank, as for noise on weights."""
@@ -50,7 +51,7 @@ class PlannedDraw:
 
     def fits(self, operation: str, shape: Sequence[int], num_samples: int) -> bool:
         """Return whether a draw in another batch can be this one again."""
-        if self.operation != operation or self.num_dims != len(shape):
+        if self.operation not in {operation, ""} or self.num_dims != len(shape):
             return False
         return self.layout is None or self.layout == OWN_ROWS or self.layout.fits(shape, num_samples)
 

@@ -140,7 +140,7 @@ def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: t
         salt = mixed(scope.rank) if is_own else 0
         if generator is None and not is_checkpointing(scope):
             return NumberSource(layout, rows, salt, key_of_pass(scope), None, planned.order, part)
-        known_by = _take_key(generator)
+        known_by = take_key(generator)
         source = NumberSource(layout, rows, salt, (known_by, 0), None, planned.order, part)
     _remember(known_by, source)
     return source
@@ -149,13 +149,18 @@ def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: t
 def key_of_pass(scope: DrawScope) -> Key:
     """Return the key of the latest draw of a scope, which takes one number from the generator for all draws."""
     if scope.key is None:
-        scope.key = _take_key(None)
+        scope.key = take_key(None)
     return scope.key, len(scope.made)
 
 
 def is_checkpointing(scope: DrawScope) -> bool:
-    """Return whether backward may draw the same again: there are hooks on saved tensors, or gradients are disabled."""
-    return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != scope.has_graph
+    """Return whether backward may draw the same again."""
+    return is_apart(has_graph=scope.has_graph)
+
+
+def is_apart(*, has_graph: bool) -> bool:
+    """Return whether there are hooks on saved tensors, or gradients are disabled within a pass that has a graph."""
+    return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != has_graph
 
 
 def source_again(generator: torch.Generator | None, device: torch.device) -> NumberSource | None:
@@ -167,7 +172,7 @@ def source_again(generator: torch.Generator | None, device: torch.device) -> Num
         return replace(by_state, generator=generator)
     used = generator or torch.default_generator
     state = used.get_state()
-    found = _recall(_take_key(generator))
+    found = _recall(take_key(generator))
     if found is None:
         used.set_state(state)
     return found
@@ -175,7 +180,7 @@ def source_again(generator: torch.Generator | None, device: torch.device) -> Num
 
 def source_by_key(source: NumberSource) -> NumberSource:
     """Return a source by key for a draw that cannot have torch's numbers."""
-    return replace(source, key=(_take_key(source.generator), 0))
+    return replace(source, key=(take_key(source.generator), 0))
 
 
 def generator_before(
@@ -215,8 +220,8 @@ def redrawing(
     return redraw
 
 
-def _take_key(generator: torch.Generator | None) -> int:
-    # From the CPU's generator unless another is given.
+def take_key(generator: torch.Generator | None) -> int:
+    """Return a number from a generator, by default the CPU's."""
     device = torch.device("cpu") if generator is None else generator.device
     number = torch.empty(1, dtype=torch.int64, device=device)
     if generator is None or device.type == "cpu":
