@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 RESTARTED = {"by hand": [], "restarts": ["--max-restarts", "1000"], "elastic": ["--max-restarts", "1000"]}
 VICTIMS = ["rank", "launcher", "host", "host without its cable"]
+START = "---- started"
 MOMENTS = {"start": 0.25, "restore": 0.15, "training": 0.6}
 
 
@@ -58,6 +59,7 @@ class Job:
     def start(self, host: int) -> None:
         """Start the launcher of a host, which reads the secret of this user as all others do."""
         with (self.folder / f"output-{host}.txt").open("a", encoding="utf-8") as output:
+            print(START, file=output, flush=True)
             there = ["env", f"--chdir={self.folder}", *self._command]
             self.launchers[host] = self.hosts.start(host, there, {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
 
@@ -73,6 +75,11 @@ class Job:
                 return False
             select.select([], [], [], 0.01)
         return True
+
+    def have_met(self) -> bool:
+        """Return whether every launcher has joined since the first one was started."""
+        said = _text(self.folder / "output-0.txt").rpartition(START)[2]
+        return f"({self.hosts.number} of {self.hosts.number} nodes)" in said
 
     def kill(self, host: int, victim: str) -> str:
         """Kill something on a host; return what, and what its rank did."""
@@ -125,7 +132,7 @@ class Disturbed:
 
     def train(self, most_kills: int) -> str:
         """Kill up to so many times; return what was wrong, if anything."""
-        job, draw = self._job, self._draw
+        job = self._job
         _forget_ranks(job.folder)
         self._start_all()
         while True:
@@ -176,6 +183,10 @@ class Disturbed:
         self.kills.append(told)
         _forget_ranks(job.folder)
         if self._restarted == "by hand":
+            if not job.have_met():
+                # Launchers wait for those that have not joined, and for the first one, for minutes.
+                self._start_again(hosts)
+                return ""
             has_ended = job.wait_until(lambda: False, LIMIT_SECONDS)
             for host in hosts:
                 job.hosts.link(host, up=True)
@@ -186,17 +197,21 @@ class Disturbed:
             return ""
         # Some launchers are killed; the others wait for them for 30 s.
         job.wait_until(lambda: False, draw.uniform(0.0, 12.0))
+        self._start_again(hosts)
+        return ""
+
+    def _start_again(self, hosts: list[int]) -> None:
+        """Start the launchers of hosts that were killed, unless the job had ended when they were hit."""
+        job = self._job
         for host in hosts:
             job.hosts.link(host, up=True)
         others = [code for host, code in enumerate(job.codes()) if host not in hosts]
-        if others and not any(code != 0 for code in others):
-            # The job had ended when it was hit.
+        if others and all(code == 0 for code in others):
             job.launchers = [one for host, one in enumerate(job.launchers) if host not in hosts]
-            return ""
+            return
         for host in hosts:
             if job.codes()[host] is not None:
                 job.start(host)
-        return ""
 
     def _lost(self) -> str:
         return _text(self._job.folder / "lost")
