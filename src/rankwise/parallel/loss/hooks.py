@@ -270,7 +270,8 @@ def _warn_unread(because: str) -> None:
         f"the loss ({{where}}) is neither a mean nor a sum over samples because of {because}: its gradients are "
         "averaged over ranks by samples, which may differ from the result of one rank; compute that "
         "operation per sample, or pass the number that the loss averages over to rankwise.weight(model, "
-        "amount), or gather the outputs of all ranks first",
+        "amount), or compute all of it on each rank, from rankwise.whole_batch(outputs, gradients=True) and "
+        "rankwise.whole_batch(targets)",
     )
 
 

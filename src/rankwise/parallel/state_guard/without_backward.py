@@ -30,7 +30,7 @@ EVERY = 64
 """How often ranks compare after the first times."""
 UNCHANGED_AT = {4, 16, 64}
 """After how many forward passes parameters on a device are compared that seem unchanged."""
-_AVERAGE = "p.grad = rankwise.all_reduce(g * len(x)) / rankwise.all_reduce(float(len(x)))"
+_AVERAGE = "g = rankwise.all_reduce(g * len(x)) / rankwise.all_reduce(float(len(x)))"
 
 
 class WithoutBackward:
@@ -86,7 +86,7 @@ class WithoutBackward:
                 where=f"reported on {current().world}",
                 evidence=f"the gradient of {name} has the norm\n{norms}",
                 do="call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
-                f"microstep; or average each gradient g before the step: {_AVERAGE}",
+                f"microstep; or average each gradient g right after autograd.grad(): {_AVERAGE}",
             )
 
     def note_forward(self) -> None:
@@ -115,7 +115,7 @@ class WithoutBackward:
                 where=f"reported on {current().world}",
                 evidence=f"its norm is\n{norms}",
                 do="call loss.backward() and use p.grad instead of torch.autograd.grad(); or average each gradient g: "
-                f"{_AVERAGE.replace('p.grad', 'g')}",
+                f"{_AVERAGE}",
             )
 
     def _compared(self, key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
