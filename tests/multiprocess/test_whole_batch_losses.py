@@ -200,3 +200,18 @@ def _half_gathered(_: World) -> list[str]:
 def test_samples_of_a_rank_next_to_those_of_all_are_named() -> None:
     said = [text for result in testing.run_ranks(_half_gathered, 2) for text in result.get()]
     check_said(said, ["because of rankwise.whole_batch() next to samples of this rank alone"])
+
+
+def _penalized(_: World) -> list[str]:
+    model = rw.replicate(_network("rmse", _whole))
+    a, b, _y = next(iter(rw.DataLoader(_dataset(), global_batch_size=BATCH_SIZE)))
+    loss = functional.mse_loss(_whole(model(a))[:, :3], rw.whole_batch(b))
+    gradients = torch.autograd.grad(loss, model.body.parameters(), create_graph=True)
+    with listening() as said:
+        (loss + sum(one.square().sum() for one in gradients)).backward()
+    return said
+
+
+def test_gradients_of_parameters_by_a_rank_are_not_taken_for_the_whole_batchs() -> None:
+    said = [text for result in testing.run_ranks(_penalized, 2) for text in result.get()]
+    check_said(said, ["is neither a mean nor a sum over samples because of"])

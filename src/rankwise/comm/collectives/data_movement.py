@@ -197,11 +197,6 @@ class WholeBatch(torch.autograd.Function):
         return gradient.narrow(0, ctx.start, ctx.num) * ctx.num_active, None, None, None
 
 
-def is_whole_batch(node: object) -> bool:
-    """Return whether a node of a graph is that of :func:`whole_batch` with ``gradients=True``."""
-    return getattr(node, "_forward_cls", None) is WholeBatch
-
-
 def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
     """Send a value to every rank, and receive one from each.
 

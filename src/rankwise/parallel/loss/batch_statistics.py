@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rankwise.comm.session import CurrentBatch, Session
     from rankwise.torch_private.kernels import Operator
 
+MOST_AFTER = 20_000
+"""Operations that have nothing to do with the batch, after its backward, until nothing more is followed."""
 _RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
 _BETWEEN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1] / 'randomness'}{os.sep}")
 """Files that run an operation for their callers."""
@@ -88,6 +90,9 @@ class StatisticsTracer(MeetingTracer):
         self._kept: dict[StorageWeakRef, Statistic] = {}
         """The same from an earlier batch."""
         self.is_over = False
+        self.is_after = False
+        """Whether backward has run: what has nothing to do with samples, as an optimizer's step, is not looked at."""
+        self._num_after = 0
         for one in pytree.tree_leaves(batch.values):
             if isinstance(one, torch.Tensor) and (layout := layout_of(one.shape, batch.num)) is not None:
                 self.set_fact(one, KnownLayout(layout))
@@ -100,6 +105,14 @@ class StatisticsTracer(MeetingTracer):
         if self.is_over or any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
             return func(*args, **call.given)
         given = [(one, known) for one in call.tensors if (known := self._known(one)) is not None]
+        if self.is_after and not given and all(self._layout(one) is None for one in call.tensors):
+            self._num_after += 1
+            self.is_over = self._num_after > MOST_AFTER
+            out = func(*args, **call.given)
+            for one in outputs_of(out):
+                self._of.pop(identity_of(one), None)
+                self._facts.pop(identity_of(one), None)
+            return out
         self._met = self._met_unseen(call)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         is_exchange = func.namespace.endswith("c10d")
@@ -150,7 +163,7 @@ class StatisticsTracer(MeetingTracer):
             dim = call.given.get("dim", call.args[1] if len(call.args) > 1 else 0) % call.tensors[0].dim()
             is_written = None in layouts and any(one is not None and one.dim == dim for one in layouts)
             storages = [one.untyped_storage() for one in outputs_of(out)] if is_written else []
-        elif call.name.endswith("_"):
+        elif call.name.endswith("_") and call.tensors:
             target, *sources = call.tensors
             storages = [target.untyped_storage()]
             is_whole = target.nbytes == storages[0].nbytes() and call.name not in _WRITING_ROWS
@@ -287,5 +300,6 @@ class FirstBatches:
         """Follow what the script keeps of the first batch."""
         if self._earlier is not None and self._tracer is None and self._can_follow():
             self._earlier.forget_freed()
+            self._earlier.is_after = True
             self._tracer = self._earlier
             self._tracer.__enter__()

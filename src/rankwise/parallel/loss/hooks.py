@@ -283,8 +283,8 @@ def _warn_of_statistic(statistic: Statistic) -> None:
         statistic.place,
         f"{statistic.name} at {statistic.place} combines the samples of this rank, and the loss ({{where}}) depends on "
         "the result otherwise than as a mean or a sum over samples: on one rank it would combine those of the whole "
-        "batch; apply it to rankwise.whole_batch(x), the samples of all ranks; or average a number with "
-        "rankwise.mean(value, len(x))",
+        "batch; apply it to rankwise.whole_batch(x), the samples of all ranks, with gradients=True if the loss is "
+        "computed from the result; or average a number with rankwise.mean(value, len(x))",
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from rankwise.comm.collectives.data_movement import WholeBatch, is_whole_batch
+from rankwise.comm.collectives.data_movement import WholeBatch
 from rankwise.parallel.loss.amounts import amount_of, is_zero
 from rankwise.parallel.loss.operations import (
     ADDING,
@@ -32,7 +32,7 @@ from rankwise.parallel.loss.operations import (
     SCALING,
 )
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.autograd import is_of_python, is_of_strategy, metadata_of, saved, shape_of
+from rankwise.torch_private.autograd import function_of, is_of_python, is_of_strategy, metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -171,22 +171,38 @@ def _small(is_floating_point: bool) -> torch.Tensor:  # noqa: FBT001 - the key o
 
 
 def is_of_parameters(start: Node) -> bool:
-    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks.
-
-    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
-    """
+    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks."""
     stack, seen = [start], set[Any]()
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if is_of_python(node) or operation_of(node) in LOOKUPS:
-            return False
-        if operation_of(node) in PRODUCTS and any(one is None for one, _ in node.next_functions):
+        if is_of_python(node) or _lets_data_in(node):
             return False
         stack += [one[0] for one in inputs_of(node)]
     return True
+
+
+def _lets_data_in(node: Node) -> bool:
+    """Return whether samples may enter a graph at a node.
+
+    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
+    """
+    name = operation_of(node)
+    return name in LOOKUPS or (name in PRODUCTS and any(one is None for one, _ in node.next_functions))
+
+
+def _leads_to_whole_batch(start: Node) -> bool:
+    stack, seen = [start], set[Any]()
+    while stack:
+        node = stack.pop()
+        if function_of(node) is WholeBatch:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += [one[0] for one in inputs_of(node)]
+    return False
 
 
 def masks_of(node: Node) -> list[torch.Tensor]:
@@ -499,22 +515,25 @@ class LossReader:
 
     def _is_of_whole_batch(self, start: Node) -> bool:
         """Return whether a value is computed from all ranks' samples, and parameters, alone; note their outputs."""
-        wholes: list[Node] = []
-        stack, seen = [start], set[Any]()
+        stack, seen, wholes, entrances = [start], set[Any](), [], []
         while stack and len(seen) < FARTHEST_IN_WHOLE:
             node = stack.pop()
             if node in seen:
                 continue
             seen.add(node)
-            if is_whole_batch(node):
+            if function_of(node) is WholeBatch:
                 wholes.append(node)
             elif MARK in metadata_of(node) and node is not start:
                 return False
             else:
+                entrances += [node] if _lets_data_in(node) else []
                 stack += [one[0] for one in inputs_of(node)]
-        for one in () if stack else wholes:
+        # Samples of this rank enter inside the model, as in gradients of its parameters.
+        if stack or not wholes or not all(map(_leads_to_whole_batch, entrances)):
+            return False
+        for one in wholes:
             self._note_marks(one)
-        return bool(wholes) and not stack
+        return True
 
     def _is_reduced(self, edge: Edge) -> bool:
         """Return whether a value is a mean or a sum over the first dim, or several of them, as means of classes are."""
@@ -569,7 +588,7 @@ class LossReader:
         name, inputs = operation_of(node), inputs_of(node)
         if not inputs or name == "AccumulateGrad":
             return None
-        if is_whole_batch(node):
+        if function_of(node) is WholeBatch:
             return MIXED
         if is_of_python(node) or name == "CompiledFunction":
             return None if is_of_strategy(node) else name
