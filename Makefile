@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.11.0 3.11-2.9.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults kills slowdowns bench bench-peers docs docs-browser docs-links environments chart lock release-check clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults kills kills-on-hosts slowdowns bench bench-peers docs docs-browser docs-links environments chart lock release-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,6 +94,9 @@ faults: setup  ## scripts with one mistake each: does rankwise verify find it an
 
 kills: setup  ## kill a training at random moments of its saves and restores: is nothing lost and the end bit-equal?
 	$(BIN)/python tests/faults/kills.py $(ONLY)
+
+kills-on-hosts: setup  ## the same on hosts that are network namespaces: ranks, launchers and hosts; needs root
+	$(BIN)/python tests/faults/kills_on_hosts.py $(ONLY)
 
 slowdowns: setup  ## jobs with one slow rank each: does the report name it and why? run nothing else at the same time
 	$(BIN)/python tests/slowdowns/run.py

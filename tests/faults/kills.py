@@ -29,20 +29,31 @@ TRAIN = """
 import os, sys
 import torch
 import rankwise as rw
+from torch.nn import Dropout, Linear, Tanh
 
 asynchronous, strategy, steps = sys.argv[1] == "asynchronous", sys.argv[2], int(sys.argv[3])
+
+def write(name, value):
+    with open(name, "w") as file:
+        file.write(str(value))
+
+def number_in(name):
+    return int(open(name).read() or 0) if os.path.exists(name) else 0
+
 with rw.join() as world:
+    ranks = world.world_size
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(40, 64).double(), torch.randn(40, 64).double())
-    layers = torch.nn.Linear(64, 512), torch.nn.Dropout(0.1), torch.nn.Linear(512, 64)
+    layers = Linear(64, 504), Dropout(0.1), Linear(504, 64), Tanh(), Linear(64, 64)
     model, loss_fn, step = torch.nn.Sequential(*layers).double(), torch.nn.functional.mse_loss, None
     if strategy == "tensor_parallel":
-        rw.mesh(tp=2)
+        rw.mesh(tp=ranks)
         rw.tensor_parallel(model, {"0": "column", "2": "row"})
     elif strategy == "pipeline":
-        rw.mesh(pp=2)
+        rw.mesh(pp=ranks)
         # Without split=, the cut follows measured times, and with it which rank draws.
-        step = rw.pipeline(model, loss_fn, example=torch.zeros(2, 64).double(), micro_batches=4, split="2")
+        cut = ["2", "4"][: ranks - 1]
+        step = rw.pipeline(model, loss_fn, example=torch.zeros(2, 64).double(), micro_batches=4, split=cut)
     else:
         getattr(rw, strategy)(model)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -50,13 +61,19 @@ with rw.join() as world:
     checkpoints = rw.Checkpointer("net", keep=2, asynchronous=asynchronous)
     extra = {"steps": 0}
     objects = {"model": model, "optimizer": optimizer, "loader": loader, "extra": extra}
-    with open(f"pid-{world.rank}", "w") as file:
-        file.write(str(os.getpid()))
+    phase = f"phase-{world.rank}"
+    write(phase, "restore")
+    write(f"pid-{world.rank}", os.getpid())
     checkpoints.restore(**objects)
+    if world.rank == 0:
+        if extra["steps"] < max(number_in("reported"), number_in("restored")):
+            write("lost", f"{extra} after {number_in('reported')} and {number_in('restored')}")
+        write("restored", extra["steps"])
     while extra["steps"] < steps:
         for x, y in loader:
             if extra["steps"] == steps:
                 break
+            write(phase, "step")
             if step is None:
                 loss_fn(model(x), y).backward()
             else:
@@ -64,10 +81,11 @@ with rw.join() as world:
             optimizer.step()
             optimizer.zero_grad()
             extra["steps"] += 1
+            write(phase, "save")
             path = checkpoints.save(**objects)
             if not asynchronous and world.rank == 0:
-                with open("reported", "w") as file:
-                    file.write(path.name)
+                write("reported", extra["steps"])
+    write(phase, "end")
     checkpoints.close()
     rw.save("end", model=model, optimizer=optimizer)
 """
@@ -181,7 +199,7 @@ def main() -> int:
                     break
                 num_kills += 1
                 reported = folder / "reported"
-                least = int(reported.read_text(encoding="utf-8").rpartition("-")[2] or 0) if reported.exists() else 0
+                least = int(reported.read_text(encoding="utf-8") or 0) if reported.exists() else 0
                 found = _newest_whole(folder)
                 is_whole = found >= max(least, newest)
                 lost += not is_whole

@@ -171,6 +171,10 @@ class Hosts:
         else:
             _run("ip", "-n", self._switch, "link", "set", self.hostnames[host_index], "up" if up else "down")
 
+    def kill_all(self, host_index: int) -> None:
+        """Kill every process on a host, which can start others."""
+        _kill_processes(self.namespaces[host_index], but=self._inits[host_index].pid)
+
     def limit(self, host_index: int, mbit: float) -> None:
         """Hold what one host sends to a bandwidth; what it receives comes as fast as before."""
         _limit(self.namespaces[host_index], "eth0", mbit)
@@ -327,23 +331,30 @@ def _delete_namespace(namespace: str) -> None:
     """End the processes inside, then the namespace; its interfaces go with it."""
     if not (NAMESPACES / namespace).exists():
         return
-    while handles := list(_processes_in(namespace)):
+    _kill_processes(namespace)
+    _run("ip", "netns", "delete", namespace)
+
+
+def _kill_processes(namespace: str, but: int | None = None) -> None:
+    """Kill every process inside a namespace, except one, and those that they start meanwhile."""
+    while handles := list(_processes_in(namespace, but)):
         for handle in handles:
             with os.fdopen(handle) as ending:
                 # It may have ended by itself.
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
                 select.select([ending], [], [])
-    _run("ip", "netns", "delete", namespace)
 
 
-def _processes_in(namespace: str) -> Iterator[int]:
-    """Return an open handle of every process inside a namespace.
+def _processes_in(namespace: str, but: int | None) -> Iterator[int]:
+    """Return an open handle of every process inside a namespace, except one.
 
     A handle means one process for good; a number may be given to another while it is looked at.
     """
     inside = (NAMESPACES / namespace).stat()
     for entry in Path("/proc").glob("[0-9]*"):
+        if entry.name == str(but):
+            continue
         # A process may end while it is looked at; one that has ended shows no namespace.
         with contextlib.suppress(OSError), ExitStack() as unless_inside:
             handle = os.pidfd_open(int(entry.name))

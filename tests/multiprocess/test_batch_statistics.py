@@ -254,39 +254,3 @@ def test_a_statistic_of_the_batch_is_named_once_with_its_line(num_ranks: int) ->
             lines = [line for line in told if WARNING in line]  # some losses of a single sample are NaN
             assert len(lines) == (rank == 0), name
             assert all(f"{SITUATIONS[name][1]} at test_batch_statistics.py:" in line for line in lines), (name, lines)
-
-
-def _coupled(z: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return losses that compare the samples of a batch, [batch, 4]."""
-    pairs = [-(a[:, None] - b[None]).square().sum(-1) for a, b in ((z, z), (z, y))]
-    return {
-        "root of a mean": functional.mse_loss(z, y).sqrt(),
-        "every pair": pairs[0].exp().mean() - 2 * pairs[1].exp().mean(),
-        "deviation": (z - z.mean(0)).square().mean(0).add(0.1).sqrt().mean(),
-    }
-
-
-def _outputs_of_all(world: World) -> dict[str, Parameters]:
-    found: dict[str, Parameters] = {}
-    for name in _coupled(torch.ones(2, 4), torch.ones(2, 4)):
-        model = rw.replicate(plain_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x, y in rw.DataLoader(_data(), global_batch_size=GLOBAL_BATCH):
-            optimizer.zero_grad()
-            out = model(x)
-            whole = rw.whole_batch(out.detach())
-            start = sum(rw.all_gather_object(len(out))[: world.rank])
-            z = torch.cat([whole[:start], out, whole[start + len(out) :]])
-            with rw.weight(model, 1):
-                (_coupled(z, rw.whole_batch(y))[name] * world.world_size).backward()
-            optimizer.step()
-        found[name] = {key: value.detach().clone() for key, value in model.state_dict().items()}
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_losses_of_the_outputs_of_all_ranks_are_exact(num_ranks: int) -> None:
-    plain = testing.run_ranks(_outputs_of_all, 1)[0].get()
-    for result in testing.run_ranks(_outputs_of_all, num_ranks):
-        for name, trained in result.get().items():
-            assert largest_difference(trained, plain[name]) < TOLERANCE, name

@@ -143,10 +143,25 @@ def _read(sums: Sequence[torch.Tensor]) -> list[int]:
 
 def settings_checksum(optimizer: Optimizer) -> int:
     """Return a checksum of all hyperparameters. Waits for no device: tensors on accelerators are left out."""
-    digest = 0
-    for group in optimizer.param_groups:
-        digest = zlib.crc32(_bytes_of([value for key, value in group.items() if key not in NOT_COMPARED]), digest)
-    return digest
+    return zlib.crc32(settings_bytes(optimizer))
+
+
+def settings_bytes(optimizer: Optimizer) -> bytes:
+    """Return the hyperparameters of each group as bytes that are the same in every process.
+
+    Waits for no device: tensors on accelerators are left out.
+    """
+    groups = [{key: held for key, held in group.items() if key not in NOT_COMPARED} for group in optimizer.param_groups]
+    try:
+        # Version 2: later ones depend on other references to a value.
+        return marshal.dumps(groups, 2)
+    except ValueError:  # a tensor among them
+        return marshal.dumps([{key: _plain(held, waits=False) for key, held in group.items()} for group in groups], 2)
+
+
+def settings_in(held: bytes) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each group from :func:`settings_bytes`, in JSON-able form."""
+    return [{key: _plain(one, waits=False) for key, one in group.items()} for group in marshal.loads(held)]  # noqa: S302 - this process wrote it
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -159,15 +174,6 @@ def is_same_setting(one: object, other: object) -> bool:
     if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
         return math.isnan(other)
     return one == other
-
-
-def _bytes_of(values: list[Any]) -> bytes:
-    """Return values as bytes that are the same in every process."""
-    try:
-        # Version 2: later ones depend on other references to a value.
-        return marshal.dumps(values, 2)
-    except ValueError:  # a tensor among them
-        return marshal.dumps([_plain(value, waits=False) for value in values], 2)
 
 
 def _plain(value: object, *, waits: bool) -> Any:  # noqa: ANN401 - of any kind

@@ -117,8 +117,13 @@ OF_BLOCK = f"{_FUNCTION}Backward"
 
 def is_of_strategy(node: Node) -> bool:
     """Return whether a node belongs to a function of a rankwise strategy: one rank computes the same."""
-    function = getattr(node, "_forward_cls", None)
+    function = function_of(node)
     return function is not None and function.__module__.startswith("rankwise.parallel.")
+
+
+def function_of(node: Node) -> type | None:
+    """Return the function in Python that a node is the backward of, if it is one."""
+    return getattr(node, "_forward_cls", None)
 
 
 def is_of_python(node: Node) -> bool:

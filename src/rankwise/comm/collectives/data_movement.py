@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -123,12 +123,14 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
     return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
 
 
-def whole_batch(value: T, *, group: Group | None = None) -> T:
+def whole_batch(value: T, *, gradients: bool = False, group: Group | None = None) -> T:
     """Return the samples of all ranks: ``value`` of every rank, one after another, in the order of the global batch.
 
     Called by: every rank of ``group``, in the same order, with the same dtypes; also by a rank without samples.
 
-    For statistics of the whole batch, such as counts of labels or the mean of the targets:
+    For statistics of the whole batch, such as counts of labels or the mean of the targets, and for losses that compare
+    the samples of a batch with one another. Such a loss is the whole batch's if each rank computes all of it, from
+    ``whole_batch(outputs, gradients=True)`` and ``whole_batch(targets)``:
 
     >>> import rankwise, torch
     >>> world = rankwise.join()
@@ -140,18 +142,59 @@ def whole_batch(value: T, *, group: Group | None = None) -> T:
 
     Args:
         value: as for :func:`rankwise.all_reduce`; the first dim of each tensor holds this rank's samples.
+        gradients: whether gradients pass. The loss, or its term, must be computed from such values and parameters
+            alone, and so be the same on every rank: each rank then takes the gradients of its own samples, and the
+            average over ranks is the gradient of that loss. This holds for losses that the strategy of the model
+            reads: of ``replicate``, ``shard`` and ``local_sgd``.
         group: from :func:`rankwise.new_group`; default: all ranks.
 
     Returns:
-        A value of the same kind as ``value``, the same on every rank. No gradient passes through it.
+        A value of the same kind as ``value``, the same on every rank.
 
     Raises:
         ConfigurationError, CollectiveMismatch, PeerFailed, PeerMissing: as :func:`all_gather`.
     """
     leaves, tensors, spec = flattened(value, "whole_batch")
-    columns = zip(*all_gather_uneven(tensors, group=group), strict=True)
+    columns = list(zip(*all_gather_uneven(tensors, group=group), strict=True))
     wholes = [back(leaf, torch.cat(parts)) for leaf, parts in zip(leaves, columns, strict=True)]
+    if gradients:
+        place = rank_in_group(group)
+        wholes = [
+            _with_gradients(leaf, whole, [len(one) for one in parts], place)
+            for leaf, whole, parts in zip(leaves, wholes, columns, strict=True)
+        ]
     return pytree.tree_unflatten(wholes, spec)  # type: ignore[no-any-return]
+
+
+def _with_gradients(leaf: object, whole: object, sizes: Sequence[int], place: int) -> object:
+    if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
+        return whole
+    return WholeBatch.apply(leaf, whole, sum(sizes[:place]), sum(size > 0 for size in sizes))
+
+
+class WholeBatch(torch.autograd.Function):
+    """The samples of all ranks; the gradient of this rank's own is their part, for an average over ranks."""
+
+    is_used = False
+    """Whether a loss may be computed from one."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch's takes any
+        ctx: Any,  # noqa: ANN401 - torch's
+        own: torch.Tensor,
+        whole: torch.Tensor,
+        start: int,
+        num_active: int,
+    ) -> torch.Tensor:
+        """Return ``whole``, which holds ``own`` from row ``start`` on; ``num_active`` ranks have samples."""
+        WholeBatch.is_used = True
+        ctx.start, ctx.num, ctx.num_active = start, len(own), num_active
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401 - torch's
+        """Return this rank's part, times the number of ranks whose gradients are averaged."""
+        return gradient.narrow(0, ctx.start, ctx.num) * ctx.num_active, None, None, None
 
 
 def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:

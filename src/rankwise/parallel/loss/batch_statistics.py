@@ -2,7 +2,8 @@
 """Statistics of a rank's samples that a loss depends on without being a mean or a sum over them.
 
 The graph of a loss does not show them all: a normalized advantage, a count of labels or a permuted sample may need no
-gradient. So the first batch is followed from the loader to backward, operation by operation. Used by hooks.
+gradient. So the first batch is followed from the loader to backward, operation by operation, and what is kept of it (a
+center, a queue of keys) from there to the backward of the second batch. Used by hooks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankwise.comm.session import CurrentBatch
 from rankwise.health.call_site import user_call_site, words
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from rankwise.comm.session import Session
     from rankwise.torch_private.kernels import Operator
 
+MOST_AFTER = 20_000
+"""Operations that have nothing to do with the batch, after its backward, until nothing more is followed."""
 _RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
 _BETWEEN = (
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -55,6 +59,8 @@ _NOT_ADDED = frozenset(
 """Results in which samples meet otherwise than in a sum."""
 _COUNTING = frozenset({"bincount", "histc"})
 """Sums over samples whose shape depends on values, so that the samples do not show."""
+_WRITING_ROWS = frozenset({"index_add_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "scatter_add_"})
+"""Write into rows of a tensor that they choose."""
 _MIXING = frozenset(
     {"_log_softmax", "_softmax", "cummax", "cummin", "cumprod", "cumsum", "flip", "logcumsumexp", "roll"} | {"sort"}
 )
@@ -85,7 +91,16 @@ class StatisticsTracer(MeetingTracer):
         self._of: dict[Any, Statistic] = {}
         self._met: Statistic | None = None
         """Of the operation under way."""
+        self._storages: dict[Any, StorageWeakRef] = {}
+        """Of tensors of which something is known: memory may be reused while nothing is followed."""
+        self._written: dict[StorageWeakRef, Statistic] = {}
+        """Memory that holds samples next to other values."""
+        self._kept: dict[StorageWeakRef, Statistic] = {}
+        """The same from an earlier batch."""
         self.is_over = False
+        self.is_after = False
+        """Whether backward has run: what has nothing to do with samples, as an optimizer's step, is not looked at."""
+        self._num_after = 0
         for one in pytree.tree_leaves(batch.values):
             if isinstance(one, torch.Tensor) and (layout := layout_of(one.shape, batch.num)) is not None:
                 self.set_fact(one, KnownLayout(layout))
@@ -97,7 +112,15 @@ class StatisticsTracer(MeetingTracer):
         call = TracedCall(func, args, dict(kwargs or {}))
         if self.is_over or any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
             return func(*args, **call.given)
-        given = [(one, known) for one in call.tensors if (known := self._of.get(identity_of(one))) is not None]
+        given = [(one, known) for one in call.tensors if (known := self._known(one)) is not None]
+        if self.is_after and not given and all(self._layout(one) is None for one in call.tensors):
+            self._num_after += 1
+            self.is_over = self._num_after > MOST_AFTER
+            out = func(*args, **call.given)
+            for one in outputs_of(out):
+                self._of.pop(identity_of(one), None)
+                self._facts.pop(identity_of(one), None)
+            return out
         self._met = self._met_unseen(call)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         is_exchange = func.namespace.endswith("c10d")
@@ -111,6 +134,10 @@ class StatisticsTracer(MeetingTracer):
                 self._of.pop(key, None)
             else:
                 self._of[key] = known
+        for one in outputs_of(out):
+            self._storages[identity_of(one)] = StorageWeakRef(one.untyped_storage())
+        if not is_own:
+            self._note_written(call, known, out)
         return out
 
     def set_statistic(self, tensor: torch.Tensor, statistic: Statistic | None) -> None:
@@ -120,7 +147,51 @@ class StatisticsTracer(MeetingTracer):
 
     def statistic(self, tensor: torch.Tensor) -> Statistic | None:
         """Return the statistic that a tensor depends on, also one that is a term."""
-        return self._of.get(identity_of(tensor))
+        return self._known(tensor)
+
+    def follow(self, earlier: StatisticsTracer) -> None:
+        """Take over what is known of tensors that are kept from an earlier batch."""
+        earlier.forget_freed()
+        self._of |= {key: one._replace(is_term=False) for key, one in earlier._of.items()}
+        self._kept = earlier._written
+        self._storages |= earlier._storages
+        for key, fact in earlier._facts.items():
+            self._facts.setdefault(key, fact)
+
+    def forget_freed(self) -> None:
+        """Forget tensors whose memory has been freed, and perhaps been reused, while nothing was followed."""
+        for key in [*self._facts, *self._of]:
+            storage = self._storages.get(key)
+            if storage is None or storage.expired():
+                self._facts.pop(key, None)
+                self._of.pop(key, None)
+        self._written = {storage: one for storage, one in self._written.items() if not storage.expired()}
+
+    def _known(self, tensor: torch.Tensor) -> Statistic | None:
+        known = self._of.get(identity_of(tensor))
+        if known is None and self._kept:
+            known = self._kept.get(StorageWeakRef(tensor.untyped_storage()))
+        return known
+
+    def _note_written(self, call: TracedCall, known: Statistic | None, out: object) -> None:
+        """Note that samples, or a statistic of them, lie next to other values from now on."""
+        if call.name == "cat":
+            layouts = [self._layout(one) for one in call.tensors]
+            dim = call.given.get("dim", call.args[1] if len(call.args) > 1 else 0) % call.tensors[0].dim()
+            is_written = None in layouts and any(one is not None and one.dim == dim for one in layouts)
+            storages = [one.untyped_storage() for one in outputs_of(out)] if is_written else []
+        elif call.name.endswith("_") and call.tensors:
+            target, *sources = call.tensors
+            storages = [target.untyped_storage()]
+            is_whole = target.nbytes == storages[0].nbytes() and call.name not in _WRITING_ROWS
+            is_written = not is_whole and any(self._layout(one) is not None for one in sources)
+            storages = [] if is_whole else storages
+        else:
+            return
+        if known is None and is_written:
+            known = _statistic_of(call, is_term=False)._replace(name="keeping samples in a tensor")
+        if known is not None:
+            self._written |= {StorageWeakRef(one): known._replace(is_term=False) for one in storages}
 
     def of(self, roots: Iterable[torch.Tensor]) -> Statistic | None:
         """Return the first statistic that a loss depends on otherwise than as its terms."""
@@ -227,40 +298,60 @@ class FollowedLoss:
         return loss
 
 
-class FirstBatch:
-    """Follows the first batch that a loader divides among the ranks after a model was spread over them."""
+class FirstBatches:
+    """Follows the first two batches that a loader divides among the ranks after a model was spread over them."""
 
     def __init__(self, session: Session) -> None:
         """Follow nothing yet."""
         self._tracer: StatisticsTracer | None = None
+        self._earlier: StatisticsTracer | None = None
+        """Of the first batch, from its backward on."""
         self._is_wanted = False
         session.on_take(self._begin)
-        session.after_loop(self._end)
+        session.after_loop(self._pause)
         session.at_end(self._end)
 
     def follow_next(self) -> None:
-        """Follow the next batch."""
+        """Follow the next batches."""
         self._is_wanted = True
+        self._earlier = None
 
     def _begin(self, batch: CurrentBatch) -> None:
         self._end()
         if self._is_wanted and _can_follow() and 1 < batch.num < batch.num_global:
             self._tracer = StatisticsTracer(batch)
+            if self._earlier is not None:
+                self._tracer.follow(self._earlier)
             self._tracer.__enter__()
+
+    def _pause(self) -> None:
+        tracer = self._tracer
+        if tracer is not None and innermost_dispatch_mode() is tracer:
+            self._tracer = None
+            tracer.__exit__(None, None, None)
 
     def _end(self) -> None:
         tracer = self._tracer
         if tracer is not None:
             tracer.is_over = True
-            if innermost_dispatch_mode() is tracer:
-                self._tracer = None
-                tracer.__exit__(None, None, None)
+            self._pause()
 
     def statistic(self, roots: Sequence[torch.Tensor]) -> Statistic | None:
         """Stop following, and return the statistic that a loss depends on otherwise than as its terms."""
         tracer = self._tracer
         if tracer is None or tracer.is_over:
             return None
-        self._end()
-        self._is_wanted = False
+        self._pause()
+        if tracer is self._earlier:
+            return None
+        self._is_wanted = self._earlier is None
+        self._earlier = tracer if self._earlier is None else None
         return tracer.of(roots)
+
+    def after_backward(self) -> None:
+        """Follow what the script keeps of the first batch."""
+        if self._earlier is not None and self._tracer is None and _can_follow():
+            self._earlier.forget_freed()
+            self._earlier.is_after = True
+            self._tracer = self._earlier
+            self._tracer.__enter__()

@@ -20,7 +20,7 @@ from rankwise.health.call_site import user_call_site, words
 from rankwise.health.step_record import BACKWARD
 from rankwise.log import warn
 from rankwise.parallel.loss.amounts import clear_, is_zero, multiplied, ratio
-from rankwise.parallel.loss.batch_statistics import FirstBatch
+from rankwise.parallel.loss.batch_statistics import FirstBatches
 from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.parallel.loss.terms import LossReader, are_of_single_samples
@@ -63,7 +63,7 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
         session.at_end(_undo)
         session.on_leave(_check_all)
         session.before_save(_check_all)
-    session.once(FirstBatch).follow_next()
+    session.once(FirstBatches).follow_next()
     living = {subscriber, *_living()}
     _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
 
@@ -98,6 +98,9 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
         _weighted_backward(tensors, *args, **kwargs)
     finally:
         step_meter.resume(part)
+    session = current_or_none()
+    if session is not None and not in_backward():
+        session.once(FirstBatches).after_backward()
 
 
 def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
@@ -109,7 +112,7 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
         return
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     session = current_or_none()
-    statistic = None if session is None else session.once(FirstBatch).statistic(roots)
+    statistic = None if session is None else session.once(FirstBatches).statistic(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
     _check_inputs(kwargs.get("inputs"), subscribers)
     verdict, reader = _read(roots, has_gradients=given is not None, subscribers=subscribers)
@@ -270,7 +273,8 @@ def _warn_unread(because: str) -> None:
         f"the loss ({{where}}) is neither a mean nor a sum over samples because of {because}: its gradients are "
         "averaged over ranks by samples, which may differ from the result of one rank; compute that "
         "operation per sample, or pass the number that the loss averages over to rankwise.weight(model, "
-        "amount), or compute the loss from the outputs of all ranks (docs/weights.md)",
+        "amount), or compute all of it on each rank, from rankwise.whole_batch(outputs, gradients=True) and "
+        "rankwise.whole_batch(targets)",
     )
 
 
@@ -279,8 +283,8 @@ def _warn_of_statistic(statistic: Statistic) -> None:
         statistic.place,
         f"{statistic.name} at {statistic.place} combines the samples of this rank, and the loss ({{where}}) depends on "
         "the result otherwise than as a mean or a sum over samples: on one rank it would combine those of the whole "
-        "batch; apply it to rankwise.whole_batch(x), the samples of all ranks; or average a number with "
-        "rankwise.mean(value, len(x))",
+        "batch; apply it to rankwise.whole_batch(x), the samples of all ranks, with gradients=True if the loss is "
+        "computed from the result; or average a number with rankwise.mean(value, len(x))",
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from rankwise.comm.collectives.data_movement import WholeBatch
 from rankwise.parallel.loss.amounts import amount_of, is_zero
 from rankwise.parallel.loss.operations import (
     ADDING,
@@ -31,7 +32,7 @@ from rankwise.parallel.loss.operations import (
     SCALING,
 )
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.autograd import is_of_python, is_of_strategy, metadata_of, saved, shape_of
+from rankwise.torch_private.autograd import function_of, is_of_python, is_of_strategy, metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 
 FARTHEST_NODES = 256
 """How far to look for coupled samples: a loss computed inside forward has the whole model below it."""
+FARTHEST_IN_WHOLE = 16 * FARTHEST_NODES
+"""The same where a loss is computed from the whole batch, from its outputs on."""
+MIXED = "rankwise.whole_batch() next to samples of this rank alone"
 MARK = "rankwise: output of model"
 """The key in a node's metadata of the forward call whose output the node computed."""
 SHAPES = "rankwise: shapes of outputs"
@@ -167,22 +171,38 @@ def _small(is_floating_point: bool) -> torch.Tensor:  # noqa: FBT001 - the key o
 
 
 def is_of_parameters(start: Node) -> bool:
-    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks.
-
-    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
-    """
+    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks."""
     stack, seen = [start], set[Any]()
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if is_of_python(node) or operation_of(node) in LOOKUPS:
-            return False
-        if operation_of(node) in PRODUCTS and any(one is None for one, _ in node.next_functions):
+        if is_of_python(node) or _lets_data_in(node):
             return False
         stack += [one[0] for one in inputs_of(node)]
     return True
+
+
+def _lets_data_in(node: Node) -> bool:
+    """Return whether samples may enter a graph at a node.
+
+    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
+    """
+    name = operation_of(node)
+    return name in LOOKUPS or (name in PRODUCTS and any(one is None for one, _ in node.next_functions))
+
+
+def _leads_to_whole_batch(start: Node) -> bool:
+    stack, seen = [start], set[Any]()
+    while stack:
+        node = stack.pop()
+        if function_of(node) is WholeBatch:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += [one[0] for one in inputs_of(node)]
+    return False
 
 
 def masks_of(node: Node) -> list[torch.Tensor]:
@@ -421,12 +441,18 @@ class LossReader:
                 is_of_samples = True
         if not (live or is_output):
             return
-        if not is_of_samples and self._shape(edge) == () and is_of_parameters(node):
+        if WholeBatch.is_used and self._shape(edge) == () and self._is_of_whole_batch(node):
+            # The same on each rank that has samples: its gradients are averaged over these.
+            self.terms.append(Term("mean", "whole_batch", path.by_parameters or node))
+        elif not is_of_samples and self._shape(edge) == () and is_of_parameters(node):
             self.terms.append(Term("same", operation_of(node), node))
         elif is_output and self._shape(edge) != ():
             self._end(edge, path, None if path.reductions else "no reduction")
         elif saved(node, "reduction") in (1, 2):
-            self._end(inputs[0], path.through(_of_loss_function(node, self._shape(inputs[0]))), None)
+            # Others than the first: targets that are computed by the model.
+            others = [self._note_marks(one[0]) for one in live if one != inputs[0]] if WholeBatch.is_used else []
+            mixed = next((one for one in others if one == MIXED), None)
+            self._end(inputs[0], path.through(_of_loss_function(node, self._shape(inputs[0]))), mixed)
         else:
             self._read_operation(edge, live, path)
 
@@ -487,6 +513,28 @@ class LossReader:
             return
         self._read(live[0], scaled(path, factor, is_division=name == "Div"))
 
+    def _is_of_whole_batch(self, start: Node) -> bool:
+        """Return whether a value is computed from all ranks' samples, and parameters, alone; note their outputs."""
+        stack, seen, wholes, entrances = [start], set[Any](), [], []
+        while stack and len(seen) < FARTHEST_IN_WHOLE:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if function_of(node) is WholeBatch:
+                wholes.append(node)
+            elif MARK in metadata_of(node) and node is not start:
+                return False
+            else:
+                entrances += [node] if _lets_data_in(node) else []
+                stack += [one[0] for one in inputs_of(node)]
+        # Samples of this rank enter inside the model, as in gradients of its parameters.
+        if stack or not wholes or not all(map(_leads_to_whole_batch, entrances)):
+            return False
+        for one in wholes:
+            self._note_marks(one)
+        return True
+
     def _is_reduced(self, edge: Edge) -> bool:
         """Return whether a value is a mean or a sum over the first dim, or several of them, as means of classes are."""
         node = edge[0]
@@ -540,6 +588,8 @@ class LossReader:
         name, inputs = operation_of(node), inputs_of(node)
         if not inputs or name == "AccumulateGrad":
             return None
+        if function_of(node) is WholeBatch:
+            return MIXED
         if is_of_python(node) or name == "CompiledFunction":
             return None if is_of_strategy(node) else name
         # Operations of a model, or a criterion, on its parameters alone do not involve samples.

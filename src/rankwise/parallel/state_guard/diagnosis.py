@@ -18,7 +18,7 @@ import torch
 from rankwise.comm.collectives.objects import gather_bytes
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.tensors.checksum import checksums_of_each, is_same_setting
+from rankwise.tensors.checksum import checksums_of_each, is_same_setting, settings_in
 from rankwise.tensors.rounding import FLOOR, tolerance
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class DivergedReplicas:
     """Since ranks last compared settings."""
     groups: Sequence[dict[str, Any]]
     """Parameter groups of those optimizers, in JSON-able form."""
+    used: Mapping[str, Sequence[bytes]]
+    """What each of those steps has used, by the optimizer: see UsedSettings."""
     facts: Sequence[HeldFact]
     tensors: Mapping[str, torch.Tensor]
     """The tensors to compare by value; empty in a step that compares none."""
@@ -96,25 +98,60 @@ def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> Harmless:
         "facts": {fact.name: fact.number for fact in replicas.facts},
         "steps": replicas.num_optimizer_steps,
         "groups": list(replicas.groups),
+        "used": plain(replicas.used),
         "checksums": checksums_of_each(tensors),
         "largest": max(map(largest_element, tensors), default=0.0),
     }
     found = gather_bytes(exchange, json.dumps(own).encode(), f"state of {replicas.model_name}")
     reports = [json.loads(one) for one in found]
-    _check_steps(replicas, reports)
+    since, step = replicas.steps
+    _check_steps(replicas.model_name, reports, since, f" before step {step}")
     _check_groups(replicas, reports)
+    check_used(replicas.model_name, reports, since)
     is_put_right = _check_facts(replicas, exchange, reports)
     if _check_values(replicas, exchange, reports):
         return Harmless.ROUNDING
     return Harmless.PUT_RIGHT if is_put_right else Harmless.NOTHING
 
 
-def _check_steps(replicas: DivergedReplicas, reports: Sequence[dict[str, Any]]) -> None:
+def plain(used: Mapping[str, Sequence[bytes]]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Return what steps have used in JSON-able form: for each step the values of each parameter group."""
+    return {key: [settings_in(one) for one in steps] for key, steps in used.items()}
+
+
+def check_used(model_name: str, reports: Sequence[dict[str, Any]], since: int) -> None:
+    """Raise if ranks have stepped unequally often since step ``since``, or a step has used unequal values.
+
+    Raises:
+        ReplicasDiffer: the same for the same reports.
+    """
+    _check_steps(model_name, reports, since, "")
+    for optimizer, steps in reports[0]["used"].items():
+        others = [report["used"].get(optimizer, steps) for report in reports]
+        places = [
+            (step, group, key)
+            for step, groups in enumerate(steps)
+            for group, values in enumerate(groups)
+            for key in values
+        ]
+        for step, group, key in places:
+            of_ranks = [one[step][group] if step < len(one) and group < len(one[step]) else {} for one in others]
+            value = steps[step][group][key]
+            held = [one.get(key, value) for one in of_ranks]
+            if any(not is_same_setting(one, value) for one in held):
+                raise _differ(
+                    f"{key} of {optimizer.partition('/')[0]} was not the same on all ranks in optimizer step "
+                    f"{step + 1} of {model_name} since step {since}.",
+                    _folded(reports, held),
+                    _instead_of(key),
+                )
+
+
+def _check_steps(model_name: str, reports: Sequence[dict[str, Any]], since: int, until: str) -> None:
     if len({report["steps"] for report in reports}) > 1:
         raise _differ(
-            f"Ranks have stepped the optimizers of {replicas.model_name} a different number of times before step "
-            f"{replicas.num_steps}.",
-            _folded(reports, [_times(report["steps"], replicas.steps[0]) for report in reports]),
+            f"Ranks have stepped the optimizers of {model_name} a different number of times{until}.",
+            _folded(reports, [_times(report["steps"], since) for report in reports]),
             "decide for all ranks together whether to step: skip = rankwise.all_reduce(float(is_bad), 'max') > 0",
         )
 

@@ -19,6 +19,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, Harmless, HeldFact, PutRight, diagnose
+from rankwise.parallel.state_guard.posted_reports import PostedReports
+from rankwise.parallel.state_guard.used_settings import UsedSettings
 from rankwise.parallel.state_guard.without_backward import WithoutBackward
 from rankwise.tensors.checksum import ChecksumOfAll, are_equal, combined, settings_checksum, settings_of, short
 from rankwise.torch_private.autograd import in_backward
@@ -151,8 +153,10 @@ class StateGuard:
         self._buffers = dict(buffers) if reads_values else {}
         self._exchange = exchange
         self._reads_facts = reads_facts
-        self._unaveraged = WithoutBackward(model_name, self._parameters, exchange, next(_numbers))
-        self._optimizers = OptimizersOf(list(parameters.values()), self._unaveraged.note_step)
+        reports = PostedReports(exchange, next(_numbers))
+        self._unaveraged = WithoutBackward(model_name, self._parameters, reports)
+        self._used = UsedSettings(model_name, reports, session)
+        self._optimizers = OptimizersOf(list(parameters.values()), self._used, self._unaveraged.note_step)
         self._names = list(parameters)
         self._checksum = ChecksumOfAll()
         self._num_steps = 0
@@ -167,8 +171,8 @@ class StateGuard:
         self._sums = (0.0, 0.0)
         self._has_ended = False
         """Whether the step is over whose reports have not been compared."""
-        self._stepped = 0, list[Optimizer]()
-        """How often optimizers have stepped up to that step since the comparison before, and which."""
+        self._stepped = 0, dict[str, list[bytes]](), list[Optimizer]()
+        """How often optimizers have stepped up to that step since the comparison before, with what, and which."""
         session.on_leave(unfollow)
         session.on_leave(forget_facts)
 
@@ -183,7 +187,8 @@ class StateGuard:
             self._facts = [fact.held() for fact in self._all_facts()]
             numbers = [
                 *(fact.number or 0 for fact in self._facts),
-                self._optimizers.num_steps,
+                self._used.num_steps,
+                self._used.checksum(),
                 self._optimizers.checksum(),
             ]
         values = self._values_checksum() if step >= self._values.next or self._late else None
@@ -233,9 +238,10 @@ class StateGuard:
                 fact.repair.put_right(self._exchange, is_expected=True)
         settings = self._num_steps >= self._settings.next
         if settings or self._has_values:
-            self._stepped = self._optimizers.num_steps, self._optimizers.stepped()
+            self._stepped = self._used.num_steps, self._used.held, self._optimizers.stepped()
         if settings:
             self._optimizers.start_over()
+            self._used.start_over(self._num_steps + 1)
 
     def check(self) -> None:
         """Raise the same error on every rank if the replicas have diverged.
@@ -257,7 +263,7 @@ class StateGuard:
             if not are_equal(self._exchange.world_size, *self._sums):
                 self._diagnose(step, values=values)
         finally:
-            self._stepped = 0, []
+            self._stepped = 0, {}, []
             if settings:
                 self._compared_at = step + 1
                 self._settings.advance(step)
@@ -267,8 +273,8 @@ class StateGuard:
     def _diagnose(self, step: int, *, values: bool) -> None:
         tensors = self._tensors() if values else {}
         steps = (self._compared_at, step + 1)
-        num_steps, stepped = self._stepped
-        optimizers = num_steps, self._optimizers.groups(stepped)
+        num_steps, used, stepped = self._stepped
+        optimizers = num_steps, self._optimizers.groups(stepped), used
         replicas = DivergedReplicas(self._model_name, self._names, *optimizers, self._facts, tensors, steps=steps)
         found = diagnose(replicas, self._exchange)
         if found is Harmless.ROUNDING:
@@ -308,25 +314,28 @@ OptimizerGroup = dict[str, Any]
 class OptimizersOf:
     """The optimizers of one model's parameters that have stepped since ranks last compared."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], listener: Callable[[Optimizer], None]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], used: UsedSettings, listener: Callable[[Optimizer], None]
+    ) -> None:
         self.number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
         """By the identity of a parameter, which the model keeps alive."""
-        self.num_steps = 0
-        """Steps since ranks last compared."""
-        self._stepped: dict[int, ref[Optimizer]] = {}
+        self._stepped: dict[int, tuple[ref[Optimizer], int]] = {}
+        """Those since ranks last compared, by identity, each with the number of its first parameter of the model."""
+        self._used = used
         self._listener = listener
         _follow(self)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note a step of ``optimizer``."""
-        self.num_steps += 1
         if id(optimizer) not in self._stepped:
-            self._stepped[id(optimizer)] = ref(optimizer)
+            held = (self.number_of.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+            first = next(number for number in held if number is not None)
+            self._stepped[id(optimizer)] = ref(optimizer), first
+        self._used.note_step(optimizer, self._stepped[id(optimizer)][1])
         self._listener(optimizer)
 
     def start_over(self) -> None:
         """Forget the steps: ranks have compared."""
-        self.num_steps = 0
         self._stepped.clear()
 
     def checksum(self) -> int:
@@ -347,7 +356,7 @@ class OptimizersOf:
     def stepped(self) -> list[Optimizer]:
         """Return the optimizers that have stepped since ranks last compared."""
         # A replaced optimizer is not kept alive; one rank may collect it earlier than another.
-        return [one for reference in self._stepped.values() if (one := reference()) is not None]
+        return [one for reference, _ in self._stepped.values() if (one := reference()) is not None]
 
 
 _followed: WeakSet[OptimizersOf] = WeakSet()

@@ -7,7 +7,6 @@ summaries to the store, and the last rank to do so compares them, so that no ran
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,45 +23,30 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import Optimizer
 
-    from rankwise.comm.backends.protocol import Exchange
-    from rankwise.store.values import Store
+    from rankwise.parallel.state_guard.posted_reports import PostedReports
 
 NUM_FIRST = 16
 EVERY = 64
 """How often ranks compare after the first times."""
 UNCHANGED_AT = {4, 16, 64}
 """After how many forward passes parameters on a device are compared that seem unchanged."""
-ANSWER_SECONDS = 10.0
-"""How long the store may take to return a key that is set."""
-_AVERAGE = "p.grad = rankwise.all_reduce(g * len(x)) / rankwise.all_reduce(float(len(x)))"
+_AVERAGE = "g = rankwise.all_reduce(g * len(x)) / rankwise.all_reduce(float(len(x)))"
 
 
 class WithoutBackward:
     """Follows steps and forward passes of one model between which no backward has synchronized."""
 
-    def __init__(
-        self, model_name: str, parameters: Mapping[str, torch.Tensor], exchange: Exchange, number: int
-    ) -> None:
+    def __init__(self, model_name: str, parameters: Mapping[str, torch.Tensor], reports: PostedReports) -> None:
         """Begin to follow a model.
-
-        Called by: every rank of ``exchange``.
 
         Args:
             model_name: for errors.
             parameters: those with whole values, by name.
-            exchange: of the ranks that hold replicas.
-            number: of the model, the same on all of these ranks.
+            reports: of the ranks that hold replicas.
         """
-        session = current()
         self._model_name = model_name
         self._parameters = dict(parameters)
-        self._rank = session.world.rank
-        self._ranks = list(range(session.world.world_size))
-        if exchange.world_size < len(self._ranks):
-            own = torch.tensor([self._rank])
-            self._ranks = exchange.all_gather(own, what="ranks with a copy").flatten().tolist()
-        prefix = f"rankwise/without_backward/{number}-{self._ranks[0]}"
-        self._store: Store | None = None if session.store is None else session.store.prefixed(prefix)
+        self._reports = reports
         self._num_backwards = 0
         self._at_step: dict[int, int] = {}
         """How many backwards there were at the latest step of an optimizer, by its identity."""
@@ -85,7 +69,7 @@ class WithoutBackward:
             ReplicasDiffer: on the last rank to get here.
         """
         before, self._at_step[id(optimizer)] = self._at_step.get(id(optimizer), 0), self._num_backwards
-        if before != self._num_backwards or self._store is None:
+        if before != self._num_backwards or not self._reports.can_post:
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = {name: p.grad for name, p in self._parameters.items() if id(p) in held and p.grad is not None}
@@ -102,7 +86,7 @@ class WithoutBackward:
                 where=f"reported on {current().world}",
                 evidence=f"the gradient of {name} has the norm\n{norms}",
                 do="call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
-                f"microstep; or average each gradient g before the step: {_AVERAGE}",
+                f"microstep; or average each gradient g right after autograd.grad(): {_AVERAGE}",
             )
 
     def note_forward(self) -> None:
@@ -117,7 +101,7 @@ class WithoutBackward:
         before, self._version = self._version, 0 if self._is_on_cpu else sum(map(version_of, self._parameters.values()))
         # Reading values waits for a device. A change through .data changes no version.
         is_read = self._is_on_cpu or before != self._version or since in UNCHANGED_AT
-        if not since or not is_read or self._store is None:
+        if not since or not is_read or not self._reports.can_post:
             return
         self._num_forwards += 1
         if not _is_due(self._num_forwards - 1):
@@ -131,21 +115,19 @@ class WithoutBackward:
                 where=f"reported on {current().world}",
                 evidence=f"its norm is\n{norms}",
                 do="call loss.backward() and use p.grad instead of torch.autograd.grad(); or average each gradient g: "
-                f"{_AVERAGE.replace('p.grad', 'g')}",
+                f"{_AVERAGE}",
             )
 
     def _compared(self, key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
         """Post summaries; return the first name that differs and the norms on all ranks, on the last rank to post."""
         plain = {name: own_part(one.detach()) for name, one in tensors.items()}
         plain = {name: one for name, one in plain.items() if one.layout is torch.strided and not one.is_meta}
-        if self._store is None or any(is_capturing(device) for device in {one.device for one in plain.values()}):
+        if not self._reports.can_post or any(is_capturing(device) for device in {one.device for one in plain.values()}):
             return None
         own = {name: summary_of(one) for name, one in plain.items()}
-        part = self._store.prefixed(key)
-        part.set(str(self._rank), json.dumps(own))
-        if part.add("count", 1) < len(self._ranks):
+        found = self._reports.post(key, own)
+        if found is None:
             return None
-        found = {rank: json.loads(part.get(str(rank), ANSWER_SECONDS)) for rank in self._ranks}
         for name, one in plain.items():
             held = {rank: tuple(summaries.get(name, (0.0, 0.0))) for rank, summaries in found.items()}
             if not all(is_rounding(own[name], other, tolerance(one.dtype)) for other in held.values()):
