@@ -1062,6 +1062,7 @@ def define_unknown_operator() -> torch.library.Library:
     f"{FAKE}.DataDependentOutputException",
     f"{FAKE}.DynamicOutputShapeException",
     f"{FAKE}.UnsupportedOperatorException",
+    f"{FAKE}.unset_fake_temporarily",
 )
 def check_fake() -> None:
     from rankwise.torch_private import fake
@@ -1073,6 +1074,8 @@ def check_fake() -> None:
     with mode:
         y = x @ torch.ones(3, 4)
         assert isinstance(torch.empty(2), fake.FakeTensor)
+        with fake.outside_fake():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
         with pytest.raises(fake.DataDependentOutputException):
             x.sum().item()
         with pytest.raises(fake.DynamicOutputShapeException):

@@ -42,7 +42,7 @@ class StageDraws:
         self._model = model
         self._along = exchange_along("pp", "dp_replicate", "tp")
         self._copy = 0 if session.axes is None else session.axes.data_rank(session.world.rank)
-        self._of_stage: dict[int, tuple[nn.ModuleList, DrawsOfModel]] = {}
+        self._of_stage: dict[int, tuple[_Called, DrawsOfModel]] = {}
         self._num_copies = 1 if session.axes is None else session.axes.data_world_size
         self._rows = CurrentBatch(0, 0, 0, 0, 0, 0)
         self._key = 0
@@ -80,8 +80,7 @@ class StageDraws:
         rows = replace(self._rows, num=num, start=self._rows.start + first)
         given = [one for one in (*leaves, *received) if isinstance(one, torch.Tensor) and one.dim()]
         before = torch.get_rng_state() if program.has_draws_apart else None
-        scope = draws.begin(module, given, rows, program.draws)
-        scope.key, scope.rank = self._key, rows.start  # micro-batches whose samples cannot be followed differ
+        scope = draws.begin(module, given, rows, program.draws, self._key)
         try:
             yield lambda call: self._skip(scope, call, None if before is None else rows.start)
         finally:
@@ -98,14 +97,22 @@ class StageDraws:
             # A draw that backward repeats takes its key from the generator: one of this call and these samples.
             torch.default_generator.manual_seed((self._key ^ mixed(call.first_draw) ^ mixed(~start)) & (2**63 - 1))
 
-    def _of(self, bound: BoundStage) -> tuple[nn.ModuleList, DrawsOfModel]:
+    def _of(self, bound: BoundStage) -> tuple[_Called, DrawsOfModel]:
         number = bound.stage.number
         if number not in self._of_stage:
             names: Mapping[str, None] = dict.fromkeys(
                 call.target for call in bound.stage.calls if isinstance(call.target, str)
             )
-            module = nn.ModuleList([self._model.get_submodule(name) for name in names])
+            module = _Called([self._model.get_submodule(name) for name in names])
             self._of_stage[number] = module, DrawsOfModel(self._session, "counter", type(self._model).__name__)
         module, draws = self._of_stage[number]
-        module.training = self._model.training
+        module.take_mode(self._model)
         return module, draws
+
+
+class _Called(nn.ModuleList):
+    """The modules that a stage calls."""
+
+    def take_mode(self, model: nn.Module) -> None:
+        """Be in training as ``model`` is; each module inside has a mode of its own."""
+        self.training = model.training

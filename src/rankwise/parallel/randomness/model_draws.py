@@ -138,6 +138,7 @@ class DrawsOfModel:
         leaves: Sequence[torch.Tensor],
         rows: CurrentBatch | None,
         plan: Sequence[PlannedDraw] | None = None,
+        key: int | None = None,
     ) -> DrawScope:
         """Draw for some samples from now on.
 
@@ -146,6 +147,8 @@ class DrawsOfModel:
             leaves: the tensors that it is called with.
             rows: the samples; ``None`` if they come from no loader.
             plan: the draws of the pass; default: found out in the first one.
+            key: of all draws, where several calls make up the pass; default: taken by the first draw. Draws whose rows
+                cannot be followed then differ by the first row, and not by rank.
         """
         kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
         has_own_draws = rows is None and self.randomness != "per_rank"
@@ -153,10 +156,11 @@ class DrawsOfModel:
         scope = DrawScope(
             rows,
             self.randomness,
-            self._rank,
+            self._rank if key is None or rows is None else rows.start,
             self._plans.get(kind, ()) if plan is None else plan,
             self._masks.get(kind, ()),
             has_graph=torch.is_grad_enabled(),
+            key=key,
             on_first_draw=self._warn_of_own_draws if has_own_draws and not self._has_warned else None,
             part=self._part,
             splits=self._splits.get((kind, sizes)) or self._splits.get(kind, ()),
