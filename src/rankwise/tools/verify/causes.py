@@ -192,8 +192,8 @@ def _random_in_forward(evidence: Evidence) -> Cause | None:
 def _draw_by_sample(evidence: Evidence) -> str:
     if evidence.is_staged:
         return (
-            "nothing, if other masks will do: each stage of a pipeline draws its own; rankwise.replicate(model) draws "
-            "those of one rank, and nn.Dropout(0.0) none"
+            "draw outside blocks under a checkpoint, and outside loss_fn, where a pipeline draws other numbers than "
+            "one rank; or nothing, if other numbers will do"
         )
     if set(evidence.many[0].facts.randomness) - {"counter"}:
         return (
