@@ -175,9 +175,9 @@ class StatisticsTracer(MeetingTracer):
 
     def _note_written(self, call: TracedCall, known: Statistic | None, out: object) -> None:
         """Note that samples, or a statistic of them, lie next to other values from now on."""
-        if call.name == "cat":
+        if call.name == "cat" and isinstance(out, torch.Tensor):
             layouts = [self._layout(one) for one in call.tensors]
-            dim = call.given.get("dim", call.args[1] if len(call.args) > 1 else 0) % call.tensors[0].dim()
+            dim = call.given.get("dim", call.args[1] if len(call.args) > 1 else 0) % out.dim()
             is_written = None in layouts and any(one is not None and one.dim == dim for one in layouts)
             storages = [one.untyped_storage() for one in outputs_of(out)] if is_written else []
         elif call.name.endswith("_") and call.tensors:

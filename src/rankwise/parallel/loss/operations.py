@@ -72,5 +72,8 @@ COUPLING = frozenset(
 """Let samples see one another where they act on the first dim, or on all."""
 PRODUCTS = frozenset({"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Mm", "Mv"})
 """Products of matrices: they couple samples where two factors come from a model's outputs."""
+MATRIX_PRODUCTS = frozenset({"Addmm", "Mm"})
+"""Those of two matrices: they add up over the columns of the first, and over the rows of the second."""
+TRANSPOSING = frozenset({"Permute", "T", "Transpose"})
 LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect"})
 """Choose rows of a parameter by samples, which are not in the graph."""

@@ -26,10 +26,12 @@ from rankwise.parallel.loss.operations import (
     COUPLING,
     JOINING,
     LOOKUPS,
+    MATRIX_PRODUCTS,
     PASSING,
     PRODUCTS,
     REDUCING,
     SCALING,
+    TRANSPOSING,
 )
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import function_of, is_of_python, is_of_strategy, metadata_of, saved, shape_of
@@ -601,11 +603,21 @@ class LossReader:
         shape = self._shape(inputs[0])
         if name in COUPLING and 0 in dims_of(node, len(shape)):
             return f"{name} over the first dim"
+        if name in MATRIX_PRODUCTS and self._adds_up_samples(node):
+            return f"{name} over the first dim"
         if name in PRODUCTS and len(inputs) > 1:
             from_data = [one for one in inputs if self._lead(one[0]) is Lead.OUTPUT]
             if len(from_data) > 1 and (len(shape) < 3 or shape[0] == 1):  # noqa: PLR2004 - batched ones have three
                 return f"{name} of two outputs"
         return None
+
+    def _adds_up_samples(self, node: Node) -> bool:
+        """Return whether a product adds up over the rows of an output: ``y.T @ z``, and so gradients of weights."""
+        first, second = (one[0] for one in node.next_functions[-2:])
+        return any(
+            one is not None and self._lead(one) is Lead.OUTPUT and (operation_of(one) in TRANSPOSING) is is_first
+            for one, is_first in ((first, True), (second, False))
+        )
 
     def _are_pairs(self, inputs: Sequence[Edge]) -> bool:
         """Return whether two outputs are broadcast so that each sample meets all: ``p[:, None] - n[None]``."""
