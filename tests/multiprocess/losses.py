@@ -171,6 +171,8 @@ COUPLED: dict[str, tuple[Loss, str]] = {
         lambda o, t, _: functional.softplus(o[t[:, 0] >= 0, 0] - o[t[:, 0] < 0, 0].unsqueeze(-1)).mean(),
         "Sub of every pair of samples",
     ),
+    "sums_of_classes": (lambda o, t, _: ((t > 0).to(o.dtype).T @ o).square().mean(), "Mm over the first dim"),
+    "products_of_columns": (lambda o, t, _: (o.T @ t).square().mean(), "Mm over the first dim"),
     "softmax_over_the_batch": (lambda o, t, _: (o.softmax(0) * t).sum(), "Softmax over the first dim"),
     "variance_of_the_batch": (lambda o, t, _: o.var(0).mean(), "Var over the first dim"),
     "log_of_a_mean": (lambda o, t, _: functional.mse_loss(o, t).log(), "Log"),

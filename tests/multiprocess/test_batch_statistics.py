@@ -113,6 +113,13 @@ def _flipped(model: nn.Module, x: torch.Tensor, y: torch.Tensor, everything: Eve
     return functional.mse_loss(model(0.7 * x + 0.3 * everything(x).flip(0)[_is_own(x, everything)]), y)
 
 
+def _class_centers(model: nn.Module, x: torch.Tensor, y: torch.Tensor, everything: Everything) -> torch.Tensor:
+    outputs, kinds = model(x), labels(y)
+    every_output, every_kind = everything(outputs.detach()), everything(kinds)
+    centers = torch.stack([every_output[every_kind == kind].mean(0).nan_to_num() for kind in range(4)])
+    return (outputs - centers[kinds]).square().sum(1).mean()
+
+
 SITUATIONS: dict[str, tuple[Situation, str]] = {
     "balancing loss": (_balanced, "mean"),
     "normalized advantages": (_advantages, "mean"),
@@ -122,6 +129,7 @@ SITUATIONS: dict[str, tuple[Situation, str]] = {
     "class weights by one_hot": (_counted_by_one_hot, "sum"),
     "adaptive weights": (_adaptive_weights, "mean"),
     "trimmed mean": (_trimmed, "sort"),
+    "centers of classes": (_class_centers, "mean"),
     "mixup": (_mixup, "index"),
     "mixup by flip": (_flipped, "flip"),
 }

@@ -61,6 +61,10 @@ _COUNTING = frozenset({"bincount", "histc"})
 """Sums over samples whose shape depends on values, so that the samples do not show."""
 _WRITING_ROWS = frozenset({"index_add_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "scatter_add_"})
 """Write into rows of a tensor that they choose."""
+_OVER_DIMS = frozenset(
+    {"amax", "amin", "logsumexp", "max", "mean", "median", "min", "prod", "std", "std_mean", "sum", "var", "var_mean"}
+)
+"""Reduce the dims that they are given, or all."""
 _MIXING = frozenset(
     {"_log_softmax", "_softmax", "cummax", "cummin", "cumprod", "cumsum", "flip", "logcumsumexp", "roll"} | {"sort"}
 )
@@ -203,6 +207,8 @@ class StatisticsTracer(MeetingTracer):
 
     def _met_unseen(self, call: TracedCall) -> Statistic | None:
         """Return the statistic in which samples meet, if the shape of the result does not show that they do."""
+        if call.name in _OVER_DIMS and self._reduces_chosen(call):
+            return _statistic_of(call, is_term=call.name in _LINEAR_SUMS)
         if call.name not in _MIXING | _COUNTING or (layout := self._layout(call.tensors[0])) is None:
             return None
         if call.name in _COUNTING:
@@ -212,6 +218,18 @@ class StatisticsTracer(MeetingTracer):
         num_dims = max(call.tensors[0].dim(), 1)
         is_along = any(dim % num_dims == layout.dim for dim in pytree.tree_leaves(dims))
         return _statistic_of(call, is_term=False) if is_along else None
+
+    def _reduces_chosen(self, call: TracedCall) -> bool:
+        """Return whether an operation reduces rows that were chosen by their values, of which nobody knows how many."""
+        if not call.tensors or not self._is_chosen(call.tensors[0]):
+            return False
+        dims = pytree.tree_leaves(call.given.get("dim", call.args[1] if len(call.args) > 1 else None))
+        num_dims = max(call.tensors[0].dim(), 1)
+        numbers = [dim for dim in dims if isinstance(dim, int) and not isinstance(dim, bool)]
+        return not numbers or any(dim % num_dims == 0 for dim in numbers)
+
+    def _is_chosen(self, tensor: torch.Tensor) -> bool:
+        return identity_of(tensor) in self._lost
 
     def _statistic(self, call: TracedCall, given: Sequence[tuple[torch.Tensor, Statistic]]) -> Statistic | None:
         """Return the statistic that the result of an operation depends on."""
@@ -224,7 +242,10 @@ class StatisticsTracer(MeetingTracer):
         """Return whether the result of an operation on terms is a term, as far as the graph does not show it."""
         name, terms = call.name.rstrip("_"), [one for one, _ in given]
         keys = set(map(identity_of, terms))
-        has_rows = any(identity_of(one) not in keys and self._layout(one) is not None for one in call.tensors)
+        has_rows = any(
+            identity_of(one) not in keys and (self._layout(one) is not None or self._is_chosen(one))
+            for one in call.tensors
+        )
         are_rows = [self._layout(one) is not None for one in terms]  # rows that a term has divided
         if self._met is not None:
             return name in _LINEAR_SUMS and all(are_rows)
