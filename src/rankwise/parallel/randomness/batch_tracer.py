@@ -87,7 +87,7 @@ class TracedCall:
         self.args = args
         self.given = given
         self.name: str = func.overloadpacket.__name__
-        self.tensors = [one for one in pytree.tree_leaves((args, given)) if type(one) in _FOLLOWED]
+        self.tensors = outputs_of((args, given))
         self.is_pointwise = torch.Tag.pointwise in func.tags
         self.is_random = is_random(func)
 
@@ -448,10 +448,9 @@ def identity_of(tensor: torch.Tensor) -> Identity:
 
 
 def outputs_of(out: object) -> list[torch.Tensor]:
-    """Return the tensors in the result of an operation."""
-    if type(out) in _FOLLOWED:
-        return [out]  # type: ignore[list-item]
-    return [one for one in pytree.tree_leaves(out) if type(one) in _FOLLOWED]
+    """Return the tensors in the result of an operation, but for sparse ones, which have no memory of their own."""
+    leaves = [out] if type(out) in _FOLLOWED else pytree.tree_leaves(out)
+    return [one for one in leaves if type(one) in _FOLLOWED and one.layout is torch.strided]
 
 
 def _broadcast(known: list[tuple[torch.Tensor, SampleLayout]], out: torch.Tensor) -> SampleLayout | None:
