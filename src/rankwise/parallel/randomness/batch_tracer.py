@@ -449,7 +449,7 @@ def identity_of(tensor: torch.Tensor) -> Identity:
 
 def outputs_of(out: object) -> list[torch.Tensor]:
     """Return the tensors in the result of an operation, but for sparse ones, which have no memory of their own."""
-    leaves = [out] if type(out) in _FOLLOWED else pytree.tree_leaves(out)
+    leaves: list[Any] = [out] if type(out) in _FOLLOWED else pytree.tree_leaves(out)
     return [one for one in leaves if type(one) in _FOLLOWED and one.layout is torch.strided]
 
 
