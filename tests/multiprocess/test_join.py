@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
-import os, sys, torch, rankwise as rw
+import faulthandler, os, sys, torch, rankwise as rw
+faulthandler.dump_traceback_later(60, exit=True)  # a rank that hangs says where, before the limit of the test
 rank, world_size, url, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
 if rank == 1 and what in ("die", "fail"):
