@@ -22,6 +22,9 @@ NO_GRAPH = -1
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 """Return the number of the backward that is running on this thread, or ``NO_GRAPH``."""
 
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined] # noqa: SLF001
+"""Return whether the backward that is running was given ``retain_graph=True`` or ``create_graph=True``."""
+
 # Public since torch 2.15.
 run_after_backward: Callable[[Callable[[], None]], None] = (
     getattr(torch.autograd.graph, "queue_callback", None) or torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined] # noqa: SLF001

@@ -14,6 +14,7 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 NAMES = {
     # autograd
     "torch._C._current_graph_task_id": "whether backward runs, and which one",
+    "torch._C._autograd._get_current_graph_task_keep_graph": "whether another backward may follow",
     "torch.autograd.Variable._execution_engine.queue_callback": (
         "run a function after backward; torch.autograd.graph.queue_callback from 2.15 on"
     ),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of modules, split by the rows of their batch: each rank computes its rows, and the script sees them all.
+"""Calls of modules on rank zero, split by the rows of their batch: every rank computes its rows of them.
 
 The outermost call of a module with parameters is split once it is proved that its samples do not see one another. The
-proof: the call runs whole, then a copy of the module runs on this rank's rows, and outputs, buffers and generators are
-compared; again at the second, fourth, eighth ... call. What cannot be split runs whole on every rank, and the modules
-in it are tried instead.
+proof: the call runs whole, then a copy of the module runs on rows, on all ranks, and outputs, buffers and generators are
+compared; again at the second, fourth, eighth ... call. What cannot be split runs whole, and the modules in it are tried
+instead. So does a call that fails on rows: the script sees the error that it sees in plain Python.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parameter import is_lazy
 
-from rankwise.comm.session import CurrentBatch
-from rankwise.errors import ConfigurationError
+from rankwise.errors import CollectiveMismatch, ConfigurationError, RankwiseError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log
-from rankwise.parallel.randomness.model_draws import DrawsOfModel
 from rankwise.parallel.randomness.source import draws_forgotten
-from rankwise.tools.auto.agreement import agreed, check_parameters, checksum, digest
-from rankwise.tools.auto.coupling import CouplingWatch
+from rankwise.tools.auto.effects import Effects
 from rankwise.tools.auto.generators import GeneratorStates
-from rankwise.tools.auto.module_calls import ModuleCalls
+from rankwise.tools.auto.guards import Guard, noted_functions
+from rankwise.tools.auto.own_call import OwnArguments
+from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable
 from rankwise.tools.auto.proof import (
     PLAIN,
-    WRONG_VALUES,
+    Reason,
     batch_dims,
-    check_device,
+    buffers_of,
+    checksum,
     copy_of,
     difference,
     difference_beside,
+    elsewhere,
     gradient_elsewhere,
     obstacle,
     obstacle_after,
@@ -41,34 +42,38 @@ from rankwise.tools.auto.proof import (
     tensors_kept,
     uncompiled,
 )
-from rankwise.tools.auto.rows import Share, once, own_rows, whole_batch
-from rankwise.tools.auto.sharing import parameters_shared
-from rankwise.tools.auto.side_effects import Effects, changed, python_state, text_of
+from rankwise.tools.auto.rows import Share
+from rankwise.tools.auto.settings import restored, settings
+from rankwise.tools.auto.shipping import dumped, dumped_tree
+from rankwise.tools.auto.split import Request, ResultChanged, ServerFailed, SplitCall
 from rankwise.tools.auto.subclasses import as_output, is_alike, plain
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.modules import hooks_of, own_parameters
+from rankwise.torch_private.modules import BatchNorm, hooks_of, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Exchange
-    from rankwise.comm.session import Session
+    from rankwise.parallel.randomness.model_draws import DrawsOfModel
+    from rankwise.tools.auto.module_calls import ModuleCalls
+    from rankwise.tools.auto.own_call import OwnCalls
     from rankwise.tools.auto.proof import BatchDims, OutputRows
+    from rankwise.tools.auto.split import Servers
 
     Kind = tuple[object, ...]
     """Calls that are proved together: modes of the module and its parts, and the arguments but for their sizes."""
 
 MOST_KINDS = 64
-"""Kinds of calls of a module that are proved: where sizes differ in each call, proofs cost more than they save."""
+"""Kinds of calls of a module that are proved."""
 
 
 @dataclass(slots=True)
 class KindOfCall:
     """What is known of the calls of one kind."""
 
+    number: int
     draws: DrawsOfModel
     num_calls: int = 0
     num_split: int = 0
@@ -77,6 +82,9 @@ class KindOfCall:
     """Where the rows lie; ``None``: not proved."""
     outputs: tuple[OutputRows | None, ...] = ()
     """Per leaf of the outputs; ``None``: the same for every row."""
+    is_random: bool = False
+    is_known: bool = False
+    """Whether servers know the structure of its arguments."""
     reason: str | None = None
     """Why it is not split."""
 
@@ -91,10 +99,15 @@ class KnownModule:
     """A module that the script has called."""
 
     number: int
-    """In the order of first calls, the same on every rank."""
+    guard: Guard
+    modes: tuple[object, ...]
+    held: TensorsOfModule | None = None
+    """Its parameters and buffers, once servers have copies."""
+    is_shipped: bool = False
+    """Whether servers have it as it is."""
+    pickled: bytes | None = None
+    """As it is to be sent to them."""
     kinds: dict[Kind, KindOfCall] = field(default_factory=dict)
-    is_random: bool = False
-    """Whether it draws random numbers. Which dims of a draw hold the rows is then known for equal sizes only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,8 @@ class Call:
     """One call of a module."""
 
     module: nn.Module
-    draws: DrawsOfModel
+    known: KnownModule
+    kind: KindOfCall
     given: list[Any]
     """Its arguments, flat."""
     leaves: list[Any]
@@ -114,22 +128,9 @@ class Call:
         """The module's class."""
         return type(self.module).__name__
 
-    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and named arguments made of other leaves."""
-        return pytree.tree_unflatten(list(leaves), self.tree)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnArguments:
-    """This rank's rows of the arguments of a call."""
-
-    leaves: Sequence[Any]
-    dims: tuple[int | None, ...]
-
-    @property
-    def rows(self) -> list[tuple[torch.Tensor, int]]:
-        """The arguments that were split, and the dims of their rows."""
-        return [(one, dim) for one, dim in zip(self.leaves, self.dims, strict=True) if dim is not None]
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and named arguments."""
+        return pytree.tree_unflatten(list(self.given), self.tree)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,191 +138,228 @@ class WholeRun:
     """A call that has run whole."""
 
     result: Any
-    reason: str | None
+    reason: Reason | None
     """Why such calls must not be split, if that is known already."""
-    facts: tuple[int, int]
-    """Checksums of its arguments and of the parameters."""
     before: GeneratorStates
     after: GeneratorStates
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it drew random numbers."""
-        return not self.before.are(self.after)
 
 
 class SplitCalls:
     """Splits the calls of modules, from the start of the script to its end."""
 
-    def __init__(self, session: Session, exchange: Exchange, num_file_changes: Callable[[], int]) -> None:
-        """``num_file_changes`` returns how often files have been changed so far."""
-        self._num_file_changes = num_file_changes
-        self._session = session
-        self._exchange = exchange
-        self._device = torch.device(session.world.device)
-        self._calls = ModuleCalls(exchange)
+    def __init__(self, servers: Servers, own: OwnCalls, calls: ModuleCalls, device: torch.device) -> None:
+        self._servers = servers
+        self._own = own
+        self._calls = calls
+        self._device = device
+        self._table = TensorTable(is_shared=servers.share_memory)
         self._modules: WeakKeyDictionary[nn.Module, KnownModule] = WeakKeyDictionary()
         self._num_modules = 0
+        self._num_kinds = 0
         self._logged: set[str] = set()
 
     def replacing(self) -> AbstractContextManager[None]:
         """Split calls inside the block."""
         return self._calls.replacing(self._called)
 
-    def check_parameters(self) -> None:
-        """Raise if a module's parameters differ between ranks. Called by: every rank, at the end of the script."""
-        check_parameters(
-            {
-                f"{known.number}. {type(module).__name__}": checksum(parameters_of(module))
-                for module, known in list(self._modules.items())
-            }
-        )
-
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, tree = pytree.tree_flatten((args, kwargs))
         leaves = [plain(one) for one in given]
         known = self._modules.get(module)
         if known is None:
             if any(map(is_lazy, module.parameters())):
                 return self._calls.whole(module, args, kwargs)[0]  # parameters and class are made in this call
-            check_device(module, self._device)
             self._num_modules += 1
-            known = self._modules[module] = KnownModule(self._num_modules)
-        name = _kind_of(module, given, tree)
-        sizes = tuple(one.shape for one in leaves if isinstance(one, torch.Tensor))
-        kind = known.kinds.get((*name, sizes) if known.is_random else name)
-        if kind is None and len(known.kinds) >= MOST_KINDS:
-            return self._calls.whole(module, args, kwargs)[0]
+            known = self._modules[module] = KnownModule(self._num_modules, Guard.of(module), _modes(module))
+        elif known.guard.changed() is not None:
+            known.guard, known.modes = Guard.of(module), _modes(module)
+            known.held, known.is_shipped = None, False
+        kind = self._kind(known, given, tree, type(module).__name__)
         if kind is None:
-            kind = KindOfCall(DrawsOfModel(self._session, "torch", type(module).__name__))
-            known.kinds[(*name, sizes) if known.is_random else name] = kind
+            return self._calls.whole(module, args, kwargs)[0]
         if kind.reason is not None:
             return self._calls.plain(module, args, kwargs)
-        batches = batch_dims(leaves, self._exchange.world_size) if kind.batch is None else _fitting(kind.batch, leaves)
-        if not batches or batches[0].num_global < self._exchange.world_size:
+        num_ranks = self._servers.exchange.world_size
+        batches = batch_dims(leaves, num_ranks) if kind.batch is None else _fitting(kind.batch, leaves)
+        if not batches or batches[0].num_global < num_ranks:
             return self._calls.whole(module, args, kwargs)[0]
         kind.num_calls += 1
-        call = Call(module, kind.draws, given, leaves, tree)
-        if not kind.is_due:
-            agreed(self._exchange, call.name, None, (digest(leaves), 0))
-            kind.num_split += 1
-            return self._in_parts(call, kind, batches[0])
-        result, is_random = self._proved(call, kind, batches)
-        if is_random and not known.is_random:
-            known.is_random = True
-            known.kinds = {(*name, sizes): kind}
+        call = Call(module, known, kind, given, leaves, tree)
+        return self._proved(call, batches) if kind.is_due else self._in_parts(call, batches[0])
+
+    def _kind(self, known: KnownModule, given: Sequence[Any], tree: pytree.TreeSpec, name: str) -> KindOfCall | None:
+        key = _kind_of(known.modes, given, tree)
+        kind = known.kinds.get(key)
+        if kind is None and len(known.kinds) < MOST_KINDS:
+            self._num_kinds += 1
+            kind = known.kinds[key] = KindOfCall(self._num_kinds, self._own.new_draws(name))
+        return kind
+
+    def _in_parts(self, call: Call, batch: BatchDims) -> Any:
+        kind = call.kind
+        before = GeneratorStates.now(self._device) if kind.is_random else None
+        arguments = OwnArguments(call.leaves, batch.dims, call.tree)
+        try:
+            ran = self._run_split(call, call.module, arguments, batch, before)
+            whole = ran.whole(kind.outputs)
+        except Exception as error:
+            if isinstance(error, RankwiseError) and not isinstance(error, CollectiveMismatch):
+                raise
+            return self._failed(call, before, error)
+        kind.num_split += 1
+        if torch.is_grad_enabled():
+            again = _Again(self, call, before)
+            whole = ran.with_graph(whole, kind.outputs, arguments, parameters_of(call.module), again)
+        return pytree.tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
+
+    def _failed(self, call: Call, before: GeneratorStates | None, error: Exception) -> Any:
+        """Run a call whole that has failed on rows: it raises where plain Python raises."""
+        if call.known.held is not None:
+            call.known.held.restore_buffers()
+        if before is not None:
+            before.restore(self._device)
+        result, _ = self._calls.whole(call.module, *call.arguments())
+        on = f" on rank {error.rank}" if isinstance(error, ServerFailed) else ""
+        self._runs_whole(call, f"it fails for a part of the batch{on} ({_first_line(error)})")
         return result
 
-    def _in_parts(self, call: Call, kind: KindOfCall, batch: BatchDims) -> Any:  # noqa: ANN401 - the module's own
-        share = Share(self._exchange, batch.num_global)
-        placed = list(zip(call.leaves, batch.dims, strict=True))
-        whole_arguments = [one for one, dim in placed if dim is None and isinstance(one, torch.Tensor)]
-        with parameters_shared(call.module, whole_arguments, self._exchange) as shared:
-            own = [shared.get(id(one), one) if dim is None else own_rows(one, dim, share) for one, dim in placed]
-            arguments = OwnArguments(own, batch.dims)
-            outputs, structure = pytree.tree_flatten(self._on_rows(call, call.module, share, arguments))
-        if len(outputs) != len(kind.outputs):
-            raise _no_longer(call, f"it returned {len(outputs)} values instead of {len(kind.outputs)}")
-        whole = [self._made_whole(call, one, rows, share) for one, rows in zip(outputs, kind.outputs, strict=True)]
-        return pytree.tree_unflatten(whole, structure)
+    def _run_split(
+        self,
+        call: Call,
+        module: nn.Module,
+        arguments: OwnArguments,
+        batch: BatchDims,
+        generators: GeneratorStates | None,
+        *,
+        is_trial: bool = False,
+    ) -> SplitCall:
+        held = self._held(call)
+        if not is_trial:
+            self._table.copy(held)
+        values, sent = self._table.message(held)
+        request = Request(
+            call.known.number,
+            call.kind.number,
+            self._shipped(call),
+            values,
+            sent,
+            None if call.kind.is_known else dumped_tree(call.tree),
+            batch.num_global,
+            any(isinstance(one, BatchNorm) and one.training for one in module.modules()),
+            generators,
+        )
+        call.kind.is_known = True
+        return self._servers.call(module, call.kind.draws, request, arguments, is_watched=is_trial)
 
-    def _made_whole(self, call: Call, output: Any, rows: OutputRows | None, share: Share) -> Any:  # noqa: ANN401
-        """Return an output as the script is to see it."""
-        if rows is None:
-            return as_output(once(output, self._exchange), call.given) if isinstance(output, torch.Tensor) else output
-        if (
-            not isinstance(output, torch.Tensor)
-            or output.dim() != len(rows.order)
-            or output.shape[rows.dim] != share.num
-        ):
-            raise _no_longer(call, f"it returned {list(getattr(output, 'shape', ()))} for {share.num} rows")
-        return as_output(whole_batch(output, rows.dim, share, rows.order), call.given)
+    def _shipped(self, call: Call) -> bytes | None:
+        """Return the module as it is to be sent; ``None`` if servers have it."""
+        known = call.known
+        if known.is_shipped:
+            return None
+        pickled, known.pickled = known.pickled or dumped(call.module, self._table.number_of), None
+        known.is_shipped = True
+        return pickled
 
-    def _on_rows(
-        self, call: Call, module: nn.Module, share: Share, own: OwnArguments, watch: CouplingWatch | None = None
-    ) -> Any:  # noqa: ANN401 - the module's own
-        """Call the module, or its copy, with this rank's rows; it draws its rows of torch's numbers for the batch."""
-        args, kwargs = call.arguments(own.leaves)
-        values = [one.movedim(dim, 0) for one, dim in own.rows]
-        self._session.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
-        call.draws.before(module, args, kwargs)
+    def _held(self, call: Call) -> TensorsOfModule:
+        """Return the tensors of a module that servers have copies of."""
+        known = call.known
+        if known.held is None or not known.held.is_current():
+            known.held, known.is_shipped = TensorsOfModule(call.module, self._table), False
+        return known.held
+
+    def differentiated_again(self, call: Call, before: GeneratorStates | None) -> list[Any]:
+        """Return the outputs of a call, run whole: gradients of its gradients are computed."""
+        self._runs_whole(call, "gradients of its gradients are computed")
+        now = GeneratorStates.now(self._device)
+        buffers = [(one, one.detach().clone()) for one in buffers_of(call.module)]
+        if before is not None:
+            before.restore(self._device)
         try:
-            return self._calls.on_rows(module, args, kwargs, watch)
-        except Exception as error:
-            error.add_note(f"rankwise: this rank ran {call.name} on {share.num} of the {share.num_global} rows")
-            raise
+            result, _ = self._calls.whole(call.module, *call.arguments())
         finally:
-            call.draws.after(module)
-            self._session.finish_loop(0)
+            now.restore(self._device)
+            with torch.no_grad():
+                for one, value in buffers:
+                    one.copy_(value)
+        return pytree.tree_leaves(result)  # type: ignore[no-any-return]
 
     # -- proofs ------------------------------------------------------------------------------------
 
-    def _proved(self, call: Call, kind: KindOfCall, batches: Sequence[BatchDims]) -> tuple[Any, bool]:
-        """Run a call whole, and try copies of the module on rows; return its outputs, and whether it drew numbers."""
+    def _proved(self, call: Call, batches: Sequence[BatchDims]) -> Any:
+        """Run a call whole, and try copies of the module on rows; return its outputs."""
+        kind = call.kind
         copies, given = self._copies(call, len(batches))
-        whole_run = self._run_whole(call, can_be_copied=bool(copies))
-        reasons: list[str] = []
-        # A reason may hold on some ranks only, as that of the one that prints: all ranks agree equally often.
-        for number, batch in enumerate(batches):
-            failed, outputs = whole_run.reason, ()
-            if failed is None:
-                failed, outputs = self._tried(call, copies[number], batch, given, whole_run)
-            answers = list(filter(None, agreed(self._exchange, call.name, failed, whole_run.facts)))
-            if not answers:
+        reason = self._prepared(call, can_be_copied=bool(copies))
+        whole_run = self._run_whole(call)
+        kind.is_random = not whole_run.before.are(whole_run.after)
+        reason = reason or whole_run.reason
+        reasons = [] if reason is None else [reason]
+        for copy, batch in zip(copies, batches, strict=False):
+            if reason is not None:
+                break
+            found, outputs = self._tried(call, copy, batch, given, whole_run)
+            if found is None:
                 kind.batch, kind.outputs = batch, outputs
-                return whole_run.result, whole_run.is_random
-            reasons.append(answers[0])
-        if kind.num_split and reasons[0].startswith(WRONG_VALUES):
-            raise _no_longer(call, reasons[0])
+                return whole_run.result
+            reasons.append(found)
+        if kind.num_split and reasons[0].is_wrong:
+            raise _no_longer(call, reasons[0].text)
         # What is set once, as a cache, is not set in the second call.
-        if kind.num_calls > 1 or not reasons[0].startswith("it changes "):
-            kind.reason = reasons[0]
-            self._log(f"auto: {call.name} runs whole on every rank: {kind.reason}")
-        return whole_run.result, whole_run.is_random
+        if kind.num_calls > 1 or not reasons[0].may_pass:
+            self._runs_whole(call, reasons[0].text)
+        return whole_run.result
+
+    def _prepared(self, call: Call, *, can_be_copied: bool) -> Reason | None:
+        """Copy values as they are before the call; return why the call must not even be tried on rows."""
+        words = obstacle(call.module, call.leaves) or call.known.guard.obstacle
+        if words is not None or not can_be_copied:
+            return Reason(words or "it cannot be copied for a trial")
+        try:
+            held = self._held(call)
+            if not call.known.is_shipped:
+                call.known.pickled = dumped(call.module, self._table.number_of)
+        except Exception as error:
+            return Reason(f"it cannot be sent to other ranks ({_first_line(error)})")
+        self._table.copy(held)
+        return None
 
     def _copies(self, call: Call, number: int) -> tuple[list[nn.Module], list[Any]]:
-        """Return copies of the module as it is before the call, none if it cannot be copied, and of the arguments."""
-        if obstacle(call.module, call.leaves) is not None:
-            return [], []
+        """Return copies of the module, none if it cannot be copied, and of the arguments: as before the call."""
         try:
             copies = [uncompiled(copy_of(call.module)) for _ in range(number)]
         except Exception:  # noqa: BLE001 - whatever a class raises
             return [], []
         return copies, [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in call.leaves]
 
-    def _run_whole(self, call: Call, *, can_be_copied: bool) -> WholeRun:
+    def _run_whole(self, call: Call) -> WholeRun:
         """Run a call whole, and look at what it does besides."""
         module, leaves = call.module, call.leaves
-        facts = digest(leaves), checksum(parameters_of(module))
-        effects, state, before = Effects(), python_state(module), GeneratorStates.now(self._device)
-        num_changes = self._num_file_changes()
-        with effects.noted():
-            result, checkpoints = self._calls.whole(module, *call.arguments(call.given))
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        facts = checksum(tensors), checksum(parameters_of(module))
+        effects, before = Effects(), GeneratorStates.now(self._device)
+        with effects.noted(), noted_functions() as ran:
+            result, checkpoints = self._calls.whole(module, *call.arguments())
         after = GeneratorStates.now(self._device)
-        name = changed(state, python_state(module))
-        if name is not None:
-            effects.note(f"it changes {name}")
-        if num_changes != self._num_file_changes():
-            effects.note("it writes files")
+        name = call.known.guard.changed()
+        call.known.guard.add(ran)
         reason = (
-            obstacle(module, leaves)
-            or (None if can_be_copied else "it cannot be copied for a trial")
-            or effects.found
+            (None if effects.found is None else Reason(effects.found))
+            or (None if name is None else Reason(f"it changes {name}", is_wrong=True, may_pass=True))
             or gradient_elsewhere(module, call.given, result)
             or obstacle_after(
                 module,
                 checkpoints,
-                changes_arguments=facts[0] != digest(leaves),
+                changes_arguments=facts[0] != checksum(tensors),
                 changes_parameters=facts[1] != checksum(parameters_of(module)),
                 is_random=not before.are(after),
             )
         )
-        return WholeRun(result, reason, facts, before, after)
+        return WholeRun(result, reason, before, after)
 
     def _tried(
         self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
-    ) -> tuple[str | None, tuple[OutputRows | None, ...]]:
-        """Run a copy on this rank's rows; return why that is not the same, and where the outputs' rows lie."""
+    ) -> tuple[Reason | None, tuple[OutputRows | None, ...]]:
+        """Run a call on rows; return why that is not the same, and where the outputs' rows lie."""
         whole_run.before.restore(self._device)
         try:
             with draws_forgotten():
@@ -331,48 +369,68 @@ class SplitCalls:
 
     def _compared(
         self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: WholeRun
-    ) -> tuple[str | None, tuple[OutputRows | None, ...]]:
-        share = Share(self._exchange, batch.num_global)
-        own = [
-            one if dim is None else one.narrow(dim, share.start, share.num).clone().requires_grad_(like.requires_grad)
-            for one, like, dim in zip(given, call.leaves, batch.dims, strict=True)
+    ) -> tuple[Reason | None, tuple[OutputRows | None, ...]]:
+        share = Share(0, self._servers.exchange.world_size, batch.num_global)
+        leaves = [
+            one.requires_grad_(like.requires_grad and torch.is_grad_enabled()) if isinstance(one, torch.Tensor) else one
+            for one, like in zip(given, call.leaves, strict=True)
         ]
-        arguments = OwnArguments(own, batch.dims)
-        watch = CouplingWatch(share.num, arguments.rows)
+        arguments = OwnArguments(leaves, batch.dims, call.tree)
+        generators = whole_run.before if call.kind.is_random else None
         try:
-            output = self._on_rows(call, copy, share, arguments, watch)
-        except Exception as error:  # noqa: BLE001 - whatever the module raises for fewer rows
-            return f"it fails for a part of the batch ({_first_line(error)})", ()
+            ran = self._run_split(call, copy, arguments, batch, generators, is_trial=True)
+        except Exception as error:
+            if isinstance(error, RankwiseError) and not isinstance(error, CollectiveMismatch):
+                raise
+            return Reason(f"it fails for a part of the batch ({_first_line(error)})"), ()
         whole, structure = pytree.tree_flatten(whole_run.result)
-        outputs, structure_of_rows = pytree.tree_flatten(output)
-        if structure != structure_of_rows:
-            return "it returns something else for a part of the batch", ()
-        reason, places = difference([plain(one) for one in whole], [plain(one) for one in outputs], share)
+        if structure != ran.structure or len(whole) != len(ran.outputs):
+            return Reason("it returns something else for a part of the batch"), ()
+        whole_plain = [plain(one) for one in whole]
+        reason, places = difference(whole_plain, [plain(one) for one in ran.outputs], share)
+        if reason is None:
+            try:
+                reason = elsewhere(whole_plain, ran.whole(places))
+            except ResultChanged as error:
+                reason = Reason(str(error), is_wrong=True)
         if not all(is_alike(one, as_output(plain(one), call.given)) for one in whole):
-            reason = "it returns tensors of another type than torch's functions do for its arguments"
+            reason = Reason("it returns tensors of another type than torch's functions do for its arguments")
         # What is made of parameters alone would pass its gradient back once per rank.
+        watch = ran.watch
         kept = next((name for name, one in tensors_kept(copy) if one.requires_grad or watch.holds_samples(one)), None)
         if kept is not None:
-            reason = f"it keeps tensors of its batch, in {kept}"
-        reason = reason or difference_beside(call.module, copy) or watch.found
+            reason = Reason(f"it keeps tensors of its batch, in {kept}", is_wrong=True)
+        reason = reason or difference_beside(call.module, copy) or (watch.found and Reason(watch.found, is_wrong=True))
         if reason is None and not whole_run.after.are(GeneratorStates.now(self._device)):
-            reason = "it draws other random numbers for a part of the batch"
+            reason = Reason("it draws other random numbers for a part of the batch", is_wrong=True)
         return reason, places
 
-    def _log(self, message: str) -> None:
+    def _runs_whole(self, call: Call, reason: str) -> None:
+        call.kind.reason = reason
+        message = f"auto: {call.name} runs whole on one rank: {reason}"
         if message not in self._logged:
             self._logged.add(message)
             log(message)
 
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Runs a call whole when gradients of its gradients are computed."""
 
-def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) -> Kind:
+    calls: SplitCalls
+    call: Call
+    before: GeneratorStates | None
+
+    def __call__(self) -> list[Any]:
+        return self.calls.differentiated_again(self.call, self.before)
+
+
+def _kind_of(modes: tuple[object, ...], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Kind:
     facts = tuple(
         (type(one), one.dim(), one.dtype, one.requires_grad)
         if isinstance(one, torch.Tensor)
         else (type(one), _setting(one) if isinstance(one, PLAIN) else "")
         for one in leaves
     )
-    modes = tuple(map(_modes_of, module.modules()))
     return (
         modes,
         torch.is_grad_enabled(),
@@ -383,11 +441,15 @@ def _kind_of(module: nn.Module, leaves: Sequence[Any], tree: pytree.TreeSpec) ->
     )
 
 
+def _modes(module: nn.Module) -> tuple[object, ...]:
+    return tuple(map(_modes_of, module.modules()))
+
+
 def _modes_of(part: nn.Module) -> tuple[object, ...]:
     """Return what may make a part compute something else than before: hooks and parameters, and own settings."""
     own = type(part).__module__.partition(".")[0] != "torch"
     plain_values = vars(part).items() if own else ()
-    settings = [(key, _setting(value)) for key, value in plain_values if isinstance(value, bool | int | str | float)]
+    settings = [(key, value) for key, value in plain_values if isinstance(value, bool | str)]
     return part.training, sum(1 for _ in hooks_of(part)), len(own_parameters(part)), *settings
 
 

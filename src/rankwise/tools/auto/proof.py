@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.errors import ConfigurationError
-from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.randomness.scope import memory_order
+from rankwise.tensors.checksum import checksums_of_each, combined
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
 from rankwise.torch_private.modules import BatchNorm, hooks_of, own_buffers, own_parameters
@@ -32,17 +31,19 @@ TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, t
 """How far split and whole results may differ, relative to the largest value."""
 COARSE = 5e-2
 """The same for dtypes of 16 bits and fewer."""
-WRONG_VALUES = (
-    "samples see one another",
-    "its buffers depend",
-    "its attribute",
-    "it draws other",
-    "it keeps",
-    "it changes",
-    "it computes gradients",
-)
-"""How reasons begin whose calls may have returned wrong values when they were split. Other calls would have raised."""
 _OF_TORCH = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a call must run whole."""
+
+    text: str
+    """In words that follow the module's name and a colon."""
+    is_wrong: bool = False
+    """Whether calls that were split before may have returned wrong values; others would have raised."""
+    may_pass: bool = False
+    """Whether it may hold in the first call only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +102,6 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
     return None
 
 
-def check_device(module: nn.Module, device: torch.device) -> None:
-    """Raise if a module is on another device of the same kind than this rank's.
-
-    Raises:
-        ConfigurationError: the script names a device by its number, which then belongs to rank zero.
-    """
-    first = next(module.parameters()).device
-    numbers: set[int | None] = {first.index, device.index}
-    if first.type == device.type and None not in numbers and len(numbers) > 1:
-        raise ConfigurationError(
-            f"{type(module).__name__} is on {first}, but the device of this rank is {device}.",
-            where=words(user_call_site()),
-            do=f'write "{first.type}" in the script, not "{first}": that is the device of each rank',
-        )
-
-
 def _is_of_user(hook: object) -> bool:
     name: str = getattr(hook, "__module__", None) or type(hook).__module__
     return name.partition(".")[0] != "torch"
@@ -126,6 +111,11 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
     """Return all parameters, also those that ``functional_call`` replaces for a call, each once."""
     found = (one for part in module.modules() for one in own_parameters(part).values() if one is not None)
     return list({id(one): one for one in found}.values())
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """Return one number for the bits of dense tensors."""
+    return combined(checksums_of_each([one.detach().contiguous() for one in tensors if one.layout == torch.strided]))
 
 
 def buffers_of(module: nn.Module) -> list[torch.Tensor]:
@@ -175,7 +165,7 @@ def obstacle_after(
     changes_arguments: bool,
     changes_parameters: bool,
     is_random: bool,
-) -> str | None:
+) -> Reason | None:
     """Return why a call that has run whole must not be split.
 
     Args:
@@ -187,26 +177,26 @@ def obstacle_after(
     """
     has_batchnorm = any(isinstance(one, BatchNorm) and one.training for one in module.modules())
     if changes_arguments:
-        return "it changes its arguments"
+        return Reason("it changes its arguments", is_wrong=True)
     if changes_parameters:
-        return "it changes its parameters in forward"
+        return Reason("it changes its parameters in forward", is_wrong=True)
     if any(checkpoints):
-        return "it uses torch.utils.checkpoint with use_reentrant=True"
+        return Reason("it uses torch.utils.checkpoint with use_reentrant=True")
     if checkpoints and has_batchnorm:
-        return "it uses torch.utils.checkpoint around BatchNorm"
+        return Reason("it uses torch.utils.checkpoint around BatchNorm")
     if uncompiled(module) is not module and (has_batchnorm or is_random):
-        return "it is compiled, with BatchNorm or random numbers in it"
+        return Reason("it is compiled, with BatchNorm or random numbers in it")
     return None
 
 
-def difference_beside(module: nn.Module, copy: nn.Module) -> str | None:
+def difference_beside(module: nn.Module, copy: nn.Module) -> Reason | None:
     """Return why a copy that ran on rows has not become what the module is after the whole call."""
     buffers = zip(buffers_of(module), buffers_of(copy), strict=True)
     is_same = all(one.shape == other.shape and agree(one, other) for one, other in buffers)
-    return None if is_same else "its buffers depend on the rows"
+    return None if is_same else Reason("its buffers depend on the rows", is_wrong=True)
 
 
-def gradient_elsewhere(module: nn.Module, given: Sequence[Any], result: object) -> str | None:
+def gradient_elsewhere(module: nn.Module, given: Sequence[Any], result: object) -> Reason | None:
     """Return why a call must not be split whose result depends on trained tensors that the module does not own."""
     # functional_call() gives a module parameters that have been computed from others.
     own = [*parameters_of(module), *(one for one in given if isinstance(one, torch.Tensor))]
@@ -219,7 +209,7 @@ def gradient_elsewhere(module: nn.Module, given: Sequence[Any], result: object) 
             continue
         seen.add(node)
         if id(getattr(node, "variable", None)) not in known and hasattr(node, "variable"):
-            return "it computes gradients of a tensor that is none of its parameters"
+            return Reason("it computes gradients of a tensor that is none of its parameters", is_wrong=True)
         pending += [before for before, _ in node.next_functions]
     return None
 
@@ -235,29 +225,39 @@ class OutputRows:
 
 def difference(
     whole: Sequence[Any], own: Sequence[Any], share: Share
-) -> tuple[str | None, tuple[OutputRows | None, ...]]:
+) -> tuple[Reason | None, tuple[OutputRows | None, ...]]:
     """Return why the outputs of a split call are not its rows of the whole outputs, and where the rows lie."""
     places: list[OutputRows | None] = []
     for number, (one, other) in enumerate(zip(whole, own, strict=True)):
         words = f"output {number}" if len(whole) > 1 else "the output"
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             if not isinstance(one, PLAIN):
-                return f"it returns a {type(one).__name__}, whose rows are unknown", ()
+                return Reason(f"it returns a {type(one).__name__}, whose rows are unknown"), ()
             if one != other:
-                return f"{words} depends on the number of rows", ()
+                return Reason(f"{words} depends on the number of rows", is_wrong=True), ()
             places.append(None)
             continue
         if one.layout != torch.strided or one.dim() != other.dim():
-            return f"{words} has no rows", ()
+            return Reason(f"{words} has no rows"), ()
         apart = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
         if len(apart) > 1 or any((one.shape[dim], other.shape[dim]) != (share.num_global, share.num) for dim in apart):
-            return f"{words} is {list(one.shape)} for the whole batch and {list(other.shape)} for {share.num} rows", ()
+            text = f"{words} is {list(one.shape)} for the whole batch and {list(other.shape)} for {share.num} rows"
+            return Reason(text), ()
         dim = apart[0] if apart else None
         rows = one if dim is None else one.narrow(dim, share.start, share.num)
         if not agree(rows, other):
-            return f"samples see one another: {words} is another for {share.num} of {share.num_global} rows", ()
+            text = f"samples see one another: {words} is another for {share.num} of {share.num_global} rows"
+            return Reason(text, is_wrong=True), ()
         places.append(None if dim is None else OutputRows(dim, memory_order(one.stride())))
     return None, tuple(places)
+
+
+def elsewhere(whole: Sequence[Any], joined: Sequence[Any]) -> Reason | None:
+    """Return why the rows of all ranks are not the whole outputs."""
+    for one, other in zip(whole, joined, strict=True):
+        if isinstance(one, torch.Tensor) and not (one.shape == other.shape and agree(one, other)):
+            return Reason("samples see one another: the output is another for rows of other ranks", is_wrong=True)
+    return None
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for one device that every rank runs whole, with its calls of modules split: ``rankwise run --auto``."""
+"""A script for one device on several ranks, ``rankwise run --auto``: rank zero runs it, and the other ranks serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 from rankwise.launch.fork_server.entrypoint import Module, Script, run_as_main
 
 if TYPE_CHECKING:
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.session import Session
     from rankwise.launch.fork_server.entrypoint import Target
+    from rankwise.tools.auto.module_calls import ModuleCalls
+    from rankwise.tools.auto.own_call import OwnCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +27,12 @@ class AutoScript:
         return str(self.target)
 
     def run(self) -> None:
-        """Run it as one of the ranks. Called by: every rank."""
+        """Run it on rank zero, and serve on the other ranks. Called by: every rank."""
         # In the rank only: the command line imports no torch.
-        import torch  # noqa: PLC0415
-
         from rankwise.comm.join import join  # noqa: PLC0415
         from rankwise.comm.session import current  # noqa: PLC0415
-        from rankwise.tools.auto.at_exit import exit_functions_called  # noqa: PLC0415
-        from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
-        from rankwise.tools.auto.generators import start_alike  # noqa: PLC0415
-        from rankwise.tools.auto.libraries import libraries_replaced  # noqa: PLC0415
-        from rankwise.tools.auto.rank_zero import RankZeroFiles, output_of_rank_zero  # noqa: PLC0415
-        from rankwise.tools.auto.refusing import refusing  # noqa: PLC0415
-        from rankwise.tools.auto.shared_calls import SharedCalls  # noqa: PLC0415
-        from rankwise.tools.batched_backward import one_by_one  # noqa: PLC0415
-        from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
+        from rankwise.tools.auto.module_calls import ModuleCalls  # noqa: PLC0415
+        from rankwise.tools.auto.own_call import OwnCalls  # noqa: PLC0415
 
         # An option that torch's old launcher passed: the script is to see one process.
         target = self.target
@@ -45,15 +40,49 @@ class AutoScript:
             target = replace(target, local_rank_option=None)
         with join() as world:
             session = current()
-            exchange = session.exchange
-            if exchange is None:
+            if session.exchange is None:
                 run_as_main(target)
                 return
-            start_alike(torch.device(world.device))
-            shared = SharedCalls(exchange)
-            calls = SplitCalls(session, exchange, shared.num_changes)
-            files = RankZeroFiles(shared)
-            with output_of_rank_zero(world.rank), calls.replacing(), files.replacing(), libraries_replaced(shared):
-                with refusing(exchange.world_size), one_by_one(), of_one_process(), exit_functions_called():
-                    run_as_main(target)
-                calls.check_parameters()
+            calls = ModuleCalls(session.exchange)
+            own = OwnCalls(session, session.exchange, calls)
+            if world.rank == 0:
+                _control(target, session, session.exchange, calls, own)
+            else:
+                _serve(session, session.exchange, calls, own)
+
+
+def _control(target: Target, session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:
+    """Run the script. Called by: rank zero."""
+    import torch  # noqa: PLC0415
+
+    from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
+    from rankwise.tools.auto.connection import accept_servers  # noqa: PLC0415
+    from rankwise.tools.auto.hidden_group import group_hidden  # noqa: PLC0415
+    from rankwise.tools.auto.split import Servers  # noqa: PLC0415
+    from rankwise.tools.batched_backward import one_by_one  # noqa: PLC0415
+    from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
+
+    assert session.store is not None and session.detector is not None  # noqa: S101, PT018
+    servers = Servers(accept_servers(session, session.store, session.detector), exchange, own)
+    split = SplitCalls(servers, own, calls, torch.device(session.world.device))
+    with group_hidden(), one_by_one(), of_one_process(), split.replacing():
+        run_as_main(target)
+    servers.end()
+
+
+def _serve(session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:
+    """Serve until the script has ended. Called by: every rank but zero."""
+    import os  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+
+    from rankwise.tools.auto.connection import connect  # noqa: PLC0415
+    from rankwise.tools.auto.server import Server  # noqa: PLC0415
+
+    assert session.store is not None and session.detector is not None  # noqa: S101, PT018
+    connection = connect(session, session.store, session.detector)
+    with calls.replacing(calls.plain):
+        has_ended_well = Server(connection, exchange, own, torch.device(session.world.device)).serve()
+    if not has_ended_well:
+        # Rank zero says what has happened.
+        os._exit(0)

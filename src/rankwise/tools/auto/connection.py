@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection between rank zero, which runs the script, and one server: requests, replies, and tensors with them.
+
+Requests and replies alternate. Tensors lie in memory that both share on one host, and follow the message otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import queue
+import secrets
+import socket
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.store import bootstrap
+from rankwise.store.server import AuthenticatedServer
+from rankwise.store.wire import listen, open_connection, prepare, receive_frame_on_loop, send_frame
+from rankwise.tensors.as_bytes import memory_of
+from rankwise.tools.auto.memory import SharedBytes, lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankwise.comm.session import Session
+    from rankwise.health.failure_detector import FailureDetector
+    from rankwise.store.values import Store
+
+_PURPOSE = "auto"
+_KEY = "rankwise/auto/address"
+_HEAD = struct.Struct(">QQ")
+_LEAST_BYTES = 2**20
+_LOOK_SECONDS = 1.0
+"""How often a waiting rank looks whether the job has failed: a host that is lost closes no connection."""
+
+
+class Connection:
+    """One end of it."""
+
+    def __init__(self, sock: socket.socket, detector: FailureDetector) -> None:
+        prepare(sock)
+        sock.settimeout(_LOOK_SECONDS)
+        self._sock = sock
+        self._detector = detector
+        self._sent: SharedBytes | None = None
+        self._received: SharedBytes | None = None
+        self.is_local = False
+        """Whether both ends share memory."""
+
+    def greet(self) -> None:
+        """Find out whether both ends share memory. Called by: both ends."""
+        try:
+            self._sent = SharedBytes(_LEAST_BYTES)
+        except OSError:
+            self._sent = None
+        self._send_head((None if self._sent is None else self._sent.ticket), b"")
+        ticket, _ = self._receive_head()
+        try:
+            self._received = None if ticket is None else SharedBytes(0, ticket)
+        except OSError:
+            self._received = None
+        self._send_head(self._received is not None, b"")
+        can_read = self._receive_head()[0]
+        self.is_local = bool(can_read) and self._received is not None
+
+    def send(self, message: object, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message. The tensors are copied at once.
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+        places, num_bytes = lay_out(tensors)
+        data = pickle.dumps((message, places), pickle.HIGHEST_PROTOCOL)
+        ticket = self._make_room(num_bytes) if self.is_local else None
+        if self.is_local and self._sent is not None and self._sent.num_bytes >= num_bytes:
+            for place, one in zip(places, tensors, strict=True):
+                self._sent.at(place).copy_(one.detach())
+            self._send_head((True, ticket), data)
+            return
+        self._send_head((False, None), data)
+        for (_, shape, strides, dtype), one in zip(places, tensors, strict=True):
+            flat = torch.empty(one.numel(), dtype=dtype)
+            flat.as_strided(shape, strides).copy_(one.detach())
+            self._send_all(memory_of(flat))
+
+    def receive(self) -> tuple[Any, list[torch.Tensor]]:
+        """Return the next message and its tensors, which are valid until this end sends again.
+
+        Raises:
+            ConnectionError: the other end is gone.
+            RankwiseError: the job has failed.
+        """
+        (is_shared, ticket), data = self._receive_head()
+        if ticket is not None:
+            self._received = SharedBytes(0, ticket)
+        message, places = pickle.loads(data)  # noqa: S301 - the other end holds the job's secret
+        if is_shared and self._received is not None:
+            return message, [self._received.at(place) for place in places]
+        tensors: list[torch.Tensor] = []
+        for _, shape, strides, dtype in places:
+            flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
+            self._fill(memory_of(flat))
+            tensors.append(flat.as_strided(shape, strides))
+        return message, tensors
+
+    def close(self) -> None:
+        """End it."""
+        self._sock.close()
+
+    def _make_room(self, num_bytes: int) -> object:
+        """Return the ticket of larger memory, if a message needs it."""
+        if self._sent is None or num_bytes <= self._sent.num_bytes:
+            return None
+        try:
+            self._sent = SharedBytes(max(num_bytes, 2 * self._sent.num_bytes))
+        except OSError:
+            return None
+        return self._sent.ticket
+
+    def _send_head(self, head: object, data: bytes) -> None:
+        first = pickle.dumps(head)
+        self._send_all(memoryview(_HEAD.pack(len(first), len(data)) + first + data))
+
+    def _receive_head(self) -> tuple[Any, bytes]:
+        sizes = bytearray(_HEAD.size)
+        self._fill(memoryview(sizes))
+        num_first, num_data = _HEAD.unpack(sizes)
+        both = bytearray(num_first + num_data)
+        self._fill(memoryview(both))
+        return pickle.loads(both[:num_first]), bytes(both[num_first:])  # noqa: S301 - as above
+
+    def _send_all(self, memory: memoryview) -> None:
+        done = 0
+        while done < memory.nbytes:
+            try:
+                done += self._sock.send(memory[done:])
+            except TimeoutError:
+                self._check()
+
+    def _fill(self, memory: memoryview) -> None:
+        done = 0
+        while done < memory.nbytes:
+            try:
+                count = self._sock.recv_into(memory[done:])
+            except TimeoutError:
+                self._check()
+                continue
+            if not count:
+                raise ConnectionError("the other rank closed the connection")
+            done += count
+
+    def _check(self) -> None:
+        if self._detector.error is not None:
+            raise self._detector.error
+
+
+def accept_servers(session: Session, store: Store, detector: FailureDetector) -> list[Connection]:
+    """Return the connections to ranks 1, 2, .... Called by: rank zero, while the others call :func:`connect`."""
+    arrived: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
+
+    async def hand_over(sock: socket.socket) -> None:
+        rank = int(json.loads(await receive_frame_on_loop(sock))["rank"])
+        arrived.put((rank, sock.dup()))
+
+    secret = secrets.token_hex(32)
+    host = bootstrap.address_on_job(store, session.world)
+    server = AuthenticatedServer(listen(host, 0), secret.encode(), {}, {_PURPOSE: hand_over})
+    server.start()
+    announced = session.world.hostname if host == bootstrap.EVERY_INTERFACE else host
+    store.set(_KEY, json.dumps([announced, server.port, secret]))
+    sockets: dict[int, socket.socket] = {}
+    while len(sockets) < session.world.world_size - 1:
+        try:
+            rank, sock = arrived.get(timeout=_LOOK_SECONDS)
+            sockets[rank] = sock
+        except queue.Empty:
+            if detector.error is not None:
+                raise detector.error from None
+    server.close()
+    connections = [Connection(sockets[rank], detector) for rank in sorted(sockets)]
+    for one in connections:
+        one.greet()
+    return connections
+
+
+def connect(session: Session, store: Store, detector: FailureDetector) -> Connection:
+    """Return the connection to rank zero. Called by: every other rank."""
+    host, port, secret = json.loads(store.get(_KEY, detector.timeout_seconds))
+    sock = open_connection(host, port, secret.encode(), _PURPOSE, detector.timeout_seconds)
+    send_frame(sock, json.dumps({"rank": session.world.rank}).encode())
+    connection = Connection(sock, detector)
+    connection.greet()
+    return connection

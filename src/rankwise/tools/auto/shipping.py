@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module as it is sent to servers: by value where it is the script's own, and without its parameters and buffers."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from rankwise.tools.auto.caller import is_of_script
+from rankwise.torch_private import tree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+_by_value: set[str] = set()
+
+
+def dumped(module: nn.Module, number_of: Callable[[object], int | None]) -> bytes:
+    """Return a module as bytes.
+
+    Args:
+        module: to send.
+        number_of: returns the number of a tensor that servers have a copy of.
+
+    Raises:
+        Exception: it cannot be pickled: its classes may run any code.
+    """
+    cloudpickle = importlib.import_module("cloudpickle")
+    for name, loaded in list(sys.modules.items()):
+        if name not in _by_value and name != "__main__":
+            _by_value.add(name)
+            if is_of_script(name) and loaded is not None:
+                cloudpickle.register_pickle_by_value(loaded)
+    file = io.BytesIO()
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+        def persistent_id(self, obj: object) -> int | None:
+            return number_of(obj)
+
+        def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - as pickle's own
+            if isinstance(obj, nn.Module) and is_parametrized(obj):
+                # Torch refuses to pickle these: their class exists in this process only, and cloudpickle sends it.
+                return object.__new__, (type(obj),), vars(obj)
+            return super().reducer_override(obj)
+
+    Pickler(file).dump(module)
+    return file.getvalue()
+
+
+def dumped_tree(tree: pytree.TreeSpec) -> bytes:
+    """Return the structure of arguments as bytes. Its classes may be the script's, as named tuples are."""
+    skeleton = pytree.tree_unflatten([None] * tree.num_leaves, tree)
+    return cast("bytes", importlib.import_module("cloudpickle").dumps(skeleton))
+
+
+def loaded_tree(data: bytes) -> pytree.TreeSpec:
+    """Return what :func:`dumped_tree` was given."""
+    return pytree.tree_flatten(pickle.loads(data))[1]  # noqa: S301 - rank zero holds the job's secret
+
+
+def loaded(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401 - a module of any class
+    """Return the module that :func:`dumped` was given, with a server's own copies of its tensors."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int, /) -> torch.Tensor:
+            return tensor(pid)
+
+    return Unpickler(io.BytesIO(data)).load()

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One split call on rank zero: its rows here, the others' on servers, and the whole result as one node of the graph."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.parallel.randomness.scope import memory_order
+from rankwise.tools.auto.coupling import CouplingWatch
+from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Rows
+from rankwise.tools.auto.own_call import OwnArguments, added, gradients
+from rankwise.tools.auto.rows import Share, joined
+from rankwise.tools.auto.settings import settings
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import hooks_of_gradient, keeps_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.parallel.randomness.model_draws import DrawsOfModel
+    from rankwise.tools.auto.connection import Connection
+    from rankwise.tools.auto.generators import GeneratorStates
+    from rankwise.tools.auto.messages import Values
+    from rankwise.tools.auto.own_call import OwnCalls
+    from rankwise.tools.auto.proof import OutputRows
+
+_TWICE = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Specify retain_graph=True if you need to backward through the graph a second time."
+)
+"""As torch says it."""
+
+
+class ServerFailed(Exception):
+    """A server has raised where rank zero has not."""
+
+    def __init__(self, rank: int, failed: Failed) -> None:
+        super().__init__(f"{failed.kind}: {failed.text}")
+        self.rank = rank
+        self.failed = failed
+
+
+class ResultChanged(Exception):
+    """A split call has returned something else than its earlier ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What servers must know of a call beside its arguments."""
+
+    module: int
+    kind: int
+    shipped: bytes | None
+    values: Values
+    sent: list[torch.Tensor]
+    """The values that go with the message."""
+    structure: bytes | None
+    """Of the arguments, if servers do not know this kind of call."""
+    num_global: int
+    meets: bool
+    generators: GeneratorStates | None
+
+
+class Servers:
+    """The other ranks, as rank zero sees them."""
+
+    def __init__(self, connections: Sequence[Connection], exchange: Exchange, own: OwnCalls) -> None:
+        self.exchange = exchange
+        self._own = own
+        self._connections = list(connections)
+        self._num_pending = [0] * len(connections)
+        self._num_calls = 0
+        self._forgotten: list[int] = []
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether all ranks share memory."""
+        return all(one.is_local for one in self._connections)
+
+    def call(
+        self,
+        module: nn.Module,
+        draws: DrawsOfModel,
+        request: Request,
+        arguments: OwnArguments,
+        *,
+        is_watched: bool = False,
+    ) -> SplitCall:
+        """Have every rank compute its rows of a call.
+
+        Args:
+            module: to call here.
+            draws: of this kind of calls.
+            request: what servers are asked for.
+            arguments: of the whole batch.
+            is_watched: whether to follow the samples through the call here.
+
+        Raises:
+            Exception: what the call raises here.
+            ServerFailed: it raises on a server.
+        """
+        self._num_calls += 1
+        has_graph = torch.is_grad_enabled()
+        forgotten, self._forgotten = self._forgotten, []
+        pairs = list(zip(arguments.leaves, arguments.dims, strict=True))
+        message = Forward(
+            self._num_calls,
+            request.module,
+            request.kind,
+            request.shipped,
+            request.values,
+            forgotten,
+            request.structure,
+            [Rows(one.requires_grad) if isinstance(one, torch.Tensor) else one for one in arguments.leaves],
+            tuple(arguments.dims),
+            request.num_global,
+            has_graph,
+            request.meets,
+            settings(),
+            request.generators,
+        )
+        share = Share(0, self.exchange.world_size, request.num_global)
+        for rank in range(1, share.num_ranks):
+            of_rank = share.of(rank)
+            rows = [_rows_of(one.detach(), dim, of_rank) for one, dim in pairs if isinstance(one, torch.Tensor)]
+            self._send(rank, message, [*request.sent, *rows])
+        leaves = [
+            _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and has_graph)
+            if isinstance(one, torch.Tensor)
+            else one
+            for one, dim in pairs
+        ]
+        own = OwnArguments(leaves, arguments.dims, arguments.tree)
+        watch = CouplingWatch(share.num, own.rows) if is_watched else None
+        try:
+            result = self._own.run(module, draws, share, own, meets=request.meets, watch=watch)
+        except Exception:
+            self.drain()
+            raise
+        outputs, structure = pytree.tree_flatten(result)
+        others = [_filled(reply.leaves, tensors) for reply, tensors in self.replies()]
+        return SplitCall(self, self._num_calls, share, own, outputs, structure, others, watch, meets=request.meets)
+
+    def own_gradients(
+        self,
+        outputs: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        keeps_graph: bool,
+        meets: bool,
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of rank zero's rows; see :func:`rankwise.tools.auto.own_call.gradients`."""
+        try:
+            found = gradients(outputs, given, inputs, keeps_graph=keeps_graph)
+        except BaseException as error:
+            self._own.end_together(error, meets=meets)
+            self.drain()
+            raise
+        self._own.end_together(None, meets=meets)
+        return found
+
+    def backward(self, message: Backward, tensors: Callable[[int], list[torch.Tensor]]) -> None:
+        """Start the backward of a call on servers; ``tensors`` returns what goes to a rank."""
+        for rank in range(1, self.exchange.world_size):
+            self._send(rank, message, tensors(rank))
+
+    def replies(self) -> list[tuple[Any, list[torch.Tensor]]]:
+        """Return what servers reply, by rank.
+
+        Raises:
+            ServerFailed: what was asked for has raised on a server.
+        """
+        replies = [self._receive(place) for place in range(len(self._connections))]
+        for rank, (reply, _) in enumerate(replies, 1):
+            if isinstance(reply, Failed):
+                raise ServerFailed(rank, reply)
+        return replies
+
+    def drain(self) -> None:
+        """Take in the replies to what has failed here, or was interrupted."""
+        for place, num in enumerate(self._num_pending):
+            for _ in range(num):
+                self._receive(place)
+
+    def forget(self, call: int) -> None:
+        """Note that no backward of a call will follow. Called by garbage collection, at any moment."""
+        self._forgotten.append(call)
+
+    def end(self) -> None:
+        """Have the servers end, and wait for nothing."""
+        for connection in self._connections:
+            connection.send(End())
+
+    def _send(self, rank: int, message: object, tensors: Sequence[torch.Tensor]) -> None:
+        while self._num_pending[rank - 1]:
+            self._receive(rank - 1)
+        self._connections[rank - 1].send(message, tensors)
+        self._num_pending[rank - 1] += 1
+
+    def _receive(self, place: int) -> tuple[Any, list[torch.Tensor]]:
+        reply = self._connections[place].receive()
+        self._num_pending[place] -= 1
+        return reply
+
+
+class SplitCall:
+    """A call that has run on all ranks."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        number: int,
+        share: Share,
+        own: OwnArguments,
+        outputs: list[Any],
+        structure: pytree.TreeSpec,
+        others: list[list[Any]],
+        watch: CouplingWatch | None,
+        *,
+        meets: bool,
+    ) -> None:
+        self.outputs = outputs
+        """Rank zero's, flat."""
+        self.structure = structure
+        self.watch = watch
+        self._servers = servers
+        self._number = number
+        self._share = share
+        self._own = own
+        self._others = others
+        self._meets = meets
+        self._is_freed = False
+        if torch.is_grad_enabled():
+            weakref.finalize(self, servers.forget, number).atexit = False
+
+    def whole(self, rows: Sequence[OutputRows | None]) -> list[Any]:
+        """Return the outputs of the whole batch, without a graph. Once: the rows of others are dropped.
+
+        Raises:
+            ResultChanged: the outputs do not have their rows there.
+        """
+        others, self._others = self._others, []
+        for one in (self.outputs, *others):
+            if len(one) != len(rows):
+                raise ResultChanged(f"it returned {len(one)} values instead of {len(rows)}")
+        made: list[Any] = []
+        for number, (own, at) in enumerate(zip(self.outputs, rows, strict=True)):
+            if at is None:
+                made.append(own.detach().clone() if isinstance(own, torch.Tensor) else own)
+                continue
+            parts = [own, *(one[number] for one in others)]
+            for rank, part in enumerate(parts):
+                num = self._share.of(rank).num
+                if not isinstance(part, torch.Tensor) or part.dim() != len(at.order) or part.shape[at.dim] != num:
+                    raise ResultChanged(f"it returned {list(getattr(part, 'shape', ()))} for {num} rows")
+            made.append(joined([part.to(own.device) for part in parts], at.dim, at.order))
+        return made
+
+    def with_graph(
+        self,
+        whole: list[Any],
+        rows: Sequence[OutputRows | None],
+        arguments: OwnArguments,
+        parameters: Sequence[torch.Tensor],
+        again: Callable[[], list[Any]],
+    ) -> list[Any]:
+        """Return the outputs of the whole batch as results of one node of the graph.
+
+        Args:
+            whole: the outputs.
+            rows: where the rows of each lie.
+            arguments: of the whole batch.
+            parameters: of the module, in an order that servers know.
+            again: calls the module whole and returns its outputs, for gradients of gradients.
+        """
+        places = [place for place, one in enumerate(self.outputs) if _has_graph(one)]
+        if not places:
+            return whole
+        used = [one for one in parameters if one.requires_grad]
+        leaves = [one for one in [*arguments.whole, *(row for row, _ in arguments.rows)] if one.requires_grad]
+        node = _Node(self, [whole[place] for place in places], places, rows, used, again)
+        for place, one in zip(places, _Whole.apply(node, *used, *leaves), strict=True):
+            whole[place] = one
+        return whole
+
+    def gradients(
+        self, given: dict[int, torch.Tensor], rows: Sequence[OutputRows | None], parameters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the parameters and of the arguments that require one: first those without rows.
+
+        Args:
+            given: by the number of an output, its gradient for the whole batch.
+            rows: where the rows of each output lie.
+            parameters: that require a gradient.
+        """
+        if self._is_freed:
+            raise RuntimeError(_TWICE)
+        keeps = keeps_graph()
+        self._is_freed = not keeps
+        dims = {place: at.dim for place in given if (at := rows[place]) is not None}
+        message = Backward(self._number, keeps, sorted(dims), self._meets)
+        self._servers.backward(
+            message,
+            lambda rank: [_rows_of(given[place], dims[place], self._share.of(rank)) for place in sorted(dims)],
+        )
+        shared = [*parameters, *(one for one in self._own.whole if one.requires_grad)]
+        own_rows = [(one, dim) for one, dim in self._own.rows if one.requires_grad]
+        own_given = [_rows_of(one, dims.get(place), self._share) for place, one in given.items()]
+        with _hooks_off(parameters):
+            found = self._servers.own_gradients(
+                [self.outputs[place] for place in given],
+                own_given,
+                [*shared, *(one for one, _ in own_rows)],
+                keeps_graph=keeps,
+                meets=self._meets,
+            )
+        others = [_filled(reply.leaves, tensors) for reply, tensors in self._servers.replies()]
+        sums = added([one[: len(shared)] for one in (found, *others)], own_given)
+        parts = [[one[number] for one in (found, *others)] for number in range(len(shared), len(found))]
+        joined_parts = [_joined_gradient(part, *one, self._share) for part, one in zip(parts, own_rows, strict=True)]
+        if not keeps:
+            self.outputs, self._own = [], OwnArguments((), (), self._own.tree)
+        return [*sums, *joined_parts]
+
+
+@dataclass(slots=True)
+class _Node:
+    """What the node of a split call knows."""
+
+    call: SplitCall
+    whole: list[torch.Tensor]
+    """The outputs that have a graph; empty once the node has returned them."""
+    places: Sequence[int]
+    """Their numbers among all outputs."""
+    rows: Sequence[OutputRows | None]
+    """Of all outputs."""
+    parameters: Sequence[torch.Tensor]
+    again: Callable[[], list[Any]]
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, node: _Node, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        ctx.node = node
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        made, node.whole = node.whole, []
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+        node: _Node = ctx.node
+        if torch.is_grad_enabled():
+            outputs = node.again()
+            found = gradients(
+                [outputs[place] for place in node.places], given, ctx.saved_tensors, keeps_graph=True, has_graph=True
+            )
+            return None, *found
+        by_place = {place: one for place, one in zip(node.places, given, strict=True) if one is not None}
+        return None, *node.call.gradients(by_place, node.rows, node.parameters)
+
+
+def _rows_of(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
+    return tensor if dim is None else share.rows(tensor, dim)
+
+
+def _filled(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return flat values with tensors that came beside them in their places."""
+    received = iter(tensors)
+    return [next(received) if isinstance(one, Rows) else one for one in leaves]
+
+
+def _has_graph(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _joined_gradient(parts: Sequence[torch.Tensor | None], like: torch.Tensor, dim: int, share: Share) -> torch.Tensor | None:
+    """Return the gradient of an argument from those of its rows, by rank."""
+    if all(one is None for one in parts):
+        return None
+    shape = list(like.shape)
+    filled: list[torch.Tensor] = []
+    for rank, one in enumerate(parts):
+        shape[dim] = share.of(rank).num
+        filled.append(like.new_zeros(shape) if one is None else one.to(like.device))
+    return joined(filled, dim, memory_order(like.stride()))
+
+
+@contextmanager
+def _hooks_off(parameters: Sequence[torch.Tensor]) -> Generator[None]:
+    """Have hooks of the script on parameters see nothing inside the block: these gradients are one rank's."""
+    held = [(hooks, dict(hooks)) for one in parameters if (hooks := hooks_of_gradient(one))]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update(before)
