@@ -457,7 +457,8 @@ def _setting(value: object) -> str:
     """Return what tells settings apart; of a float only the sign, since it may be another one in each call."""
     if isinstance(value, float):
         return f"sign {(value > 0) - (value < 0)}"
-    return text_of(value)
+    # Python writes no decimal number of more than 4,300 digits.
+    return f"{type(value).__name__} {value:x}" if isinstance(value, int) else repr(value)
 
 
 def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:

@@ -63,11 +63,11 @@ def _control(target: Target, session: Session, exchange: Exchange, calls: Module
     from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
 
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
-    servers = Servers(accept_servers(session, session.store, session.detector), exchange, own)
-    split = SplitCalls(servers, own, calls, torch.device(session.world.device))
-    with group_hidden(), one_by_one(), of_one_process(), split.replacing():
-        run_as_main(target)
-    servers.end()
+    session.on_close()  # signals do what they do in plain Python
+    with Servers(accept_servers(session, session.store, session.detector), exchange, own) as servers:
+        split = SplitCalls(servers, own, calls, torch.device(session.world.device))
+        with group_hidden(), one_by_one(), of_one_process(), split.replacing():
+            run_as_main(target)
 
 
 def _serve(session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:

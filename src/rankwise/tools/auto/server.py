@@ -70,8 +70,9 @@ class Server:
 
     def serve(self) -> bool:
         """Serve until the script ends; return whether it has ended well."""
-        # Ctrl-C is for the script, which may call modules while it cleans up.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # They are for the script, which may call modules while it cleans up.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         while True:
             try:
                 message, tensors = self._connection.receive()

@@ -7,6 +7,7 @@ import importlib
 import io
 import pickle
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -57,13 +58,14 @@ def dumped(module: nn.Module, number_of: Callable[[object], int | None]) -> byte
 
 def dumped_tree(tree: pytree.TreeSpec) -> bytes:
     """Return the structure of arguments as bytes. Its classes may be the script's, as named tuples are."""
-    skeleton = pytree.tree_unflatten([None] * tree.num_leaves, tree)
-    return cast("bytes", importlib.import_module("cloudpickle").dumps(skeleton))
+    return cast("bytes", importlib.import_module("cloudpickle").dumps(tree))
 
 
 def loaded_tree(data: bytes) -> pytree.TreeSpec:
     """Return what :func:`dumped_tree` was given."""
-    return pytree.tree_flatten(pickle.loads(data))[1]  # noqa: S301 - rank zero holds the job's secret
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about a class of its own
+        return cast("pytree.TreeSpec", pickle.loads(data))  # noqa: S301 - rank zero holds the job's secret
 
 
 def loaded(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401 - a module of any class
@@ -73,4 +75,10 @@ def loaded(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:  # noqa: 
         def persistent_load(self, pid: int, /) -> torch.Tensor:
             return tensor(pid)
 
-    return Unpickler(io.BytesIO(data)).load()
+    module = Unpickler(io.BytesIO(data)).load()
+    # torch.compile looks for the globals of the script's functions in __main__.
+    for part in module.modules():
+        of_forward = getattr(type(part).forward, "__globals__", {})
+        if of_forward.get("__name__") == "__main__":
+            vars(sys.modules["__main__"]).update(of_forward)
+    return module

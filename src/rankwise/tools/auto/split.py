@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -21,6 +21,7 @@ from rankwise.torch_private.autograd import hooks_of_gradient, keeps_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
+    from types import TracebackType
 
     from torch import nn
 
@@ -195,10 +196,17 @@ class Servers:
         """Note that no backward of a call will follow. Called by garbage collection, at any moment."""
         self._forgotten.append(call)
 
-    def end(self) -> None:
-        """Have the servers end, and wait for nothing."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the end of the connection says all: servers have nothing to report.
         for connection in self._connections:
-            connection.send(End())
+            if error is None:
+                connection.send(End())
+            connection.close()
 
     def _send(self, rank: int, message: object, tensors: Sequence[torch.Tensor]) -> None:
         while self._num_pending[rank - 1]:
