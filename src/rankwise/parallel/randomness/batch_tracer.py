@@ -406,6 +406,10 @@ class BatchTracer(DispatchMode):
         self._is_without_data = True
         return self._scope.made
 
+    def fact_of(self, tensor: torch.Tensor) -> KnownLayout | None:
+        """Return where the samples are in a tensor, if that is known."""
+        return self._facts.get(identity_of(tensor))
+
     def set_fact(self, tensor: torch.Tensor, fact: KnownLayout | None, *, is_lost: bool = False) -> None:
         """Note where the samples are in a tensor; ``None``: it holds none, or they are lost."""
         key = identity_of(tensor)

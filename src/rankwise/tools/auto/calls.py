@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.parameter import is_lazy
 
-from rankwise.errors import CollectiveMismatch, ConfigurationError, RankwiseError
+from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log
 from rankwise.parallel.randomness.source import draws_forgotten
@@ -24,6 +24,7 @@ from rankwise.tools.auto.effects import Effects
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.guards import Guard, noted_functions
 from rankwise.tools.auto.own_call import OwnArguments
+from rankwise.tools.auto.pace import Pace
 from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable
 from rankwise.tools.auto.proof import (
     PLAIN,
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
     from rankwise.parallel.randomness.model_draws import DrawsOfModel
     from rankwise.tools.auto.module_calls import ModuleCalls
     from rankwise.tools.auto.own_call import OwnCalls
-    from rankwise.tools.auto.proof import BatchDims, OutputRows
+    from rankwise.tools.auto.proof import BatchDims
+    from rankwise.tools.auto.rows import OutputRows
     from rankwise.tools.auto.split import Servers
 
     Kind = tuple[object, ...]
@@ -85,6 +87,8 @@ class KindOfCall:
     is_random: bool = False
     is_known: bool = False
     """Whether servers know the structure of its arguments."""
+    pace: Pace = field(default_factory=Pace)
+    """Whether splitting saves time."""
     reason: str | None = None
     """Why it is not split."""
 
@@ -147,7 +151,11 @@ class WholeRun:
 class SplitCalls:
     """Splits the calls of modules, from the start of the script to its end."""
 
-    def __init__(self, servers: Servers, own: OwnCalls, calls: ModuleCalls, device: torch.device) -> None:
+    def __init__(
+        self, servers: Servers, own: OwnCalls, calls: ModuleCalls, device: torch.device, *, splits_always: bool
+    ) -> None:
+        """``splits_always``: whether to split also where it saves no time."""
+        self._splits_always = splits_always
         self._servers = servers
         self._own = own
         self._calls = calls
@@ -183,9 +191,24 @@ class SplitCalls:
         batches = batch_dims(leaves, num_ranks) if kind.batch is None else _fitting(kind.batch, leaves)
         if not batches or batches[0].num_global < num_ranks:
             return self._calls.whole(module, args, kwargs)[0]
-        kind.num_calls += 1
         call = Call(module, known, kind, given, leaves, tree)
-        return self._proved(call, batches) if kind.is_due else self._in_parts(call, batches[0])
+        kind.num_calls += 1
+        if kind.batch is None or (kind.is_due and (kind.pace.is_split or self._splits_always)):
+            kind.pace.interrupted()
+            return self._proved(call, batches)
+        if self._splits_always or self._pays(call):
+            return self._in_parts(call, batches[0])
+        return self._calls.whole(module, args, kwargs)[0]
+
+    def _pays(self, call: Call) -> bool:
+        """Return whether the call that begins now is to be split: whether that saves time, or is being measured."""
+        pace = call.kind.pace
+        before, is_split = pace.ratio, pace.next_is_split()
+        if pace.ratio is not None and pace.ratio != before:
+            ranks = f"{self._servers.exchange.world_size} ranks"
+            what = "is split over" if pace.is_split else "runs whole on one rank: it would be slower on"
+            self._log(f"auto: {call.name} {what} {ranks}", f": its loop takes {pace.ratio:.2f} of the time on one")
+        return is_split
 
     def _kind(self, known: KnownModule, given: Sequence[Any], tree: pytree.TreeSpec, name: str) -> KindOfCall | None:
         key = _kind_of(known.modes, given, tree)
@@ -203,8 +226,8 @@ class SplitCalls:
             ran = self._run_split(call, call.module, arguments, batch, before)
             whole = ran.whole(kind.outputs)
         except Exception as error:
-            if isinstance(error, RankwiseError) and not isinstance(error, CollectiveMismatch):
-                raise
+            if self._servers.exchange.detector.error is not None:
+                raise  # a rank has failed
             return self._failed(call, before, error)
         kind.num_split += 1
         if torch.is_grad_enabled():
@@ -380,14 +403,14 @@ class SplitCalls:
         try:
             ran = self._run_split(call, copy, arguments, batch, generators, is_trial=True)
         except Exception as error:
-            if isinstance(error, RankwiseError) and not isinstance(error, CollectiveMismatch):
-                raise
+            if self._servers.exchange.detector.error is not None:
+                raise  # a rank has failed
             return Reason(f"it fails for a part of the batch ({_first_line(error)})"), ()
         whole, structure = pytree.tree_flatten(whole_run.result)
         if structure != ran.structure or len(whole) != len(ran.outputs):
             return Reason("it returns something else for a part of the batch"), ()
         whole_plain = [plain(one) for one in whole]
-        reason, places = difference(whole_plain, [plain(one) for one in ran.outputs], share)
+        reason, places = difference(whole_plain, [plain(one) for one in ran.outputs], share, ran.watch.layout_of)
         if reason is None:
             try:
                 reason = elsewhere(whole_plain, ran.whole(places))
@@ -407,10 +430,13 @@ class SplitCalls:
 
     def _runs_whole(self, call: Call, reason: str) -> None:
         call.kind.reason = reason
-        message = f"auto: {call.name} runs whole on one rank: {reason}"
+        self._log(f"auto: {call.name} runs whole on one rank: {reason}")
+
+    def _log(self, message: str, figures: str = "") -> None:
         if message not in self._logged:
             self._logged.add(message)
-            log(message)
+            log(message + figures)
+
 
 @dataclass(frozen=True, slots=True)
 class _Again:

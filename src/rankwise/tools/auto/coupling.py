@@ -90,6 +90,11 @@ class CouplingWatch(MeetingTracer):
         """Return whether a tensor was computed from samples."""
         return identity_of(tensor) in self._of_samples
 
+    def layout_of(self, tensor: torch.Tensor) -> SampleLayout | None:
+        """Return where the samples are in a tensor; ``None`` if that is not known, or it has none."""
+        fact = self.fact_of(tensor)
+        return None if fact is None else fact.layout
+
     def note_read(self, name: str) -> None:
         """Note that values of samples are read."""
         self._note_first(f"it decides by values of its samples ({name.strip('_')} at {words(user_call_site())})")

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.parallel.randomness.scope import memory_order
 from rankwise.tensors.checksum import checksums_of_each, combined
+from rankwise.tools.auto.rows import OutputRows
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
 from rankwise.torch_private.modules import BatchNorm, hooks_of, own_buffers, own_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.tools.auto.rows import Share
 
@@ -91,6 +93,8 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
         return "it takes a sparse tensor"
     if is_compiled(uncompiled(module)):
         return "a part of it is compiled by torch.compile"
+    if not all(isinstance(one, nn.Parameter) for one in parameters_of(module)):
+        return "it is called with other parameters than its own, as by torch.func.functional_call"
     for name, part in module.named_modules():
         part_of_it = f"its part {name}" if name else "it"
         if isinstance(part, torch.jit.ScriptModule):
@@ -214,17 +218,8 @@ def gradient_elsewhere(module: nn.Module, given: Sequence[Any], result: object) 
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputRows:
-    """Where the rows lie in an output."""
-
-    dim: int
-    order: tuple[int, ...]
-    """The dims in the order of memory: numbers drawn like the output are drawn in this order."""
-
-
 def difference(
-    whole: Sequence[Any], own: Sequence[Any], share: Share
+    whole: Sequence[Any], own: Sequence[Any], share: Share, layout_of: Callable[[torch.Tensor], SampleLayout | None]
 ) -> tuple[Reason | None, tuple[OutputRows | None, ...]]:
     """Return why the outputs of a split call are not its rows of the whole outputs, and where the rows lie."""
     places: list[OutputRows | None] = []
@@ -239,17 +234,34 @@ def difference(
             continue
         if one.layout != torch.strided or one.dim() != other.dim():
             return Reason(f"{words} has no rows"), ()
-        apart = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]
-        if len(apart) > 1 or any((one.shape[dim], other.shape[dim]) != (share.num_global, share.num) for dim in apart):
+        layout = _layout(one, other, share, layout_of(other))
+        if layout is None and one.shape != other.shape:
             text = f"{words} is {list(one.shape)} for the whole batch and {list(other.shape)} for {share.num} rows"
             return Reason(text), ()
-        dim = apart[0] if apart else None
-        rows = one if dim is None else one.narrow(dim, share.start, share.num)
+        rows = one if layout is None else layout.part(one, share.num_global, share.start, share.num)
         if not agree(rows, other):
             text = f"samples see one another: {words} is another for {share.num} of {share.num_global} rows"
             return Reason(text, is_wrong=True), ()
-        places.append(None if dim is None else OutputRows(dim, memory_order(one.stride())))
+        places.append(None if layout is None else OutputRows(layout, memory_order(one.stride())))
     return None, tuple(places)
+
+
+def _layout(
+    whole: torch.Tensor, own: torch.Tensor, share: Share, followed: SampleLayout | None
+) -> SampleLayout | None:
+    """Return where the rows lie in an output; ``None``: it is the same for every row, or that is unknown.
+
+    Args:
+        whole: the output for the whole batch.
+        own: for this rank's rows.
+        share: this rank's.
+        followed: where the samples have been followed to.
+    """
+    apart = [dim for dim in range(whole.dim()) if whole.shape[dim] != own.shape[dim]]
+    if followed is not None and [followed.dim] == apart and followed.fits(own.shape, share.num):
+        return followed
+    alone = SampleLayout(apart[0]) if len(apart) == 1 else None
+    return alone if alone and alone.fits(own.shape, share.num) and alone.fits(whole.shape, share.num_global) else None
 
 
 def elsewhere(whole: Sequence[Any], joined: Sequence[Any]) -> Reason | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,8 @@ from rankwise.data.shards import rank_slice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rankwise.parallel.randomness.sample_layout import SampleLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,49 @@ class Share:
         return whole.narrow(dim, self.start, self.num)
 
 
-def joined(parts: Sequence[torch.Tensor], dim: int, order: Sequence[int]) -> torch.Tensor:
-    """Return the rows of all ranks along ``dim`` as one new tensor.
+@dataclass(frozen=True, slots=True)
+class OutputRows:
+    """Where the rows lie in an output."""
+
+    layout: SampleLayout
+    """In the first batch: rows flattened with another dim, as in ``[batch * time, words]``, have its size."""
+    order: tuple[int, ...]
+    """The dims in the order of memory: numbers drawn like the output are drawn in this order."""
+
+    def fitting(self, shape: Sequence[int], num: int) -> SampleLayout | None:
+        """Return where ``num`` rows lie in an output of another batch, whose other dims may have other sizes."""
+        layout = self.layout
+        if len(shape) != len(self.order) or shape[layout.dim] % num:
+            return None
+        if layout.outer == 1 != layout.inner:
+            layout = replace(layout, inner=shape[layout.dim] // num)
+        elif layout.inner == 1 != layout.outer:
+            layout = replace(layout, outer=shape[layout.dim] // num)
+        return layout if layout.fits(shape, num) else None
+
+
+def part_of(whole: torch.Tensor, rows: OutputRows, share: Share) -> torch.Tensor:
+    """Return a rank's rows of an output, or of its gradient."""
+    layout = rows.fitting(whole.shape, share.num_global) or rows.layout
+    return layout.part(whole, share.num_global, share.start, share.num)
+
+
+def joined(parts: Sequence[torch.Tensor], rows: OutputRows, share: Share) -> torch.Tensor:
+    """Return the rows of all ranks as one new tensor.
 
     Args:
         parts: the rows, by rank.
-        dim: of the rows.
-        order: the dims of the result in the order of memory, in which torch draws a tensor like it.
+        rows: where they lie in each part.
+        share: of any rank.
     """
-    placed = [one.detach().permute(tuple(order)) for one in parts]
-    back = [order.index(one) for one in range(len(order))]
-    return torch.cat(placed, order.index(dim)).permute(back)
+    placed = [one.detach() for one in parts]
+    dim, order = rows.layout.dim, rows.order
+    if rows.layout.outer == rows.layout.inner == 1:
+        back = [order.index(one) for one in range(len(order))]
+        return torch.cat([one.permute(order) for one in placed], order.index(dim)).permute(back)
+    layouts = [rows.fitting(one.shape, share.of(rank).num) or rows.layout for rank, one in enumerate(placed)]
+    unfolded = [
+        one.unflatten(dim, (at.outer, share.of(rank).num, at.inner))
+        for rank, (one, at) in enumerate(zip(placed, layouts, strict=True))
+    ]
+    return torch.cat(unfolded, dim + 1).flatten(dim, dim + 2)

@@ -60,12 +60,12 @@ def _control(target: Target, session: Session, exchange: Exchange, calls: Module
     from rankwise.tools.auto.hidden_group import group_hidden  # noqa: PLC0415
     from rankwise.tools.auto.split import Servers  # noqa: PLC0415
     from rankwise.tools.batched_backward import one_by_one  # noqa: PLC0415
-    from rankwise.world.environments.process import of_one_process  # noqa: PLC0415
+    from rankwise.world.environments.process import of_one_process, splits_always  # noqa: PLC0415
 
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
     session.on_close()  # signals do what they do in plain Python
     with Servers(accept_servers(session, session.store, session.detector), exchange, own) as servers:
-        split = SplitCalls(servers, own, calls, torch.device(session.world.device))
+        split = SplitCalls(servers, own, calls, torch.device(session.world.device), splits_always=splits_always())
         with group_hidden(), one_by_one(), of_one_process(), split.replacing():
             run_as_main(target)
 

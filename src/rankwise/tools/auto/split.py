@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.parallel.randomness.scope import memory_order
 from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Rows
 from rankwise.tools.auto.own_call import OwnArguments, added, gradients
-from rankwise.tools.auto.rows import Share, joined
+from rankwise.tools.auto.rows import OutputRows, Share, joined, part_of
 from rankwise.tools.auto.settings import settings
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import hooks_of_gradient, keeps_graph
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from rankwise.tools.auto.generators import GeneratorStates
     from rankwise.tools.auto.messages import Values
     from rankwise.tools.auto.own_call import OwnCalls
-    from rankwise.tools.auto.proof import OutputRows
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
@@ -268,9 +268,9 @@ class SplitCall:
             parts = [own, *(one[number] for one in others)]
             for rank, part in enumerate(parts):
                 num = self._share.of(rank).num
-                if not isinstance(part, torch.Tensor) or part.dim() != len(at.order) or part.shape[at.dim] != num:
+                if not isinstance(part, torch.Tensor) or at.fitting(part.shape, num) is None:
                     raise ResultChanged(f"it returned {list(getattr(part, 'shape', ()))} for {num} rows")
-            made.append(joined([part.to(own.device) for part in parts], at.dim, at.order))
+            made.append(joined([part.to(own.device) for part in parts], at, self._share))
         return made
 
     def with_graph(
@@ -314,15 +314,16 @@ class SplitCall:
             raise RuntimeError(_TWICE)
         keeps = keeps_graph()
         self._is_freed = not keeps
-        dims = {place: at.dim for place in given if (at := rows[place]) is not None}
-        message = Backward(self._number, keeps, sorted(dims), self._meets)
+        placed = {place: at for place in given if (at := rows[place]) is not None}
+        message = Backward(self._number, keeps, list(placed), self._meets)
         self._servers.backward(
-            message,
-            lambda rank: [_rows_of(given[place], dims[place], self._share.of(rank)) for place in sorted(dims)],
+            message, lambda rank: [part_of(given[place], at, self._share.of(rank)) for place, at in placed.items()]
         )
         shared = [*parameters, *(one for one in self._own.whole if one.requires_grad)]
         own_rows = [(one, dim) for one, dim in self._own.rows if one.requires_grad]
-        own_given = [_rows_of(one, dims.get(place), self._share) for place, one in given.items()]
+        own_given = [
+            part_of(one, placed[place], self._share) if place in placed else one for place, one in given.items()
+        ]
         with _hooks_off(parameters):
             found = self._servers.own_gradients(
                 [self.outputs[place] for place in given],
@@ -368,11 +369,18 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
         node: _Node = ctx.node
         if torch.is_grad_enabled():
+            # An argument may be a parameter of the module: its gradient is returned once.
+            inputs = {id(one): one for one in ctx.saved_tensors}
             outputs = node.again()
             found = gradients(
-                [outputs[place] for place in node.places], given, ctx.saved_tensors, keeps_graph=True, has_graph=True
+                [outputs[place] for place in node.places],
+                given,
+                list(inputs.values()),
+                keeps_graph=True,
+                has_graph=True,
             )
-            return None, *found
+            by_id = dict(zip(inputs, found, strict=True))
+            return None, *(by_id.pop(id(one), None) for one in ctx.saved_tensors)
         by_place = {place: one for place, one in zip(node.places, given, strict=True) if one is not None}
         return None, *node.call.gradients(by_place, node.rows, node.parameters)
 
@@ -400,7 +408,7 @@ def _joined_gradient(parts: Sequence[torch.Tensor | None], like: torch.Tensor, d
     for rank, one in enumerate(parts):
         shape[dim] = share.of(rank).num
         filled.append(like.new_zeros(shape) if one is None else one.to(like.device))
-    return joined(filled, dim, memory_order(like.stride()))
+    return joined(filled, OutputRows(SampleLayout(dim), memory_order(like.stride())), share)
 
 
 @contextmanager

@@ -206,6 +206,11 @@ def of_one_process() -> Generator[None]:
         os.environ.update(hidden)
 
 
+def splits_always() -> bool:
+    """Return whether --auto splits calls also where it saves no time: ``RANKWISE_AUTO_SPLIT=always``."""
+    return os.environ.get("RANKWISE_AUTO_SPLIT", "") == "always"
+
+
 def checks_collectives() -> bool:
     """Return whether ranks compare every collective before it begins: ``RANKWISE_CHECK=1``."""
     return os.environ.get("RANKWISE_CHECK", "0").strip() not in {"", "0"}
