@@ -8,6 +8,7 @@ import cProfile
 import copy
 import functools
 import logging
+import pickle
 import random
 import sys
 import types
@@ -309,3 +310,175 @@ def test_a_change_is_named(read: Callable[..., Any], change: Callable[[Net], Any
     assert guard.changed() == name
     assert guard.changed() == name, "it stays changed"
     assert Guard.of(net).changed() is None
+
+
+class Loop:
+    """An ordinary training loop, whose names are globals of a script."""
+
+    def __init__(self, model: nn.Module, ema: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 10)
+        self.loader = torch.utils.data.DataLoader(list(torch.randn(16, 4)), batch_size=4)
+        self.ema = ema
+        self.metrics: dict[str, list[float]] = {"loss": []}
+
+    def run(self, num_steps: int, check: Callable[[], object]) -> None:
+        global step, total, last  # noqa: PLW0603 - as scripts do
+        while step < num_steps:
+            for last in self.loader:
+                check()
+                self.optimizer.zero_grad()
+                loss = self.model(last).square().mean()
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.schedule.step()
+                self.metrics["loss"].append(loss.item())
+                with torch.no_grad():
+                    for one in self.ema.parameters():
+                        one.mul_(0.9)
+                step, total = step + 1, total + loss.item()
+                self.model.temperature = float(str(self.model.temperature))  # another object, which is equal
+                args.lr *= 0.9
+
+
+@pytest.mark.parametrize("pruning", [False, True])
+def test_an_ordinary_loop_changes_nothing(*, pruning: bool) -> None:
+    net = Net()
+    loop = Loop(net, Net())
+    if pruning:
+        prune.random_unstructured(net.layers[3], "weight", 0.5)
+        with pytest.warns(FutureWarning):
+            nn.utils.weight_norm(net.layers[0])
+    guard = Guard.of(net)
+    found: list[str | None] = []
+    loop.run(100, lambda: found.append(guard.changed()))
+    assert found == [None] * 100
+
+
+def test_a_loop_that_loads_and_compares_what_it_changes_is_not_followed() -> None:
+    guard = Guard.of(Net())
+    for one in (lambda: _set_global("step", 5), lambda: _set_global("last", 5), lambda: setattr(nn.Linear, "extra", 1)):
+        one()
+        assert guard.changed() is None
+    del nn.Linear.extra
+
+
+def test_code_of_a_library_is_followed_once_it_has_run() -> None:
+    library = types.ModuleType("library")
+    sys.modules["library"] = library
+    text = """
+def make():
+    own = [1.0]
+    def inner(x):
+        return x * alpha * own[0]
+    return inner, own
+alpha, unused = 1.0, 1.0
+inner, own = make()
+functions = {"inner": inner}
+def call(x):
+    return functions["inner"](x)
+"""
+    exec(text, vars(library))  # noqa: S102 - the test's own text
+    net = Net(lambda _: library.call(1.0))
+    guard = Guard.of(net)
+    library.alpha = 2.0  # type: ignore[attr-defined]
+    assert guard.changed() is None
+    with noted_functions() as ran:
+        net(torch.zeros(2, 4))
+    codes = {code.co_name for code, _ in ran.values()}
+    assert {"forward", "activation", "call", "inner"} <= codes
+    assert not any(names["__name__"].startswith("torch") for _, names in ran.values())
+    guard.add(ran)
+    assert guard.changed() is None
+    library.unused = 2.0  # type: ignore[attr-defined]
+    assert guard.changed() is None
+    library.own.append(1.0)
+    assert guard.changed() == "the global functions of library['inner'] and its own"
+    guard = Guard.of(net)
+    guard.add(ran)
+    library.alpha = 3.0  # type: ignore[attr-defined]
+    assert guard.changed() == "the global alpha of library"
+    del sys.modules["library"]
+
+
+def test_what_a_call_changes_is_named_though_code_is_added() -> None:
+    net = Net(lambda net: net.settings.update(alpha=3.0) or 1.0)
+    guard = Guard.of(net)
+    with noted_functions() as ran:
+        net(torch.zeros(2, 4))
+    guard.add(ran)
+    assert guard.changed() == ".settings['alpha']"
+
+
+def test_a_profiler_goes_on_after_functions_were_noted() -> None:
+    profile = cProfile.Profile()
+    seen: list[str] = []
+
+    def own(frame: types.FrameType, event: str, _: object) -> None:
+        seen.append(f"{event} {frame.f_code.co_name}")
+
+    with profile if sys.version_info < (3, 12) else nullcontext():
+        before = sys.getprofile()
+        with noted_functions() as ran:
+            offset()
+        assert sys.getprofile() is before
+        counter()
+    if sys.version_info < (3, 12):
+        assert any(entry.code is counter.__code__ for entry in profile.getstats())
+    sys.setprofile(own)
+    try:
+        with noted_functions():
+            offset()
+        counter()
+    finally:
+        sys.setprofile(None)
+    assert [code.co_name for code, _ in ran.values()] == ["offset"]
+    assert "call counter" in seen
+    assert "call offset" not in seen
+
+
+def test_what_cannot_be_compared_is_an_obstacle() -> None:
+    words = "it may read more of {} than can be compared at every call"
+    net = Net()
+    net.table = np.ones(2**20)  # type: ignore[assignment]
+    net.history = [{} for _ in range(20_000)]  # type: ignore[assignment]
+    net.fixed = FIXED  # type: ignore[assignment]
+    assert Guard.of(net).obstacle is None, "no code names these"
+    net.read = lambda net: getattr(net, "table")  # noqa: B009 - a name that a string holds
+    assert Guard.of(net).obstacle == words.format(".table")
+    net.read = lambda net: len(net.history)
+    assert Guard.of(net).obstacle == words.format(".history")
+    net.read = lambda net: net.fixed
+    assert Guard.of(net).obstacle is None
+    with pytest.warns(DeprecationWarning):
+        net.layers[1] = torch.jit.script(nn.ReLU())
+    assert Guard.of(net).obstacle == "layers.1 is compiled by torch.jit"
+
+
+def test_settings_travel() -> None:
+    torch.set_float32_matmul_precision("highest")
+    before = settings()
+    assert before == settings()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.benchmark = True
+        there = settings()
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    assert settings() == before != there
+    with restored(pickle.loads(pickle.dumps(there))):
+        assert settings() == there
+        assert torch.ones(1).device.type == "meta"
+    assert settings() == before
+    with torch.inference_mode():
+        there = settings()
+    with restored(there):
+        assert settings() == there
+        assert torch.ones(1).is_inference()
+    assert settings() == before

@@ -183,8 +183,10 @@ class _Reads:
         self._follow("the call of modules", call_of_modules())
         for code, names in ran.values():
             self._read_code(code, names)
+        self._settle()
         for function in functions:
-            self._follow(function.__qualname__, function)
+            if id(function) not in self._seen:
+                self._follow(function.__qualname__, function)
         self._settle()
         for name, _, value in self._unnamed:
             self._look(name, value, is_named=False)
