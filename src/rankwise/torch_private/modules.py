@@ -8,10 +8,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, Module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FunctionType
 
     import torch
     from torch import nn
@@ -54,6 +55,11 @@ def wrap_call(module: nn.Module, wrapper: Callable[..., Any]) -> None:
         module._compiled_call_impl = wrapper  # noqa: SLF001
 
 
+def call_of_modules() -> FunctionType:
+    """Return the function that calls ``forward`` and the hooks of a module, and those of all modules."""
+    return Module._call_impl  # noqa: SLF001
+
+
 def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
     """Call ``module`` with its hooks, without the wrapper of :func:`wrap_call`."""
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
@@ -69,9 +75,14 @@ def hide_backward_hooks(module: nn.Module) -> None:
     module._backward_hooks, module._backward_pre_hooks = OrderedDict(), OrderedDict()  # noqa: SLF001
 
 
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the tables of the hooks that see a module's inputs, outputs or their gradients."""
+    return module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)  # noqa: SLF001
+
+
 def hooks_of(module: nn.Module) -> Iterator[Any]:
     """Yield the hooks that see a module's inputs, outputs or their gradients."""
-    for table in (module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)):  # noqa: SLF001
+    for table in hook_tables(module):
         yield from table.values()
 
 
