@@ -20,9 +20,10 @@ from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log
 from rankwise.parallel.randomness.source import draws_forgotten
+from rankwise.tools.auto.code_reads import noted_functions
 from rankwise.tools.auto.effects import Effects
 from rankwise.tools.auto.generators import GeneratorStates
-from rankwise.tools.auto.guards import Guard, noted_functions
+from rankwise.tools.auto.guards import Guard
 from rankwise.tools.auto.own_call import OwnArguments
 from rankwise.tools.auto.pace import Pace
 from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable
@@ -92,10 +93,8 @@ class KindOfCall:
     reason: str | None = None
     """Why it is not split."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether this call is one that is proved: the first, second, fourth, eighth ..."""
-        return self.num_calls & (self.num_calls - 1) == 0
+    next_proof: int = 1
+    """The number of the call that is proved next: the first, second, fourth, eighth ..."""
 
 
 @dataclass(slots=True)
@@ -180,7 +179,7 @@ class SplitCalls:
             self._num_modules += 1
             known = self._modules[module] = KnownModule(self._num_modules, Guard.of(module), _modes(module))
         elif known.guard.changed() is not None:
-            known.guard, known.modes = Guard.of(module), _modes(module)
+            known.guard, known.modes = known.guard.renewed(), _modes(module)
             known.held, known.is_shipped = None, False
         kind = self._kind(known, given, tree, type(module).__name__)
         if kind is None:
@@ -193,12 +192,18 @@ class SplitCalls:
             return self._calls.whole(module, args, kwargs)[0]
         call = Call(module, known, kind, given, leaves, tree)
         kind.num_calls += 1
-        if kind.batch is None or (kind.is_due and (kind.pace.is_split or self._splits_always)):
+        if kind.batch is None or self._is_due(kind, batches[0].num_global):
             kind.pace.interrupted()
+            kind.next_proof = 2 * kind.num_calls
             return self._proved(call, batches)
         if self._splits_always or self._pays(call):
             return self._in_parts(call, batches[0])
         return self._calls.whole(module, args, kwargs)[0]
+
+    def _is_due(self, kind: KindOfCall, num_rows: int) -> bool:
+        """Return whether a call is to be proved again. With a single row, samples that meet are not told from others."""
+        is_clear = num_rows >= 2 * self._servers.exchange.world_size
+        return kind.num_calls >= kind.next_proof and is_clear and (kind.pace.is_split or self._splits_always)
 
     def _pays(self, call: Call) -> bool:
         """Return whether the call that begins now is to be split: whether that saves time, or is being measured."""

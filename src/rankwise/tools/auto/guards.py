@@ -84,6 +84,15 @@ class Guard:
         """Return the guard of a module as it is now."""
         return cls(module)
 
+    def renewed(self) -> Guard:
+        """Return the guard of the same module as it is now, of the same code."""
+        module = self._module()
+        if module is None:
+            return self
+        guard = Guard(module)
+        guard.add(self._ran)
+        return guard
+
     @property
     def obstacle(self) -> str | None:
         """Why something that a call may read cannot be compared, in words that follow the module's name."""

@@ -122,7 +122,7 @@ class Server:
             self._own.end_together(error, meets=message.meets)
             raise
         arguments = OwnArguments(leaves, message.dims, kind.tree)
-        with restored(message.settings), torch.set_grad_enabled(message.has_graph):
+        with restored(message.settings):
             result = self._own.run(entry.module, kind.draws, share, arguments, meets=message.meets)
         outputs = pytree.tree_leaves(result)
         if message.has_graph and any(isinstance(one, torch.Tensor) and one.requires_grad for one in outputs):
