@@ -66,3 +66,46 @@ for line in caught:
     print(*line)
 with torch.no_grad():
     print(model(x).sum().item(), torch.is_grad_enabled(), sum(len(m._forward_hooks) for m in model.modules()))
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.tags = nn.Embedding(10, 6), nn.Embedding(5, 6)
+        self.drop, self.out = nn.Dropout(0.3), nn.Linear(6, 2)
+
+    def forward(self, words, tags):
+        h = self.drop(self.words(words))
+        return self.out(h * self.tags(tags))
+
+
+pairs = Pairs()
+opt = torch.optim.SGD(pairs.parameters(), lr=0.3)
+words, tags = torch.randint(10, (60,)), torch.randint(5, (60,))
+tags[[29, 44]] = 5  # the last samples of two batches have a tag that is not there
+skipped = []
+for epoch in range(2):
+    for start in range(0, 60, 15):
+        rows = slice(start, start + 15)
+        try:
+            loss = nn.functional.cross_entropy(pairs(words[rows], tags[rows]), words[rows] % 2)
+        except IndexError as error:
+            skipped.append((start, str(error)))
+            continue
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        print(epoch, start, loss.item())
+print(skipped, torch.rand(()).item())
+pairs.eval()
+try:
+    with torch.no_grad():
+        pairs(words, tags)
+except IndexError as error:
+    names = []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == __file__:
+            names.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    print(type(error).__name__, names[0], torch.is_grad_enabled())
