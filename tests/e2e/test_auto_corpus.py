@@ -2,7 +2,7 @@
 """``rankwise run --auto`` prints and writes what plain Python does, for scripts as strangers write them.
 
 ``tests/corpus`` holds the scripts; none knows of rankwise. Exit code, output and every file are compared, numbers to
-1e-10 (``tests/same_result.py``).
+1e-10 (``tests/same_result.py``). A script's modules and files are in ``tests/corpus/beside``, in a folder of its name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = {
     "kfold": BEFORE_BATCHNORM,
     "amp_bf16": 0.03,  # it computes in bfloat16, with 8 bits: sums of fewer rows round to other numbers
 }
-EXIT_CODE = {"early_exit": 3, "uncaught_error": 1}
+EXIT_CODE = {"background_writers": 1, "early_exit": 3, "interrupted_and_finally": 130, "uncaught_error": 1}
 ON_EACH = {"digits_mlp", "carried_state_lstm", "short_cuts", "wgan_gp", "resume_training"}
 """Scripts that run on 2, 3 and 4 ranks; the others on 2 or 3."""
 CASES = [
@@ -104,19 +104,24 @@ REFUSED = {
 }
 
 
+def _put(name: str, folder: Path) -> None:
+    shutil.copy(CORPUS / f"{name}.py", folder)
+    if (CORPUS / "beside" / name).is_dir():
+        shutil.copytree(CORPUS / "beside" / name, folder, dirs_exist_ok=True)
+
+
 def _result(command: Command, ended: subprocess.CompletedProcess[str]) -> Result:
     return Result(ended.returncode, ended.stdout, command.folder)
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)
 def test_a_script_gives_what_plain_python_gives(command: Command, name: str, ranks: int) -> None:
-    script = CORPUS / f"{name}.py"
     plain, auto = command.inside("plain"), command.inside("auto")
-    shutil.copy(script, plain.folder)
-    shutil.copy(script, auto.folder)
-    expected = plain.python(script.name, env={"OMP_NUM_THREADS": "1"})
+    _put(name, plain.folder)
+    _put(name, auto.folder)
+    expected = plain.python(f"{name}.py", env={"OMP_NUM_THREADS": "1"})
     assert expected.returncode == EXIT_CODE.get(name, 0), expected.stderr
-    found = auto.run("-n", str(ranks), "--auto", script.name)
+    found = auto.run("-n", str(ranks), "--auto", f"{name}.py")
     assert differences(_result(plain, expected), _result(auto, found), TOLERANCE.get(name, 1e-10)) == [], found.stderr
     assert name in PARTLY_WHOLE or "runs whole" not in found.stderr, found.stderr
 
