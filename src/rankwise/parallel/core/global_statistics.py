@@ -116,7 +116,8 @@ def statistics_of(x: torch.Tensor) -> torch.Tensor:
     num_channels = x.shape[1]
     num_elements = _num_elements(x)
     if num_elements:
-        variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
+        # As torch's BatchNorm computes them, in a third of the time of torch.var_mean.
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
     else:
         variance = mean = x.new_zeros(num_channels)
     return torch.cat([mean, variance * num_elements, x.new_full((1,), num_elements)])
@@ -159,9 +160,11 @@ def normalise(
 
 def sums(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Return [2, C], this rank's sums of ``dy`` and of ``dy`` times the normalised input."""
-    dims = _all_but_channels(x)
-    dy = dy.to(mean.dtype)
-    return torch.stack([dy.sum(dims), (dy * _normalised(x, mean, inverse)).sum(dims)])
+    # In evaluation torch's BatchNorm takes the statistics that it is given; here they are those of all ranks.
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        dy.to(mean.dtype), x.to(mean.dtype), None, mean, inverse**-2, None, None, False, 0.0, [False, True, True]
+    )
+    return torch.stack([of_bias, of_weight])
 
 
 def gradient(
@@ -174,20 +177,15 @@ def gradient(
     means: torch.Tensor,
 ) -> torch.Tensor:
     """Return the gradient of ``x``, from the means [2, C] of the results of :func:`sums`."""
-    dx = dy.to(mean.dtype) - _along(means[0], x) - _normalised(x, mean, inverse) * _along(means[1], x)
-    return (dx * _along(_scale(inverse, weight), x)).to(x.dtype)
+    scale = _scale(inverse, weight)
+    slope = -means[1] * inverse * scale
+    shift = -means[0] * scale - slope * mean
+    dx = torch.addcmul(_along(shift, x), x.to(mean.dtype), _along(slope, x))
+    return dx.addcmul_(dy.to(mean.dtype), _along(scale, x)).to(x.dtype)
 
 
 def _scale(inverse: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     return inverse if weight is None else inverse * weight.to(inverse.dtype)
-
-
-def _normalised(x: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    return (x.to(mean.dtype) - _along(mean, x)) * _along(inverse, x)
-
-
-def _all_but_channels(x: torch.Tensor) -> list[int]:
-    return [dim for dim in range(x.ndim) if dim != 1]
 
 
 def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
