@@ -146,7 +146,9 @@ class _Stream(Lines):
 class Output:
     """Forwards the streams of all ranks, from ``open_rank`` to ``drain``, when all have exited."""
 
-    def __init__(self, log_dir: str | None = None) -> None:
+    def __init__(self, log_dir: str | None = None, *, has_stdin: bool = False) -> None:
+        """``has_stdin``: whether rank 0 reads this process's stdin, also if there are several ranks."""
+        self._has_stdin = has_stdin
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._terminals = {STDOUT: Terminal(STDOUT), STDERR: Terminal(STDERR)}
         self._tails: dict[int, deque[bytes]] = {}
@@ -165,12 +167,13 @@ class Output:
     def open_rank(self, rank: int, world_size: int, attempt: int = 0) -> list[int]:
         """Return descriptors for a rank's stdin, stdout and stderr, for the caller to close.
 
-        A world of one has the launcher's own streams. Otherwise stdin is empty; rank 0 writes to a
-        terminal itself, so that colors and progress bars work; everything else is forwarded here.
+        A world of one has the launcher's own streams. Otherwise stdin is empty, except for rank 0's if it was asked
+        for; rank 0 writes to a terminal itself, so that colors and progress bars work; everything else is forwarded here.
         """
         if world_size == 1 and self._log_dir is None:
             return [os.dup(0), os.dup(STDOUT), os.dup(STDERR)]
-        stdin = os.dup(0) if world_size == 1 else os.open(os.devnull, os.O_RDONLY)
+        reads_stdin = world_size == 1 or (rank == 0 and self._has_stdin)
+        stdin = os.dup(0) if reads_stdin else os.open(os.devnull, os.O_RDONLY)
         tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._tails[rank] = tail
         return [

@@ -21,6 +21,8 @@ class AutoScript:
     """A script or a module that knows no ranks, or what runs one."""
 
     target: Target
+    splits_always: bool = False
+    """Whether to split calls also where that saves no time."""
 
     def __str__(self) -> str:
         """Return the command line."""
@@ -46,12 +48,12 @@ class AutoScript:
             calls = ModuleCalls(session.exchange)
             own = OwnCalls(session, session.exchange, calls)
             if world.rank == 0:
-                _control(target, session, session.exchange, calls, own)
+                _control(replace(self, target=target), session, session.exchange, calls, own)
             else:
                 _serve(session, session.exchange, calls, own)
 
 
-def _control(target: Target, session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:
+def _control(script: AutoScript, session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:
     """Run the script. Called by: rank zero."""
     import torch  # noqa: PLC0415
 
@@ -65,9 +67,9 @@ def _control(target: Target, session: Session, exchange: Exchange, calls: Module
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
     session.on_close()  # signals do what they do in plain Python
     with Servers(accept_servers(session, session.store, session.detector), exchange, own) as servers:
-        split = SplitCalls(servers, own, calls, torch.device(session.world.device), splits_always=splits_always())
+        split = SplitCalls(servers, own, calls, torch.device(session.world.device), splits_always=script.splits_always or splits_always())
         with group_hidden(), one_by_one(), of_one_process(), split.replacing():
-            run_as_main(target)
+            run_as_main(script.target)
 
 
 def _serve(session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:

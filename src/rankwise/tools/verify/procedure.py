@@ -145,13 +145,12 @@ class _Verification:
         return resumed.compared(one, again, floor)
 
     def _verdict(self, number: int, one: RankRun, many: Run, record: str, floor: Floor, *, float64: bool) -> Verdict:
-        if len(many.ranks) < number or not all(rank.steps for rank in many.ranks):
+        if len(many.ranks) < (1 if self._script.auto else number) or not all(rank.steps for rank in many.ranks):
             return conclude.without_steps(number, one, many)
-        # Ranks that all run the whole script take the same samples on purpose.
         found = [] if self._script.auto else list(mistakes.findings(one, many.ranks))
         notes = _notes_on(floor)
         is_unsharded = any(finding.cause.key == "same samples" for finding in found)
-        # Under auto, every rank takes the batches of one rank.
+        # Under auto, rank zero takes the batches of one rank.
         is_promised = self._script.auto or (many.ranks[0].facts.uses_rankwise and not one.loaders)
         if is_unsharded or is_promised or conclude.has_same_batches(one, many.ranks):
             verdict = conclude.conclusion(one, many, floor, found, is_joined=False)

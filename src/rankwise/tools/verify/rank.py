@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
-from rankwise.comm.session import current_or_none
 from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
 from rankwise.launch.options import LaunchOptions
@@ -42,7 +41,7 @@ class RunOrder:
     device: Literal["auto", "cpu"]
     plan: Plan
     auto: bool = False
-    """Whether several ranks run it as ``rankwise run --auto`` does."""
+    """Whether rank zero runs it and the others serve, as with ``rankwise run --auto``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,8 @@ class Recorded:
 
     target: Script | Module
     plan: Plan
+    is_auto: bool = False
+    """Whether it is the script's only process, whatever ranks there are."""
 
     def __str__(self) -> str:
         """Return the command line."""
@@ -58,10 +59,8 @@ class Recorded:
 
     def run(self) -> None:
         """Record the script as it runs."""
-        session = current_or_none()
-        # With --auto the ranks have joined, and the script does not see that there are several.
-        place = read_process() if session is None else session.world
-        recorder = Recorder(self.plan, place.rank, place.world_size)
+        place = None if self.is_auto else read_process()
+        recorder = Recorder(self.plan, *((0, 1) if place is None else (place.rank, place.world_size)))
         recorder.install()
         how, failed = "script", None
         try:
@@ -90,10 +89,10 @@ def launch_ranks(order: RunOrder) -> NoReturn:
     options = LaunchOptions(num_ranks=order.num_ranks, device=order.device)
     is_auto = order.auto and order.num_ranks > 1
     # The recorder is installed last: it sees the calls that the script makes, not their parts. Under --auto the script
-    # sees one process, which is given no local rank.
-    recorded = Recorded(replace(target, local_rank_option=None) if is_auto else target, order.plan)
+    # is given no local rank.
+    recorded = Recorded(replace(target, local_rank_option=None) if is_auto else target, order.plan, is_auto)
     try:
-        exit_code = launch(AutoScript(recorded) if is_auto else recorded, options, TerminalReporter())
+        exit_code = launch(AutoScript(recorded, splits_always=True) if is_auto else recorded, options, TerminalReporter())
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         exit_code = 2

@@ -44,7 +44,7 @@ class Script:
     resumes: bool
     """Whether a run on several ranks is also interrupted and continued."""
     auto: bool
-    """Whether several ranks run it as ``rankwise run --auto`` does."""
+    """Whether rank zero runs it and the others serve, as with ``rankwise run --auto``."""
     timeout_seconds: float
     """Limit of one run."""
 
@@ -93,7 +93,7 @@ class Workspace:
             steps=steps or self._script.steps,
             float64=float64,
             permute=permute,
-            keep=num_ranks > 1,
+            keep=num_ranks > 1 and not self._script.auto,
             join=None if join is None else join[0],
             num_joined=0 if join is None else join[1],
         )
@@ -110,7 +110,7 @@ class Workspace:
         here.mkdir(parents=True, exist_ok=True)
         exit_code = _run(order, working, here / "output", limit_seconds or self._script.timeout_seconds)
         seconds = time.monotonic() - began
-        found = [read(plan.path(rank)) for rank in range(num_ranks)]
+        found = [read(plan.path(rank)) for rank in range(1 if self._script.auto else num_ranks)]
         ranks = tuple(rank for rank in found if rank is not None)
         return Run(assembled(ranks), exit_code, _last_lines(here / "output"), seconds), str(record)
 
