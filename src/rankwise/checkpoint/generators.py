@@ -122,7 +122,7 @@ def _states() -> dict[str, Json]:
     return states
 
 
-def _setter(name: str, state: Any) -> Callable[[], object] | None:  # noqa: ANN401 - JSON
+def _setter(name: str, state: Any) -> Callable[[], object] | None:
     """Return a function that gives a generator a state, after giving it to another one of its kind."""
     try:
         if state is None:  # a rank without this generator

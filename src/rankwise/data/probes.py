@@ -73,7 +73,7 @@ class Prober:
         """Return the dim of each tensor in a batch that holds the samples, by the tensor's path; of no other one."""
         return self._fetched(_Growing(self._source), []) or {}
 
-    def _fetched(self, reading: _Reading | _Growing, indices: list[int]) -> Any:  # noqa: ANN401 - as the reading
+    def _fetched(self, reading: _Reading | _Growing, indices: list[int]) -> Any:
         """Return what ``reading`` fetches; ``None`` if the worker fails."""
         request = BatchRequest(0, 0, np.array(indices, dtype=np.int64), -1)
         if self._options is None:

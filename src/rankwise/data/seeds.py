@@ -64,7 +64,7 @@ def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
         _seed_owner(owner, seed)
 
 
-def _seed_owner(owner: Any, seed: int) -> None:  # noqa: ANN401 - see _GENERATORS
+def _seed_owner(owner: Any, seed: int) -> None:
     if isinstance(owner, torch.Generator):
         owner.manual_seed(seed)
     elif isinstance(owner, np.random.Generator):

@@ -44,7 +44,7 @@ _DEVICE = -1
 class CollectiveQueue(Protocol):
     """The collectives that a rank has queued on its device."""
 
-    def add(self, ticket: Ticket, work: Any, /) -> None:  # noqa: ANN401 - torch's handle of a collective
+    def add(self, ticket: Ticket, work: Any, /) -> None:
         """Follow a collective that has been queued."""
         ...
 

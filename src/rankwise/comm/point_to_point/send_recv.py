@@ -80,7 +80,7 @@ def send(value: object, to: int) -> torch.Tensor:
 
 
 @uncompiled
-def recv(source: int) -> Any:  # noqa: ANN401 - whatever was sent
+def recv(source: int) -> Any:
     """Return the next value that rank ``source`` has sent to this one, waiting for it.
 
     Called by: this rank, once for each ``send(..., to=this rank)`` of ``source``, in the same order.
@@ -191,7 +191,7 @@ class _Send(torch.autograd.Function):
     """Forward returns zero; backward waits for the gradients of the sent value."""
 
     @staticmethod
-    def forward(ctx: Any, sent: _SentValue, *sources: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's own class
+    def forward(ctx: Any, sent: _SentValue, *sources: torch.Tensor) -> torch.Tensor:
         ctx.sent = sent
         ctx.devices = [source.device for source in sources]
         # A factor of the gradients passes through this value, such as a loss scale, which half precision cannot hold.
@@ -200,7 +200,7 @@ class _Send(torch.autograd.Function):
         return torch.zeros((), dtype=dtype, device=sources[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - torch's own class
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _refuse_second("send")
         message = ctx.sent.take()
         given, _ = unpack(message.head["tree"], message.buffers, torch.device("cpu"))
@@ -214,17 +214,14 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch's own class
-        _: torch.Tensor,
-        received: _ReceivedValue,
-        tensors: list[torch.Tensor],
+        ctx: Any, _: torch.Tensor, received: _ReceivedValue, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         ctx.received = received
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # noqa: ANN401 - torch's own class
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         _refuse_second("recv")
         ctx.received.give(list(gradients))
         return (None, None, None)

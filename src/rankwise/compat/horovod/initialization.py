@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - Horovod takes several kinds
+def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the world, unless it has been joined, and add the given process sets.
 
     Called by: every rank. It may be called again.

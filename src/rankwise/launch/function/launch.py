@@ -297,7 +297,7 @@ def _ranks_here(of_ranks: Sequence[CallerMessage]) -> Sequence[int]:
     return range(first, first + header["local_world_size"])
 
 
-def _value(message: CallerMessage) -> Any:  # noqa: ANN401 - whatever the function returned
+def _value(message: CallerMessage) -> Any:
     try:
         return message.read()
     except Exception as error:

@@ -111,7 +111,7 @@ class StatisticsTracer(MeetingTracer):
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+    ) -> Any:
         """See one operation. Called by torch."""
         call = TracedCall(func, args, dict(kwargs or {}))
         if self.is_over or any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
@@ -302,7 +302,7 @@ class FollowedLoss:
         """Note which statistic each tensor of the output depends on."""
         self._of_outputs = statistics
 
-    def __call__(self, output: object, target: Any) -> torch.Tensor:  # noqa: ANN401 - a tree
+    def __call__(self, output: object, target: Any) -> torch.Tensor:
         """Return the loss of a part of the batch."""
         if self._is_over or not _can_follow():
             return self.plain(output, target)

@@ -153,7 +153,7 @@ class Pipeline:
         self._piped.note_weight(self._gradients.finish(step))
         return loss
 
-    def predict(self, x: object) -> Any:  # noqa: ANN401 - whatever the model returns
+    def predict(self, x: object) -> Any:
         """Return the model's output for a batch, on every rank of the pipeline, without gradients.
 
         Called by: every rank of the pipeline, with the same batch. The model runs in its current mode (``train()`` or
@@ -401,7 +401,7 @@ class Pipeline:
             _refuse(weight)
         return weight
 
-    def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:  # noqa: ANN401
+    def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:
         """Return the last stage's output on every rank."""
         whole: list[Any] = []
         for index, leaf in enumerate(program.output):

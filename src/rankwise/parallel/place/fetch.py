@@ -345,12 +345,12 @@ class _Fetched(torch.autograd.Function):
     """The copy of a parameter on another device; its gradient goes back to the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's own
+    def forward(ctx: Any, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         ctx.home = parameter.device
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401 - torch's own
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0].to(ctx.home), None
 
 

@@ -19,7 +19,7 @@ def exit_functions_called() -> Generator[None]:
     """Call what the script passes to ``atexit.register`` when the block ends, not when the process does."""
 
     def registering(register: Callable[..., Any]) -> Callable[..., Any]:
-        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if calling_module() != "__main__":
                 return register(function, *args, **kwargs)
             registered.append((function, args, kwargs))

@@ -177,7 +177,7 @@ class SplitCalls:
             }
         )
 
-    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, tree = pytree.tree_flatten((args, kwargs))
         leaves = [plain(one) for one in given]
         known = self._modules.get(module)
@@ -212,7 +212,7 @@ class SplitCalls:
             known.kinds = {(*name, sizes): kind}
         return result
 
-    def _in_parts(self, call: Call, kind: KindOfCall, batch: BatchDims) -> Any:  # noqa: ANN401 - the module's own
+    def _in_parts(self, call: Call, kind: KindOfCall, batch: BatchDims) -> Any:
         share = Share(self._exchange, batch.num_global)
         placed = list(zip(call.leaves, batch.dims, strict=True))
         whole_arguments = [one for one, dim in placed if dim is None and isinstance(one, torch.Tensor)]
@@ -225,7 +225,7 @@ class SplitCalls:
         whole = [self._made_whole(call, one, rows, share) for one, rows in zip(outputs, kind.outputs, strict=True)]
         return pytree.tree_unflatten(whole, structure)
 
-    def _made_whole(self, call: Call, output: Any, rows: OutputRows | None, share: Share) -> Any:  # noqa: ANN401
+    def _made_whole(self, call: Call, output: Any, rows: OutputRows | None, share: Share) -> Any:
         """Return an output as the script is to see it."""
         if rows is None:
             return as_output(once(output, self._exchange), call.given) if isinstance(output, torch.Tensor) else output
@@ -239,7 +239,7 @@ class SplitCalls:
 
     def _on_rows(
         self, call: Call, module: nn.Module, share: Share, own: OwnArguments, watch: CouplingWatch | None = None
-    ) -> Any:  # noqa: ANN401 - the module's own
+    ) -> Any:
         """Call the module, or its copy, with this rank's rows; it draws its rows of torch's numbers for the batch."""
         args, kwargs = call.arguments(own.leaves)
         values = [one.movedim(dim, 0) for one, dim in own.rows]

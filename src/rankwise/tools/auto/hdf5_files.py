@@ -60,7 +60,7 @@ class HDF5OfRankZero:
 
     def _opened(self, open_file: Callable[..., None]) -> Callable[..., None]:
         @wraps(open_file)
-        def init(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as h5py
+        def init(file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
             is_path = isinstance(name, str | bytes | os.PathLike)
             is_for_script = is_path and self._shared.is_for_script()
             if is_for_script and mode == "r":
@@ -109,7 +109,7 @@ class HDF5OfRankZero:
 
     def _closed(self, close_file: Callable[..., None]) -> Callable[..., None]:
         @wraps(close_file)
-        def close(file: Any) -> None:  # noqa: ANN401 - as h5py
+        def close(file: Any) -> None:
             path = self._open.pop(file.id.id, None) if file else None
             close_file(file)
             if path is not None and self._shared.is_for_script():
@@ -121,12 +121,12 @@ class HDF5OfRankZero:
     def _named(self, filename: property) -> property:
         """Return the name that the script has opened, not that of the copy."""
 
-        def get(file: Any) -> str:  # noqa: ANN401 - as h5py
+        def get(file: Any) -> str:
             own: str = filename.fget(file)  # type: ignore[misc]
             return next((path for path, copy in self._copies.items() if copy == own), own)
 
         return property(get, doc=filename.__doc__)
 
 
-def _path(name: Any) -> str:  # noqa: ANN401 - a path
+def _path(name: Any) -> str:
     return os.path.realpath(os.fsdecode(name))

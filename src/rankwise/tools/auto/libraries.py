@@ -117,7 +117,7 @@ def _refused(names: tuple[str, ...], module: ModuleType) -> Replaced:
 
 def _checked_function(opens: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     @wraps(opens)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the library's own
+    def call(*args: Any, **kwargs: Any) -> Any:
         check(args, kwargs)
         return opens(*args, **kwargs)
 
@@ -127,7 +127,7 @@ def _checked_function(opens: Callable[..., Any], check: Callable[..., None]) -> 
 def _checked_class(opens: type[Any], check: Callable[..., None]) -> type[Any]:
     """Return a class that stays one, for annotations and ``isinstance``."""
 
-    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the library's own
+    def new(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         check(args, kwargs)
         return object.__new__(cls) if opens.__new__ is object.__new__ else opens.__new__(cls, *args, **kwargs)
 

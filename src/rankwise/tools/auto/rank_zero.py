@@ -79,7 +79,7 @@ class RankZeroFiles:
             yield
 
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             folder = next((kwargs[name] for name in ("dir_fd", "src_dir_fd") if kwargs.get(name) is not None), None)
             name = function.__name__
             if not self._shared.counts(path):
@@ -99,7 +99,7 @@ class RankZeroFiles:
 
         return call
 
-    def _opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+    def _opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         changes = isinstance(mode, str) and not set(mode).isdisjoint("wax+")
         if not changes or "opener" in kwargs or len(args) > 5 or not self._shared.counts(file):  # noqa: PLR2004 - as open()
             return self._open(file, mode, *args, **kwargs)
@@ -118,14 +118,14 @@ class RankZeroFiles:
         return _closed_together(opened, newline, owner)
 
     def _flushed_together(self, flush: Callable[[Any], None]) -> Callable[[Any], None]:
-        def call(array: Any) -> None:  # noqa: ANN401 - a memmap
+        def call(array: Any) -> None:
             flush(array)
             if self._shared.is_for_script():
                 self._shared.meet("flushing an array")
 
         return call
 
-    def _stand_in(self, earlier: bytes, mode: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+    def _stand_in(self, earlier: bytes, mode: str, *args: Any, **kwargs: Any) -> Any:
         """Return a file with the same content that nobody else sees."""
         handle, path = tempfile.mkstemp(prefix="rankwise-auto-")
         os.write(handle, earlier)
@@ -158,7 +158,7 @@ def _savers() -> list[tuple[object, list[str]]]:
 def _through_open(savetxt: Callable[..., None]) -> Callable[..., None]:
     """Return NumPy's function so that it opens files by the built-in ``open``; it keeps one of its own."""
 
-    def call(fname: Any, X: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N803 - as NumPy's own
+    def call(fname: Any, X: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N803 - as NumPy's own
         if not isinstance(fname, str | os.PathLike) or os.fspath(fname).endswith((".gz", ".bz2", ".xz")):
             savetxt(fname, X, *args, **kwargs)
             return
@@ -178,7 +178,7 @@ class _Owner:
     meet: Callable[[], None]
 
 
-def _closed_together(file: Any, newline: str | None, owner: _Owner) -> Any:  # noqa: ANN401 - any file
+def _closed_together(file: Any, newline: str | None, owner: _Owner) -> Any:
     """Return the file, so that closing it waits for all ranks."""
     if isinstance(file, io.TextIOWrapper):
         encoding, errors, buffered = file.encoding, file.errors, file.line_buffering
@@ -195,12 +195,12 @@ def _closed_together(file: Any, newline: str | None, owner: _Owner) -> Any:  # n
 class _ClosedTogether:
     """A file whose ``close`` returns once it is closed on every rank."""
 
-    def __init__(self, *args: Any, owner: _Owner) -> None:  # noqa: ANN401 - as io's own
+    def __init__(self, *args: Any, owner: _Owner) -> None:
         super().__init__(*args)
         self._owner = owner
 
     @property
-    def name(self) -> Any:  # noqa: ANN401 - as open() was given it
+    def name(self) -> Any:
         """The file that rank zero writes."""
         return self._owner.name
 
@@ -209,7 +209,7 @@ class _ClosedTogether:
         """How it was opened."""
         return self._owner.mode
 
-    def write(self, data: Any) -> int:  # noqa: ANN401 - text or bytes
+    def write(self, data: Any) -> int:
         """Write, and count it as a change of files."""
         self._owner.note_change()
         return super().write(data)  # type: ignore[misc,no-any-return]

@@ -68,7 +68,7 @@ def refusing(world_size: int) -> Generator[None]:
 def _for_script(answer: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that answers the script and its libraries; torch and rankwise get torch's own answer."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+    def call(*args: Any, **kwargs: Any) -> Any:
         is_own = calling_module().partition(".")[0] in {"torch", "rankwise"}
         return function(*args, **kwargs) if is_own else answer()
 
@@ -97,7 +97,7 @@ def _writes_file(path: object, mode: object, flags: object) -> bool:
 def _of_memory(from_file: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``torch.from_file``, which raises for a file that the tensor would change."""
 
-    def call(filename: str, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, FBT001 - as torch's
+    def call(filename: str, shared: bool | None = None, *args: Any, **kwargs: Any) -> Any:  # noqa: FBT001 - as torch's
         if shared and calling_module() == "__main__":
             raise _writes("maps a file with torch.from_file(shared=True)")
         return from_file(filename, shared, *args, **kwargs)
@@ -113,7 +113,7 @@ def _writes(what: str) -> ConfigurationError:
     )
 
 
-def _opens_group(*_: Any, **__: Any) -> None:  # noqa: ANN401 - as torch
+def _opens_group(*_: Any, **__: Any) -> None:
     raise ConfigurationError(
         "The script opens a process group of its own, but --auto runs scripts for one device.",
         where=words(user_call_site()),

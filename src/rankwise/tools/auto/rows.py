@@ -94,71 +94,71 @@ def once(same: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 
 class _OwnRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, dim: int, share: Share) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, share: Share) -> torch.Tensor:
         ctx.dim, ctx.share, ctx.order = dim, share, memory_order(whole.stride())
         return whole.narrow(dim, share.start, share.num).clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return _WholeBatch.apply(gradient, ctx.dim, ctx.share, ctx.order), None, None
 
 
 class _WholeBatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, dim: int, share: Share, order: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, own: torch.Tensor, dim: int, share: Share, order: tuple[int, ...]) -> torch.Tensor:
         ctx.dim, ctx.share = dim, share
         return _gathered(own, dim, share, order)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return _OwnRows.apply(gradient, ctx.dim, ctx.share), None, None, None
 
 
 class _SharedByRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, exchange: Exchange, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.exchange = exchange
         ctx.likes = [(one.shape, one.dtype, one.device) for one in parameters]
         ctx.set_materialize_grads(False)
         return tuple(one.view_as(one) for one in parameters)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, *_AddedOverRanks.apply(ctx.exchange, ctx.likes, *gradients)
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, same: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, same: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
         return same.view_as(same)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return _OfRankZero.apply(gradient, ctx.exchange), None
 
 
 class _OfRankZero(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, gradient: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
         return gradient.clone() if exchange.rank == 0 else torch.zeros_like(gradient)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         likes = [(gradient.shape, gradient.dtype, gradient.device)]
         return *_AddedOverRanks.apply(ctx.exchange, likes, gradient), None
 
 
 class _AddedOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, likes: list[Any], *own: torch.Tensor | None) -> Any:  # noqa: ANN401
+    def forward(ctx: Any, exchange: Exchange, likes: list[Any], *own: torch.Tensor | None) -> Any:
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
         return _added(own, likes, exchange)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         given = [one for one in gradients if one is not None]
         passed = iter(_SharedByRanks.apply(ctx.exchange, *given) if given else ())
         return None, None, *(None if one is None else next(passed) for one in gradients)

@@ -125,13 +125,13 @@ class SharedCalls:
         """Return a function that counts as a change, and is made by every rank."""
 
         @wraps(write)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the function
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.note_change()
             return write(*args, **kwargs)
 
         return call
 
-    def is_one_file(self, path: Any, words: str, folder: int | None = None) -> bool:  # noqa: ANN401 - any path
+    def is_one_file(self, path: Any, words: str, folder: int | None = None) -> bool:
         """Return whether all ranks name the same file. Called by: every rank.
 
         Args:
@@ -169,7 +169,7 @@ class SharedCalls:
             return True
         return any(str(one) in self._temporary for one in (Path(name), *Path(name).parents))
 
-    def by_rank_zero(self, action: Callable[[], Any], *, keeps: bool = False) -> Any:  # noqa: ANN401 - the action's own
+    def by_rank_zero(self, action: Callable[[], Any], *, keeps: bool = False) -> Any:
         """Return what an action returns on rank zero, or raise what it raises there. Called by: every rank."""
         result, error = None, None
         if self.is_rank_zero:
@@ -195,7 +195,7 @@ class SharedCalls:
         """
 
         @wraps(write)
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the function
+        def call(*args: Any, **kwargs: Any) -> Any:
             named = (kwargs[name] for name in keywords if name in kwargs)
             path = args[position] if len(args) > position else next(named, None)
             if not self.counts(path) or not self.is_one_file(path, write.__name__):

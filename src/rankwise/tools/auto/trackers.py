@@ -31,7 +31,7 @@ def folder_of_rank_zero() -> Change:
 
     def make(start: Callable[..., None]) -> Callable[..., None]:
         @wraps(start)
-        def init(writer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as SummaryWriter
+        def init(writer: Any, *args: Any, **kwargs: Any) -> None:
             named = [kwargs.pop(name) for name in _FOLDER if name in kwargs]
             folder = next(filter(None, (*args[:1], *named)), None)
             if not folder:
@@ -62,8 +62,8 @@ class _EventsOfRankZero:
         shared: SharedCalls,
         real: Callable[..., Any],
         logdir: str,
-        *args: Any,  # noqa: ANN401 - as TensorBoard's
-        **kwargs: Any,  # noqa: ANN401 - as TensorBoard's
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         self._shared = shared
         self._logdir = logdir
@@ -73,7 +73,7 @@ class _EventsOfRankZero:
         """Return the folder."""
         return self._logdir
 
-    def add_event(self, event: Any) -> None:  # noqa: ANN401 - TensorBoard's
+    def add_event(self, event: Any) -> None:
         """Write an event, sooner or later."""
         self._shared.note_change()
         self._on_rank_zero("add_event", event)
@@ -92,7 +92,7 @@ class _EventsOfRankZero:
         """Open another file."""
         self._on_rank_zero("reopen")
 
-    def _on_rank_zero(self, name: str, *args: Any) -> None:  # noqa: ANN401 - events
+    def _on_rank_zero(self, name: str, *args: Any) -> None:
         if self._events is not None:
             with self._shared.alone():
                 getattr(self._events, name)(*args)
@@ -109,7 +109,7 @@ def wandb_of_rank_zero(shared: SharedCalls) -> Change:
 
     def make(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
-        def init(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as wandb
+        def init(*args: Any, **kwargs: Any) -> Any:
             run = shared.by_rank_zero(lambda: start(*args, **kwargs), keeps=True)
             if run is None:
                 with shared.alone():

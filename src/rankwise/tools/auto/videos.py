@@ -33,16 +33,16 @@ class _VideoOfRankZero:
     shared: SharedCalls
     folder: Path
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as cv2
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._writer = self.make_real()
         self._meets = False
         if args or kwargs:
             self.open(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as cv2
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
-    def open(self, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - as cv2
+    def open(self, *args: Any, **kwargs: Any) -> bool:
         """Open a file, and return whether that succeeded on rank zero."""
         filename, *rest = args or (kwargs.pop("filename"),)
         if not self.shared.counts(filename) or not self.shared.is_one_file(filename, "cv2.VideoWriter"):
@@ -52,7 +52,7 @@ class _VideoOfRankZero:
             self._writer.open(str(self.folder / Path(filename).name), *rest, **kwargs)
         return self._meets
 
-    def write(self, image: Any) -> None:  # noqa: ANN401 - as cv2
+    def write(self, image: Any) -> None:
         """Write a frame."""
         self.shared.note_change()
         self._writer.write(image)

@@ -81,7 +81,7 @@ class Loaders:
 
     def _following(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @wraps(original)
-        def iterate(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - any loader
+        def iterate(loader: Any) -> Iterator[Any]:
             if self._is_inside:
                 # The loader that the script iterates reads from this one.
                 return original(loader)
@@ -94,7 +94,7 @@ class Loaders:
 
         return iterate
 
-    def _place(self, loader: Any) -> tuple[int, int]:  # noqa: ANN401 - any loader
+    def _place(self, loader: Any) -> tuple[int, int]:
         if loader not in self._numbers:
             self._numbers[loader] = len(self._numbers)
             self._listener.on_loader(_described(loader, self._numbers[loader], self._listener.line()))
@@ -103,7 +103,7 @@ class Loaders:
         self._epochs[number] = epoch + 1
         return number, epoch
 
-    def _followed(self, loader: Any, batches: Iterator[Any], *, by_workers: bool = False) -> Generator[Any]:  # noqa: ANN401 - any loader
+    def _followed(self, loader: Any, batches: Iterator[Any], *, by_workers: bool = False) -> Generator[Any]:
         # Counted at the first batch: tqdm.auto makes an iterator that it never uses.
         number, epoch = self._place(loader)
         position = 0
@@ -136,7 +136,7 @@ class Loaders:
         if self._plan.keep is not None:
             Path(self._plan.keep, f"{number}-{epoch}.end").touch()
 
-    def _keep(self, batch: Any, name: str) -> None:  # noqa: ANN401 - any batch
+    def _keep(self, batch: Any, name: str) -> None:
         if self._plan.keep is None or not self.batches_kept:
             return
         self._bytes += sum(one.numel() * one.element_size() for one in sketches.tensors_in(batch))
@@ -148,7 +148,7 @@ class Loaders:
         except Exception:  # noqa: BLE001 - objects of the script that cannot be pickled
             self.batches_kept = False
 
-    def _joined(self, loader: Any) -> Generator[Any]:  # noqa: ANN401 - any loader
+    def _joined(self, loader: Any) -> Generator[Any]:
         number, epoch = self._place(loader)
         position = 0
         while True:
@@ -171,13 +171,13 @@ def _are_one(parts: Sequence[Any]) -> bool:
     return len(set(samples)) == 1 and len(set(samples[0])) == len(samples[0]) > 0
 
 
-def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:  # noqa: ANN401 - any batch
+def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:
     rows = sketches.with_rows(sketches.tensors_in(batch))
     digests = sketches.digests_of_rows(rows) if rows else ()
     return Batch(loader, epoch, number, digests, drawn)
 
 
-def _described(loader: Any, number: int, line: str) -> Loader:  # noqa: ANN401 - any loader
+def _described(loader: Any, number: int, line: str) -> Loader:
     try:
         length = len(loader)
     except TypeError:

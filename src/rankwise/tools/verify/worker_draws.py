@@ -32,7 +32,7 @@ class WorkerDraws:
             self._init(worker)
         self._states = state_digests()
 
-    def collate(self, samples: Any) -> tuple[Any, str]:  # noqa: ANN401 - as the script's collate_fn
+    def collate(self, samples: Any) -> tuple[Any, str]:
         """Stand in for ``collate_fn``."""
         batch = self._collate(samples)
         before, self._states = self._states, state_digests()

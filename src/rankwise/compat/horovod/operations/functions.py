@@ -203,7 +203,7 @@ def _described(value: object, parameter: torch.Tensor) -> object:
     )
 
 
-def _room(own: object, described: object, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
+def _room(own: object, described: object, parameter: torch.Tensor) -> Any:
     """Return this rank's value for a described one: the value itself, its own tensor, or memory for a tensor."""
     if not isinstance(described, _TensorFacts):
         return described
