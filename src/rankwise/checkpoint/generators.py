@@ -106,7 +106,6 @@ def _device() -> torch.device:
 
 
 def _states() -> dict[str, Json]:
-    """Return the state of each generator."""
     version, words, gauss = random.getstate()
     states: dict[str, Json] = {
         "torch": _text(random_state("cpu").numpy()),

@@ -90,7 +90,6 @@ def _watch(job: RunningJob) -> None:
 
 
 def _ask_until_ended(job: RunningJob) -> dict[str, Any] | None:
-    """Return what the job answers, ``None`` once it has ended."""
     try:
         return _ask(job)
     except LaunchError:

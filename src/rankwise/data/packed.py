@@ -191,16 +191,13 @@ class _Reader:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def load(self, place: tuple[int, int]) -> Any:
-        """Return the object pickled at ``place``."""
         offset, size = place
         return self.load_item(self._view[offset : offset + size])
 
     def load_item(self, pickled: memoryview) -> Any:
-        """Return the object of one pickle, following its pointers."""
         return _Unpickler(io.BytesIO(pickled), self).load()
 
     def follow(self, pointer: tuple[Any, ...]) -> Any:
-        """Return the object that a pointer of :class:`_Pickler` points to."""
         kind, (offset, size), *rest = pointer
         if kind == "storage":
             if offset not in self._storages:
@@ -222,7 +219,6 @@ class _Unpickler(pickle.Unpickler):
         self._reader = reader
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the object that a pointer in the pickle points to."""
         return self._reader.follow(pid)
 
 

@@ -98,7 +98,6 @@ class _Reading:
         return len(self._source)
 
     def fetch(self, request: BatchRequest) -> list[Probe]:
-        """Return a probe of each sample of ``request``."""
         return [self._probe(index) for index in request.indices.tolist()]
 
     def _probe(self, index: int) -> Probe:

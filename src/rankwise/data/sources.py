@@ -56,9 +56,7 @@ class FetchedBatch(NamedTuple):
 class MapSource(Protocol):
     """A source that reads batches by index."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
     def fetch(self, request: BatchRequest) -> Batch:
         """Return the batch of ``request``.
@@ -309,7 +307,6 @@ def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
 
 
 def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: list[Any]) -> Iterator[FetchedBatch]:
-    """Yield from ``batches``, each read with separate generators."""
     with generators_kept():
         seed_generators(seed, owners)
         own = generator_state()

@@ -142,7 +142,6 @@ class CollectiveWait:
     # -- who is missing ----------------------------------------------------------------------------
 
     def _members(self) -> list[int]:
-        """Return the ranks that take part in the collective."""
         detector = self._detector
         return [r for r in range(detector.world_size) if detector.recorder.is_member(r, self._ticket.exchange_id)]
 

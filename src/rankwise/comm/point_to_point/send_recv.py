@@ -127,7 +127,6 @@ class _SentValue:
         weakref.finalize(self, endpoint.recv_queue.forget, to, number).atexit = False
 
     def take(self) -> ReceivedMessage:
-        """Wait for the gradients."""
         if self._is_taken:
             raise _second_backward(self.words)
         answers = self._endpoint.recv_queue.gradients[self.to, self._number]
@@ -161,7 +160,6 @@ class _ReceivedValue:
         _send_no_gradients(weakref.ref(self._endpoint), self._source, self._number, why)
 
     def give(self, gradients: list[torch.Tensor | None]) -> None:
-        """Send the gradients."""
         if self._is_given:
             # The other rank may have already continued with the first ones.
             raise _second_backward(f"what recv(source={self._source}) returned")

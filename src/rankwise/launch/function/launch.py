@@ -256,7 +256,6 @@ def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
 
 
 def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
-    """Return every rank's value, or the exception to raise."""
     said = process.messages
     for message in said:
         if message.header["kind"] == "refused":

@@ -228,7 +228,6 @@ class _Judged:
         self._is_judged = False
 
     def __call__(self, module: nn.Module, *gradients: Any) -> object:
-        """Run the hook. Called by torch."""
         result = self._hook(module, *gradients)
         if result is not None and not self._is_judged:
             self._is_judged = True

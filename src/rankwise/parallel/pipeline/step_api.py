@@ -298,7 +298,6 @@ class Pipeline:
     def _train(
         self, prepared: tuple[StepRun, Sequence[Sequence[Action]], Amount] | None, samples: int, *, is_read: bool
     ) -> tuple[torch.Tensor, StepWeight]:
-        """Run a step; return its loss, and the weight of its gradients."""
         run, order, total = prepared or (None, (), 0.0)
         if self._losses is not None:
             self._losses.begin(samples)

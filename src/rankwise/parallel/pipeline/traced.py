@@ -150,7 +150,6 @@ class _Recorder(TorchFunctionMode):
         self._autocast = autocast_state()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Give ``tensor`` a new number."""
         number = self._next
         self._next += 1
         self._numbers[id(tensor)] = number
@@ -293,7 +292,6 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def finish(self, output: object) -> Program:
-        """Return the program, now that forward has returned ``output``."""
         leaves, spec = pytree.tree_flatten(output)
         self.program.end([self._stored(leaf, "the output of forward") for leaf in leaves], spec)
         self._alive.clear()

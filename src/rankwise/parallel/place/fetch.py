@@ -329,7 +329,6 @@ class _Ahead:
             self._error = error
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the weights and return them."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -387,7 +386,6 @@ class _Keeping:
         self._outer: Hooks | None = innermost_saved_tensors_hooks()
 
     def hooks(self) -> Hooks:
-        """Return what ``saved_tensors_hooks`` takes."""
         return self._pack, self._unpack
 
     def _pack(self, tensor: torch.Tensor) -> object:

@@ -135,7 +135,6 @@ class BatchTracer(DispatchMode):
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See one operation. Called by torch."""
         call = TracedCall(func, args, dict(kwargs or {}))
         found = [(one, fact) for one in call.tensors if (fact := self._facts.get(identity_of(one))) is not None]
         is_lost = any(identity_of(one) in self._lost for one in call.tensors)

@@ -47,7 +47,6 @@ class SplitTracer(BatchTracer):
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See one operation. Called by torch."""
         call = TracedCall(func, args, dict(kwargs or {}))
         facts = self._facts
         layouts = {key: fact.layout for one in call.tensors if (fact := facts.get(key := identity_of(one))) is not None}

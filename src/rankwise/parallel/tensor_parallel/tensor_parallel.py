@@ -222,7 +222,6 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: DTensor) -> torch.Tensor:
-        """Return this rank's copy."""
         ctx.layout = (output.device_mesh, output.placements)
         local = output.to_local()
         # torch's stand-in for a result that is under way: as a plain tensor, the next operations can be followed.

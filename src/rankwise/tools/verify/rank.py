@@ -53,7 +53,6 @@ class Recorded:
     plan: Plan
 
     def __str__(self) -> str:
-        """Return the command line."""
         return str(self.target)
 
     def run(self) -> None:

@@ -299,7 +299,6 @@ class Recorder:
         self._unused = []
 
     def _note_inputs(self, given: Sequence[torch.Tensor]) -> None:
-        """Note the samples that a model is called with."""
         if given and _takes_own_data():
             self._rows += given[0].shape[0]
             self._inputs += sketches.digests_of_rows(given)
@@ -720,7 +719,6 @@ class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgu
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note and show one line."""
         # The module that warns: above logging, and rankwise.log.
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - public in all but name
         while frame is not None and frame.f_globals["__name__"] in {"logging", "rankwise.log"}:

@@ -196,8 +196,6 @@ class StateHandler:
 
 
 class _ByStateDict(StateHandler):
-    """Handles values with ``state_dict`` and ``load_state_dict``."""
-
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._saved: dict[str, Any] = {}

@@ -75,7 +75,6 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def _signed_call(what: str, process_set: ProcessSet) -> SignedCall:
-    """Return the next call of an operation of this name."""
     return SignedCall(f"hvd: {what}", _ranks_of(process_set))
 
 
