@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.cli import main
-from rankwise.cli.rank_table import NOTHING_YET, table
+from rankwise.cli.top import NOTHING_YET, table
 from rankwise.errors import LaunchError
 from rankwise.launch.inspect import control_socket, service
 from rankwise.launch.inspect.control_socket import ControlSocket, RunningJob, jobs

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batches that a script takes from its loaders: recorded, permuted, or those of N ranks joined into one.
 
-Replaces the iteration of torch's loaders and of rankwise's, before the script runs. Imported by ``recorder``.
+Replaces the iteration of torch's loaders and of rankwise's, before the script runs. Workers give each batch with the
+random numbers that they drew for it. Imported by ``recorder``.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils import data
 
 from rankwise.data import loader as own_loader
-from rankwise.tools.replacing import replace_attributes
+from rankwise.tools.replacing import replace_attributes, replaced
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import drawn_from, state_digests
 from rankwise.tools.verify.records import Batch, Loader
-from rankwise.tools.verify.worker_draws import has_workers, noting_draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -193,3 +194,39 @@ def _described(loader: Any, number: int, line: str) -> Loader:
         shuffles,
         line,
     )
+
+
+class WorkerDraws:
+    """Stands in for the ``worker_init_fn`` and the ``collate_fn`` of a loader; pickled into its workers."""
+
+    def __init__(self, init: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
+        self._init = init
+        self._collate = collate
+        self._states: dict[str, int] = {}
+
+    def begin(self, worker: int) -> None:
+        """Stand in for ``worker_init_fn``."""
+        if self._init is not None:
+            self._init(worker)
+        self._states = state_digests()
+
+    def collate(self, samples: Any) -> tuple[Any, str]:
+        """Stand in for ``collate_fn``."""
+        batch = self._collate(samples)
+        before, self._states = self._states, state_digests()
+        return batch, drawn_from(before, self._states)
+
+
+def has_workers(loader: object) -> TypeGuard[data.DataLoader[Any]]:
+    """Tell whether a loader of torch reads in worker processes."""
+    return isinstance(loader, data.DataLoader) and loader.num_workers > 0
+
+
+@contextmanager
+def noting_draws(loader: data.DataLoader[Any]) -> Generator[None]:
+    """Make the workers that start inside the block give each batch with what they drew, as a tuple of two."""
+    draws = WorkerDraws(loader.worker_init_fn, loader.collate_fn)
+    with replaced(
+        (loader, ["worker_init_fn"], lambda _: draws.begin), (loader, ["collate_fn"], lambda _: draws.collate)
+    ):
+        yield
