@@ -64,7 +64,7 @@ def problems_of(browser: Browser, folder: Path) -> list[str]:
     return found
 
 
-def _opened(browser: Browser, folder: Path, name: str, width: int, scheme: Any) -> Page:  # noqa: ANN401 - a literal
+def _opened(browser: Browser, folder: Path, name: str, width: int, scheme: Any) -> Page:
     size = {"width": width, "height": 900}
     page = browser.new_page(viewport=size, color_scheme=scheme, device_scale_factor=PIXELS[width])
     page.goto((folder / f"{name}.html").as_uri(), wait_until="load")

@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import sys
-import tarfile
 import threading
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -90,15 +89,6 @@ def warm_python() -> Iterator[WarmPython]:
     ours = WarmPython(variables())
     yield ours
     ours.close()
-
-
-@pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that an earlier rankwise wrote, unpacked; not to be changed. ``tests/kept/make.py`` wrote them."""
-    folder = tmp_path_factory.mktemp("kept")
-    with tarfile.open(Path(__file__).parent / "kept" / "files.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ def from_constructor(  # noqa: PLR0917 - as Sphinx calls it
     what: str,  # noqa: ARG001
     name: str,  # noqa: ARG001
     obj: object,
-    options: Any,  # noqa: ANN401, ARG001 - autodoc's
+    options: Any,  # noqa: ARG001 - autodoc's
     shown: str | None,
     returns: str | None,
 ) -> tuple[str | None, str | None] | None:

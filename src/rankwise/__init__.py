@@ -167,7 +167,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
+def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line does not import torch."""
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'rankwise' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:  # noqa: ANN401 - tqdm's own
+def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:
     """Iterate with a progress bar on rank zero, and plainly on the others.
 
     Args:
@@ -29,7 +29,7 @@ def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:  # noqa: ANN
     yield from tqdm(iterable, **options)
 
 
-def print(*values: object, all_ranks: bool = False, **options: Any) -> None:  # noqa: A001, ANN401 - replaces print
+def print(*values: object, all_ranks: bool = False, **options: Any) -> None:  # noqa: A001 - replaces print
     """Print on rank zero; with ``all_ranks``, on every rank, prefixed with the rank.
 
     Args:

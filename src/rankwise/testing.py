@@ -38,7 +38,7 @@ class RankResult:
     exit_code: int | None
     seconds: float
 
-    def get(self) -> Any:  # noqa: ANN401 - any value the function returned
+    def get(self) -> Any:
         """Return the value, or raise the rank's error."""
         if self.error is not None:
             raise self.error

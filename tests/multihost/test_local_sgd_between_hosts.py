@@ -39,7 +39,7 @@ with rw.join() as world:
     rw.barrier()
     sent = sent_bytes() - before
     same = all(torch.equal(one, model.weight) for one in rw.all_gather(model.weight.detach()))
-    print(f"{{apart}} apart, same bits: {{same}}, rounds: {{outer.num_rounds}}, sent: {{sent / 1e6}}")
+    print(f"{{apart}} apart, same bits: {{same}}, rounds: {{outer.state_dict()['num_rounds']}}, sent: {{sent / 1e6}}")
 """
 
 

@@ -51,7 +51,7 @@ def _every_step(world: World, islands: int, optimizer_first: bool) -> Parameters
     for x, y in batches(SIZES):
         step(model, optimizer, part(x, world.rank, world.world_size), part(y, world.rank, world.world_size))
         assert_same_on_all_ranks(model)
-    assert outer.num_rounds == len(SIZES)
+    assert outer.state_dict()["num_rounds"] == len(SIZES)
     return values(model)
 
 
@@ -186,9 +186,9 @@ def _rounds(world: World, way: Way) -> Parameters:
             pipe(own_x, own_y)
             optimizer.step()
     outer.synchronize()
-    rounds = outer.num_rounds
+    rounds = outer.state_dict()["num_rounds"]
     outer.synchronize()
-    assert outer.num_rounds == rounds, "nothing was left to exchange"
+    assert outer.state_dict()["num_rounds"] == rounds, "nothing was left to exchange"
     if pipe is None:
         assert_same_on_all_ranks(model)
     return values(model)

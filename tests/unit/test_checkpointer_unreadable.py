@@ -148,7 +148,7 @@ def _bad_sector(_: Path) -> AbstractContextManager[None]:
 
 
 UNREADABLE: dict[Callable[[Path], AbstractContextManager[None]], str] = {
-    _later_version: "format version 3; this rankwise reads 2 and older",
+    _later_version: "format version 3; this rankwise reads 1",
     _later_version_with_another_checksum: "format version 4",
     _manifest_in_a_circle: "Too many levels of symbolic links",
     _part_in_a_circle: "Too many levels of symbolic links",

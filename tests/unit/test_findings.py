@@ -28,7 +28,7 @@ from rankwise.insight.comparison import RunSpeed, times_faster
 from rankwise.insight.findings import Finding, findings_of
 from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_table import StepTable, table_of
-from rankwise.insight.titles import LANGUAGES, PART_NAMES, TITLES
+from rankwise.insight.titles import PART_NAMES, TITLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +168,7 @@ def test_a_slow_rank_of_a_script_that_exchanges_gradients_itself_is_named(more: 
     assert (of_more.ranks, of_more.cause) == ((1,), "more samples")
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("language", TITLES)
 def test_ranks_that_have_taken_different_numbers_of_steps_are_not_compared(language: Language) -> None:
     records = job(2, slow=0, more={SCRIPT: 0.01})
     shifted = [
@@ -268,7 +268,7 @@ def test_every_finding_has_words_in_both_languages() -> None:
     seen += found(job(3, all_more={CHECKPOINT: 0.01}))
     seen += found(job(3, slow=1, more={CHECKPOINT: 0.2}, every=10))
     for finding in seen:
-        for language in LANGUAGES:
+        for language in TITLES:
             sentence = words.finding_in_words(finding, language)
             assert words.percent(finding.share) in sentence
             assert words.advice(finding, language)

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from rankwise.compat.horovod.settings import HorovodSettings, read
+from rankwise.compat.horovod.initialization import HorovodSettings, read_settings
 from rankwise.errors import ConfigurationError
 
 
@@ -23,7 +23,7 @@ def test_supported_settings_are_honoured() -> None:
         "PATH": "/bin",
     }
     timeline = given["HOROVOD_TIMELINE"]
-    assert read(given, has_joined=False) == HorovodSettings(
+    assert read_settings(given, has_joined=False) == HorovodSettings(
         log_level=logging.WARNING,
         limit_seconds=90.0,
         interface="eth0",
@@ -31,17 +31,17 @@ def test_supported_settings_are_honoured() -> None:
         without_effect=("HOROVOD_CYCLE_TIME",),
     )
     late = ("HOROVOD_CYCLE_TIME", "HOROVOD_GLOO_IFACE", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    assert read(given, has_joined=True) == HorovodSettings(
+    assert read_settings(given, has_joined=True) == HorovodSettings(
         log_level=logging.WARNING, timeline=timeline, without_effect=late
     )
 
 
 def test_a_script_may_start_the_timeline_itself() -> None:
-    assert read({"HOROVOD_TIMELINE": "DYNAMIC"}, has_joined=False) == HorovodSettings()
+    assert read_settings({"HOROVOD_TIMELINE": "DYNAMIC"}, has_joined=False) == HorovodSettings()
 
 
 def test_without_a_limit_there_is_none() -> None:
-    assert read({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, has_joined=False) == HorovodSettings()
+    assert read_settings({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}, has_joined=False) == HorovodSettings()
 
 
 @pytest.mark.parametrize(
@@ -50,5 +50,5 @@ def test_without_a_limit_there_is_none() -> None:
 )
 def test_a_bad_value_is_an_error(name: str, value: str, do: str) -> None:
     with pytest.raises(ConfigurationError, match=value) as caught:
-        read({f"HOROVOD_{name}": value}, has_joined=False)
+        read_settings({f"HOROVOD_{name}": value}, has_joined=False)
     assert do in str(caught.value.do)

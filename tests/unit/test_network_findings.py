@@ -18,7 +18,7 @@ from rankwise.insight.network import SlowNetwork, links_of, slow_network
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_table import table_of
-from rankwise.insight.titles import LANGUAGES, TITLES
+from rankwise.insight.titles import TITLES
 
 MEGABYTES = 10**6
 USUAL = {"busy_seconds": 1.0, "bytes_per_second": 1e9}
@@ -183,7 +183,7 @@ def test_each_extent_has_words_in_both_languages() -> None:
         first = findings_of(table_of(records), ["a", "b", "c"], links_of(records))[0]
         assert first.network is not None
         seen.add(first.network.extent)
-        for language in LANGUAGES:
+        for language in TITLES:
             assert words.percent(first.share) in words.finding_in_words(first, language)
             assert words.advice(first, language)
             assert duration(first.predicted_seconds) in words.gain(first, language)

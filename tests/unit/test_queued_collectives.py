@@ -14,9 +14,9 @@ from event_followers import following
 from rankwise.errors import PeerFailed, PeerMissing
 from rankwise.health import event_log, queued_collectives
 from rankwise.health.collective_timeout import CollectiveWait
+from rankwise.health.failure_detector import raise_in_thread
 from rankwise.health.flight_recorder import EVERYONE
 from rankwise.health.queued_collectives import QueuedCollectives
-from rankwise.health.raise_in_thread import raise_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Generator

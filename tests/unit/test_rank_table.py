@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rankwise.cli.rank_table import table
+from rankwise.cli.top import table
 from rankwise.health.step_record import DATA, EXCHANGE, PARTS, LoggedValue, RecordFile, Step, row_of
 from rankwise.launch.inspect.steps import as_json, line_of, paces
 

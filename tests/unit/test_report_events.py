@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rankwise.health.step_record import Now, Record
-from rankwise.insight.events import events_of, failed_ranks
-from rankwise.insight.run_records import RunRecords
+from rankwise.insight.run_records import RunRecords, events_of, failed_ranks
 
 
 def run(notes: list[list[dict[str, Any]]], *events: dict[str, Any]) -> RunRecords:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.health.deadlock import deadlocked
+from rankwise.health.collective_timeout import deadlocked
 
 ALL, GRADIENTS, FIRST_TWO, LAST_TWO, ENDS = range(5)
 MEMBERS = {FIRST_TWO: [0, 1], LAST_TWO: [1, 2], ENDS: [0, 2]}

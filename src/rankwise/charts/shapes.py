@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of charts: stacked bars, rows of cells or spans, a map of rank by step, and lines. Colors are the style's.
 
-Every mark has a title that says its value, and every chart a label for those who do not see it.
+Every mark has a title that says its value, and every chart a label for those who do not see it. A chart may also be a
+file by itself, with its title, its legend and its colors inside.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rankwise.charts.colors import NUM_KEYS, NUM_SHADES
+from rankwise.charts.colors import NUM_KEYS, NUM_SHADES, picture_style
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,11 @@ MOST_COLUMNS = 240
 _LINE_HEIGHT = 180
 _LEAST_TEXT_WIDTH = 8
 """Of a box that a text fits into, per character."""
+_MARGIN = 12
+_TOP = 62
+"""Height of the title and the legend."""
+_LEGEND_WIDTH = 150
+"""Of one entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +222,24 @@ def _svg(height: float, title: str, marks: Sequence[str]) -> Chart:
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
     return f'<text x="{x:g}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def picture_of(chart: Chart, title: str, legend: Sequence[tuple[str, str]]) -> str:
+    """Return a chart as the text of an SVG file; ``legend`` holds style and name of each kind of mark."""
+    width, height = WIDTH + 2 * _MARGIN, chart.height + _TOP + _MARGIN
+    left = _MARGIN + LABEL_WIDTH
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
+        f'viewBox="0 0 {width} {height:g}" width="{width}" height="{height:g}">'
+    )
+    lines = [
+        head,
+        f"<style>\n{picture_style()}\n</style>",
+        f'<rect class="back" width="{width}" height="{height:g}"/>',
+        f'<text class="title" x="{_MARGIN}" y="22">{escape(title)}</text>',
+    ]
+    for place, (style, name) in enumerate(legend):
+        x = left + place * _LEGEND_WIDTH
+        lines.append(f'<rect class="{style}" x="{x}" y="36" width="12" height="12"/>')
+        lines.append(f'<text x="{x + 17}" y="46">{escape(name)}</text>')
+    return "\n".join([*lines, f'<g transform="translate({_MARGIN} {_TOP})">{chart.svg}</g>', "</svg>", ""])

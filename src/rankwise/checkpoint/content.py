@@ -67,8 +67,6 @@ class Gathered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnState:
-    """The state on this rank."""
-
     objects: dict[str, ObjectEntry]
     tensors: dict[str, torch.Tensor]
     report: StateReport

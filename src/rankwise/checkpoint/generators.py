@@ -106,7 +106,6 @@ def _device() -> torch.device:
 
 
 def _states() -> dict[str, Json]:
-    """Return the state of each generator."""
     version, words, gauss = random.getstate()
     states: dict[str, Json] = {
         "torch": _text(random_state("cpu").numpy()),
@@ -122,7 +121,7 @@ def _states() -> dict[str, Json]:
     return states
 
 
-def _setter(name: str, state: Any) -> Callable[[], object] | None:  # noqa: ANN401 - JSON
+def _setter(name: str, state: Any) -> Callable[[], object] | None:
     """Return a function that gives a generator a state, after giving it to another one of its kind."""
     try:
         if state is None:  # a rank without this generator

@@ -25,8 +25,8 @@ K = TypeVar("K", bound="tuple[str, tuple[int, ...]]")
 Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSIONS = (1, 2)
-"""In version 2 a tensor may be stored in parts. If none is, version 1 is written, for older readers."""
+FORMAT_VERSION = 1
+"""Raised when a manifest changes so that this code could not read it."""
 PIECE_BYTES = 16 * 2**20
 """A file has one CRC-32 per piece of this many bytes, so that ranks can share the checking."""
 SMALL_TENSOR_BYTES = 64 * 2**10
@@ -137,7 +137,7 @@ class Manifest:
     objects: Mapping[str, ObjectEntry]
     """By the name given to ``save``."""
     generators: Mapping[str, Json] = field(default_factory=dict[str, "Json"])
-    """The states of random number generators; empty in checkpoints of older versions, which ignore them."""
+    """The states of random number generators."""
 
 
 def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int]]) -> dict[K, int]:
@@ -174,9 +174,8 @@ def pieces_to_check(files: Mapping[str, FileEntry], rank: int, world_size: int) 
 
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of the manifest's file: JSON whose first line is a checksum of the rest."""
-    tensors = {name: _tensor_json(name, entry) for name, entry in manifest.tensors.items()}
     sections: dict[str, Json] = {
-        "format_version": 2 if any("parts" in entry for entry in tensors.values()) else 1,
+        "format_version": FORMAT_VERSION,
         "rankwise_version": manifest.rankwise_version,
         "torch_version": manifest.torch_version,
         "world_size": manifest.world_size,
@@ -185,11 +184,10 @@ def encode(manifest: Manifest) -> bytes:
             name: {"size_bytes": entry.size_bytes, "crc32": list(entry.checksums)}
             for name, entry in manifest.files.items()
         },
-        "tensors": tensors,
+        "tensors": {name: _tensor_json(name, entry) for name, entry in manifest.tensors.items()},
         "objects": {name: {"kind": entry.kind, "state": entry.state} for name, entry in manifest.objects.items()},
+        "generators": dict(manifest.generators),
     }
-    if manifest.generators:
-        sections["generators"] = dict(manifest.generators)
     lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in sections.items()]
     rest = (",\n".join(lines) + "\n}\n").encode()
     return b'{"checksum": "sha256:' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
@@ -252,9 +250,9 @@ def decode(data: bytes) -> Manifest:
 
 def _refuse_other_versions(sections: dict[str, Any]) -> None:
     version = sections["format_version"]
-    if version not in FORMAT_VERSIONS:
+    if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSIONS[-1]} and older.",
+            f"{MANIFEST_NAME} has format version {version!r}; this rankwise reads {FORMAT_VERSION}.",
             do="install the rankwise version that wrote it: " + str(sections["rankwise_version"]),
         )
 
@@ -273,7 +271,7 @@ def _manifest_of(sections: dict[str, Any]) -> Manifest:
             name: ObjectEntry(kind=_text(entry["kind"]), state=entry["state"])
             for name, entry in sections["objects"].items()
         },
-        generators=_generators(sections.get("generators", {})),
+        generators=_generators(sections["generators"]),
     )
 
 

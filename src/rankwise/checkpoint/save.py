@@ -195,7 +195,7 @@ def write(ranks: CheckpointRanks, job: SaveJob) -> None:
 def _worded(stage: Callable[[SaveJob], Any], job: SaveJob) -> Callable[[], Any]:
     """Return the stage as a call without arguments whose system errors are explained."""
 
-    def run() -> Any:  # noqa: ANN401 - what the stage returns
+    def run() -> Any:
         try:
             return stage(job)
         except OSError as error:

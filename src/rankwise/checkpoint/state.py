@@ -127,7 +127,7 @@ def child(path: str, key: object) -> str:
     return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
 
 
-def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401 - any tree
+def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     """Return the state tree of a skeleton.
 
     Args:
@@ -156,7 +156,7 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any: 
     return _decode_number(tag, skeleton)
 
 
-def _decode_dict(skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]) -> Any:  # noqa: ANN401
+def _decode_dict(skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     tree: dict[Any, Any] = next(kind for kind, name in _DICTS.items() if name == tag)()
     for key, item in _pairs(skeleton[tag]):
         tree[unflatten(key, tensor_of)] = unflatten(item, tensor_of)
@@ -188,7 +188,7 @@ def _encode_numpy_scalar(value: np.generic[Any], path: str) -> Json:
     return {"numpy": value.dtype.name, "value": _encode_number(value.item())}
 
 
-def _decode_number(tag: str, skeleton: dict[str, Any]) -> Any:  # noqa: ANN401 - any number
+def _decode_number(tag: str, skeleton: dict[str, Any]) -> Any:
     content: Any = skeleton.get(tag)
     if tag == "float" and content in ("nan", "inf", "-inf"):
         return float(content)

@@ -214,7 +214,6 @@ def notes(options: argparse.Namespace) -> list[str]:
 
 
 def _words_of(command: Sequence[str]) -> list[str]:
-    """Return the arguments of the command that every rank runs."""
     return list(command[1:] if command[:1] == ["--"] else command)
 
 
@@ -244,7 +243,6 @@ def _slots(options: argparse.Namespace) -> Slots:
 
 
 def _num_ranks(options: argparse.Namespace, slots: Slots, *, is_elastic: bool) -> int:
-    """Return how many ranks the job starts with."""
     room = sum(number for _, number in slots)
     asked = options.num_ranks
     for name, value in (("-np", asked), ("--min-np", options.fewest), ("--max-np", options.most)):
@@ -322,5 +320,4 @@ class _Refuse(argparse.Action):
         values: str | Sequence[object] | None,  # noqa: ARG002 - nor read
         option_string: str | None = None,
     ) -> None:
-        """Print what to write instead."""
         parser.error(f"{option_string} is not supported: {REFUSED[str(option_string)][1]}")

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.cli.page_file import write_page
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -75,3 +74,11 @@ def execute(options: argparse.Namespace) -> int:
         write_page(Path(options.trace), timeline_of(run.ranks, [Path(name) for name in options.profiles]))
     sys.stdout.write("".join(f"{line}\n" for line in (written.headline, page, options.trace) if line))
     return 0
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page; raise ConfigurationError if that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror}.", do="choose another file") from error

@@ -186,7 +186,6 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
 
 
 def _launch_options(options: argparse.Namespace, nodes: tuple[int, int]) -> LaunchOptions:
-    """Return the options of the command for one machine of a job with ``nodes``."""
     return values_of(
         LaunchOptions,
         options,

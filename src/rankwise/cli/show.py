@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.cli.page_file import write_page
+from rankwise.cli.report import write_page
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

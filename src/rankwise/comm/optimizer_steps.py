@@ -125,7 +125,7 @@ class _Look:
             return None
         closure = kwargs.get("closure") or args[1]  # the first one is the optimizer
 
-        def compared() -> Any:  # noqa: ANN401 - as the user's
+        def compared() -> Any:
             loss = closure()
             if not self._has_compared:
                 self._has_compared = True
@@ -134,7 +134,7 @@ class _Look:
 
         return args[:1], {"closure": compared}
 
-    def _compare_losses(self, loss: Any) -> None:  # noqa: ANN401 - a number or a tensor
+    def _compare_losses(self, loss: Any) -> None:
         with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
             if self._are_posted_unlike("lbfgs", float(loss).hex()):
                 warn(

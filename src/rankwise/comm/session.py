@@ -278,8 +278,6 @@ class Session:
 
 
 class _Process:
-    """The session of this process."""
-
     session: Session | None = None
     has_joined: bool = False
 

@@ -231,7 +231,7 @@ def _measure_backward() -> Callable[[], None]:
     original = torch.autograd.backward
 
     @wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+    def backward(*args: Any, **kwargs: Any) -> None:
         meter = step_meter.current()
         if meter is None or meter.part == BACKWARD:  # A strategy's own wrapper measures it.
             original(*args, **kwargs)

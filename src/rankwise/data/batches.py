@@ -184,10 +184,10 @@ def _handed_over(waiting: tuple[Any, Batch, torch.Event], device: torch.device) 
 
 def collated(
     collate: Callable[[list[Any]], Any],
-    samples: Any,  # noqa: ANN401 - a list, but for what __getitems__ may return
+    samples: Any,  # a list, but for what __getitems__ may return
     where: str,
     places: Sequence[int] = (),
-) -> Any:  # noqa: ANN401 - any batch
+) -> Any:
     """Return the batch that ``collate`` returns for ``samples``, which are at ``places`` in the dataset, if anywhere.
 
     Raises:

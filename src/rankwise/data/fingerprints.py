@@ -126,7 +126,7 @@ def _comparable(leaves: list[Leaf]) -> list[Leaf]:
     return [leaf for leaf in leaves if leaf.is_label] or leaves
 
 
-def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[Leaf]:  # noqa: ANN401, C901 - a case per type reads best in one place
+def _leaves(value: Any, path: str, seen: set[int]) -> Iterator[Leaf]:  # noqa: C901 - a case per type reads best in one place
     """Yield the values in ``value``, apart from objects that were ``seen``: some refer to each other."""
     if isinstance(value, torch.Tensor):
         yield from _of_tensor(value, path)
@@ -266,7 +266,7 @@ def listings_of(dataset: object) -> list[Listing]:
     return found
 
 
-def _lists_in(dataset: Any) -> list[tuple[str, Sequence[object]]]:  # noqa: ANN401 - any dataset
+def _lists_in(dataset: Any) -> list[tuple[str, Sequence[object]]]:
     """Return the attributes of ``dataset`` that are lists with one item per sample, or the dataset if it is a list."""
     if type(dataset) is list:
         return [("", dataset)]

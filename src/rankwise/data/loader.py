@@ -142,7 +142,7 @@ class DataLoader(StepSource, EpochPosition):
 
     def __init__(
         self,
-        dataset: Any,  # noqa: ANN401 - any dataset
+        dataset: Any,
         *,
         global_batch_size: int | None = None,
         local_batch_size: int | None = None,
@@ -158,7 +158,7 @@ class DataLoader(StepSource, EpochPosition):
         persistent_workers: bool = False,
         device: str | torch.device | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,  # noqa: ANN401 - a name or a context, as torch takes it
+        multiprocessing_context: Any = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         compare_samples: bool = True,
         **unknown: object,

@@ -42,7 +42,7 @@ def pack(value: object, file: BinaryIO) -> tuple[int, int]:
     return writer.add(stream.getbuffer())
 
 
-def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:  # noqa: ANN401 - what was packed
+def unpack(file_descriptor: int, place: tuple[int, int]) -> Any:
     """Return the value that :func:`pack` wrote; its large parts are the mapped file itself.
 
     The mapping is copy-on-write: a process that writes into a tensor or array gets private copies of
@@ -67,7 +67,7 @@ class PackedList(Sequence[Any]):
         return len(self._ends)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...  # noqa: ANN401 - the items' own type
+    def __getitem__(self, index: int) -> Any: ...
 
     @overload
     def __getitem__(self, index: slice) -> list[Any]: ...
@@ -124,7 +124,7 @@ class _Pickler(pickle.Pickler):
         self._writer = writer
         self.num_pointers = 0
 
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:  # noqa: ANN401 - any object
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         """Return a pointer for an object stored outside the pickle, ``None`` for the rest."""
         kind = type(obj)
         if kind is list:
@@ -153,7 +153,7 @@ class _Pickler(pickle.Pickler):
         self.num_pointers += 1
         return pointer
 
-    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - any object
+    def reducer_override(self, obj: Any) -> Any:
         """Pickle a typed storage as its untyped storage; torch would pickle its bytes."""
         if type(obj) is torch.storage.TypedStorage and _lies_in_memory(untyped_storage_of(obj)):
             return typed_storage, (untyped_storage_of(obj), obj.dtype)
@@ -190,17 +190,14 @@ class _Reader:
         self._view = memoryview(mapping)
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def load(self, place: tuple[int, int]) -> Any:  # noqa: ANN401 - what was packed
-        """Return the object pickled at ``place``."""
+    def load(self, place: tuple[int, int]) -> Any:
         offset, size = place
         return self.load_item(self._view[offset : offset + size])
 
-    def load_item(self, pickled: memoryview) -> Any:  # noqa: ANN401 - what was packed
-        """Return the object of one pickle, following its pointers."""
+    def load_item(self, pickled: memoryview) -> Any:
         return _Unpickler(io.BytesIO(pickled), self).load()
 
-    def follow(self, pointer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what was packed
-        """Return the object that a pointer of :class:`_Pickler` points to."""
+    def follow(self, pointer: tuple[Any, ...]) -> Any:
         kind, (offset, size), *rest = pointer
         if kind == "storage":
             if offset not in self._storages:
@@ -221,8 +218,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream)
         self._reader = reader
 
-    def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401 - what was packed
-        """Return the object that a pointer in the pickle points to."""
+    def persistent_load(self, pid: Any) -> Any:
         return self._reader.follow(pid)
 
 

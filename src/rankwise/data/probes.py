@@ -73,7 +73,7 @@ class Prober:
         """Return the dim of each tensor in a batch that holds the samples, by the tensor's path; of no other one."""
         return self._fetched(_Growing(self._source), []) or {}
 
-    def _fetched(self, reading: _Reading | _Growing, indices: list[int]) -> Any:  # noqa: ANN401 - as the reading
+    def _fetched(self, reading: _Reading | _Growing, indices: list[int]) -> Any:
         """Return what ``reading`` fetches; ``None`` if the worker fails."""
         request = BatchRequest(0, 0, np.array(indices, dtype=np.int64), -1)
         if self._options is None:
@@ -98,7 +98,6 @@ class _Reading:
         return len(self._source)
 
     def fetch(self, request: BatchRequest) -> list[Probe]:
-        """Return a probe of each sample of ``request``."""
         return [self._probe(index) for index in request.indices.tolist()]
 
     def _probe(self, index: int) -> Probe:

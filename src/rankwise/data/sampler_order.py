@@ -50,7 +50,7 @@ class GivenOrder:
         ConfigurationError: it has no length, yields batches or one rank's share, or yields nothing.
     """
 
-    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:  # noqa: ANN401 - any sampler
+    def __init__(self, sampler: Any, num_samples: int, seed: int) -> None:
         self._check(sampler)
         self._sampler = sampler
         self._num_samples = num_samples
@@ -95,7 +95,7 @@ class GivenOrder:
         digest = state.get("sampler_digest")
         self._expected = None if digest is None else (state["epoch"], digest)
 
-    def _check(self, sampler: Any) -> None:  # noqa: ANN401 - any sampler
+    def _check(self, sampler: Any) -> None:
         _check_kind(sampler)
         if not len(sampler):
             raise ConfigurationError(
@@ -174,7 +174,7 @@ class GivenBatches(GivenOrder):
         self.of_epoch(epoch)
         return self._ends
 
-    def _check(self, sampler: Any) -> None:  # noqa: ANN401 - any batch sampler
+    def _check(self, sampler: Any) -> None:
         _check_whole(sampler, "batch_sampler")
         if not isinstance(sampler, Iterable):
             raise ConfigurationError(
@@ -208,7 +208,7 @@ class GivenBatches(GivenOrder):
         return taken
 
 
-def given_order(sampler: Any, batch_sampler: Any, num_samples: int, seed: int) -> GivenOrder | None:  # noqa: ANN401
+def given_order(sampler: Any, batch_sampler: Any, num_samples: int, seed: int) -> GivenOrder | None:
     """Return the order of whichever of the two samplers was given; ``None`` if none was.
 
     Raises:
@@ -219,7 +219,7 @@ def given_order(sampler: Any, batch_sampler: Any, num_samples: int, seed: int) -
     return None if sampler is None else GivenOrder(sampler, num_samples, seed)
 
 
-def _with_inner(sampler: Any) -> Iterator[Any]:  # noqa: ANN401 - any sampler
+def _with_inner(sampler: Any) -> Iterator[Any]:
     """Yield a sampler, and those that it takes its indices from."""
     seen: list[Any] = []
     while sampler is not None and not any(sampler is one for one in seen):
@@ -228,7 +228,7 @@ def _with_inner(sampler: Any) -> Iterator[Any]:  # noqa: ANN401 - any sampler
         sampler = getattr(sampler, "sampler", None)
 
 
-def _check_whole(sampler: Any, keyword: str) -> None:  # noqa: ANN401 - any sampler
+def _check_whole(sampler: Any, keyword: str) -> None:
     """Raise if the sampler yields the indices of one rank only."""
     for one in _with_inner(sampler):
         if isinstance(one, DistributedSampler):
@@ -240,7 +240,7 @@ def _check_whole(sampler: Any, keyword: str) -> None:  # noqa: ANN401 - any samp
             )
 
 
-def _check_kind(sampler: Any) -> None:  # noqa: ANN401 - any sampler
+def _check_kind(sampler: Any) -> None:
     name = type(sampler).__name__
     _check_whole(sampler, "sampler")
     if isinstance(sampler, BatchSampler):

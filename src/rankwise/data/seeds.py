@@ -64,7 +64,7 @@ def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
         _seed_owner(owner, seed)
 
 
-def _seed_owner(owner: Any, seed: int) -> None:  # noqa: ANN401 - see _GENERATORS
+def _seed_owner(owner: Any, seed: int) -> None:
     if isinstance(owner, torch.Generator):
         owner.manual_seed(seed)
     elif isinstance(owner, np.random.Generator):
@@ -137,7 +137,6 @@ def owners_of_generators(dataset: object) -> list[Any]:
 
 
 def _generators_of(candidate: object, seen: set[int]) -> list[Any]:
-    """Return the generators that are attributes of an object and are not ``seen`` yet."""
     found = [one for one in getattr(candidate, "__dict__", {}).values() if isinstance(one, _GENERATORS)]
     new = {id(one): one for one in found if id(one) not in seen}
     seen.update(new)

@@ -33,7 +33,7 @@ class _Published(NamedTuple):
     """The last bytes of the file, in hexadecimal digits: they identify the right file."""
 
 
-def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
+def share(dataset: Any) -> Any:
     """Return ``dataset`` so that the ranks of a node share one copy of it in memory.
 
     The first rank of each node writes its dataset into anonymous shared memory, and every
@@ -87,7 +87,7 @@ def share(dataset: Any) -> Any:  # noqa: ANN401 - any dataset, or what makes one
     return value
 
 
-def _made(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
+def _made(dataset: Any) -> Any:
     """Return the dataset, calling the function that creates it."""
     kind = type(dataset)
     makes_one = callable(dataset) and not hasattr(kind, "__getitem__") and not hasattr(kind, "__iter__")
@@ -118,7 +118,7 @@ def _publish(value: object, node_rank: int) -> _Published:
     return _Published(node_rank, os.getpid(), descriptor, place, token.hex())
 
 
-def _mapped(published: _Published, dataset: Any) -> Any:  # noqa: ANN401 - any dataset
+def _mapped(published: _Published, dataset: Any) -> Any:
     """Return the node's copy; if it cannot be reached, warn and return a private one."""
     try:
         descriptor = _found(published)

@@ -56,9 +56,7 @@ class FetchedBatch(NamedTuple):
 class MapSource(Protocol):
     """A source that reads batches by index."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
     def fetch(self, request: BatchRequest) -> Batch:
         """Return the batch of ``request``.
@@ -95,12 +93,7 @@ class SampleSource:
     """
 
     def __init__(
-        self,
-        dataset: Any,  # noqa: ANN401 - any dataset
-        collate: Collate,
-        seed: int,
-        where: str,
-        collates: Literal["samples", "batches"] = "batches",
+        self, dataset: Any, collate: Collate, seed: int, where: str, collates: Literal["samples", "batches"] = "batches"
     ) -> None:
         self._dataset = dataset
         self._collates: Literal["samples", "batches"] = collates
@@ -122,7 +115,7 @@ class SampleSource:
             (sample,) = self._read(request.epoch, np.array([request.stand_in]))
             return _of_no_samples(sample, lambda samples: self._collated(samples, [request.stand_in] * len(samples)))
 
-    def sample(self, index: int) -> Any:  # noqa: ANN401 - any sample
+    def sample(self, index: int) -> Any:
         """Return ``dataset[index]`` as epoch 0 reads it; the process's generators are restored.
 
         Raises:
@@ -226,7 +219,7 @@ class StreamSource:
             return _of_no_samples(block[0], lambda samples: collated(self._collate, samples, self._where))
 
 
-def _of_no_samples(sample: Any, collate: Collate) -> Batch:  # noqa: ANN401 - any sample
+def _of_no_samples(sample: Any, collate: Collate) -> Batch:
     # Copies, since a collate function may change its samples.
     return without_samples(collate([copy.deepcopy(sample)]), collate([sample, copy.deepcopy(sample)]))
 
@@ -254,7 +247,7 @@ def is_stream(dataset: object) -> bool:
     return True
 
 
-def innermost(dataset: Any) -> Any:  # noqa: ANN401 - any dataset
+def innermost(dataset: Any) -> Any:
     """Return the dataset under any number of ``torch.utils.data.Subset``."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -296,7 +289,7 @@ def _is_column(part: object) -> bool:
     return isinstance(part, np.ndarray) and part.ndim > 0 and part.dtype.kind in "biufc"
 
 
-def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:  # noqa: ANN401 - any dataset
+def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:
     """Return the rows of the innermost dataset that the subsets around it select."""
     rows: npt.NDArray[np.int64] | None = None
     while type(dataset) is Subset:
@@ -314,7 +307,6 @@ def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
 
 
 def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: list[Any]) -> Iterator[FetchedBatch]:
-    """Yield from ``batches``, each read with separate generators."""
     with generators_kept():
         seed_generators(seed, owners)
         own = generator_state()

@@ -293,5 +293,5 @@ def _default_start() -> str | None:
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 
 
-def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch's own type for it is a list
+def _as_it_is(fetched: Any) -> Any:
     return fetched

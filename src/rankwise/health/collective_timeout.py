@@ -2,18 +2,18 @@
 """Waiting for a collective: until it is done, until it is known that it cannot complete, or until its timeout.
 
 Callers wait in slices and call :meth:`CollectiveWait.check` between them. The failure detector has recorded what
-other ranks did; here the waiting rank raises it, names the missing ranks, or determines why a connection broke.
+other ranks did; here the waiting rank raises it, names the missing ranks or those that wait for each other, or
+determines why a connection broke.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from rankwise.errors import RankwiseError
 from rankwise.health import diagnosis, step_meter
-from rankwise.health.deadlock import deadlocked
 from rankwise.health.event_log import post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.health.step_record import EXCHANGE, SCRIPT
@@ -23,6 +23,7 @@ from rankwise.store.values import StoreLost
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from rankwise.health.diagnosis import Answers
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.health.flight_recorder import Ticket
 
@@ -142,7 +143,6 @@ class CollectiveWait:
     # -- who is missing ----------------------------------------------------------------------------
 
     def _members(self) -> list[int]:
-        """Return the ranks that take part in the collective."""
         detector = self._detector
         return [r for r in range(detector.world_size) if detector.recorder.is_member(r, self._ticket.exchange_id)]
 
@@ -259,3 +259,32 @@ class CollectiveWait:
                 )
                 return detector.error or diagnosis.connection_broke(detector.world, event)
         return detector.error or diagnosis.store_lost(detector.world)
+
+
+def deadlocked(answers: Answers) -> list[int]:
+    """Return the ranks that wait for each other, in order; empty if each may still continue.
+
+    A collective ends once all its members have begun it. So a rank is stuck if the thread that trains waits in one
+    that a stuck rank has not begun. This holds although the answers are not of the same moment: what a stuck rank has
+    begun does not change between them.
+
+    Args:
+        answers: of a status poll.
+    """
+    stuck = {rank: answer["blocked"] for rank, answer in answers.items() if answer.get("blocked")}
+    while True:
+        still = {
+            rank: wait
+            for rank, wait in stuck.items()
+            if any(_is_awaited(other, answers[other]["begun"], wait) for other in stuck)
+        }
+        if len(still) == len(stuck):
+            return sorted(still)
+        stuck = still
+
+
+def _is_awaited(rank: int, begun: dict[str, int], wait: dict[str, Any]) -> bool:
+    """Return whether a wait cannot end before a rank, which has begun so many of each exchange, begins it too."""
+    # A wait without a number is for a message of one rank, which may be on its way.
+    is_member = wait["members"] is None or rank in wait["members"]
+    return wait["sequence"] > 0 and is_member and begun.get(wait["exchange"], 0) < wait["sequence"]

@@ -35,14 +35,6 @@ MOST_STACKS = 8
 MOST_HOSTS = 3
 LONGEST_LINE = 160
 LONGEST_WORDS = 2000
-_BROKEN = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "NCCL error",
-    "NCCL communicator was aborted",
-)
-"""In torch's errors for a rank that cannot be reached."""
 
 
 def of_event(world: World, event: Event) -> RankwiseError:

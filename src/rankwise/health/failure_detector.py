@@ -9,6 +9,7 @@ reads them in order and records their meaning; a rank that waits for a collectiv
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import threading
 import time
@@ -20,7 +21,6 @@ from rankwise.health.event_log import key_of, post, post_departure, post_failure
 from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import Preemption
-from rankwise.health.raise_in_thread import raise_in_thread
 from rankwise.store.values import StoreLost
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _DEVICE = -1
 class CollectiveQueue(Protocol):
     """The collectives that a rank has queued on its device."""
 
-    def add(self, ticket: Ticket, work: Any, /) -> None:  # noqa: ANN401 - torch's handle of a collective
+    def add(self, ticket: Ticket, work: Any, /) -> None:
         """Follow a collective that has been queued."""
         ...
 
@@ -351,3 +351,18 @@ class FailureDetector:
         silent_ranks = sorted(set(range(world.world_size)) - set(answers))
         seen = status_poll.look_at(self.store, silent_ranks)
         return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
+
+
+def raise_in_thread(thread_id: int, error: BaseException | None) -> None:
+    """Have a thread raise ``error`` as soon as it runs Python code again; ``None`` withdraws one not raised yet.
+
+    Does nothing if the thread has ended.
+
+    Source: PyThreadState_SetAsyncExc, which takes a class; so this one's only instance is ``error``.
+    """
+    if error is None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), None)
+        return
+    kind = type(error)
+    stand_in = type(kind.__name__, (kind,), {"__new__": lambda *_: error, "__module__": kind.__module__})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(stand_in))

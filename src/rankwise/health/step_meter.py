@@ -178,7 +178,6 @@ class StepMeter:
             self._record()
 
     def _record(self) -> None:
-        """Record the steps that have ended."""
         self.recorder.end_steps(self._ended, self._number - 1)
         self._ended.clear()
         pause = min(max(LEAST_PAUSE, PAUSE_SHARE * (self._start - self._began)), MOST_PAUSE)

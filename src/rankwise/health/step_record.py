@@ -263,7 +263,6 @@ class RecordFile:
         _TAIL.pack_into(self._memory, _TAIL_AT, self._count, self._first, began)
 
     def _write_chunk(self) -> None:
-        """Move the steps in memory into chunks."""
         import numpy as np  # noqa: PLC0415 - torch has imported it; readers of records need not
 
         rows = np.frombuffer(self._memory, np.float64, self._count * NUM_VALUES, _ROWS_AT).reshape(-1, NUM_VALUES)
@@ -409,7 +408,6 @@ def _values(data: bytes) -> dict[str, LoggedValue]:
 
 
 def _step(number: int, row: Sequence[float]) -> Step:
-    """Return the step whose numbers are ``row``."""
     samples, sent_bytes, memory_bytes, major_faults = map(round, row[SAMPLES:START])
     return Step(
         number=number,
@@ -438,7 +436,6 @@ def _chunks(data: bytes, place: int) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _steps(rows: bytes, first: int, base: float) -> list[Step]:
-    """Return the steps of a chunk."""
     found: list[Step] = []
     for number, (offset, *codes) in enumerate(_RECORD.iter_unpack(rows), first):
         values = [value_of(code) / unit for code, unit in zip(codes, _UNITS, strict=True)]

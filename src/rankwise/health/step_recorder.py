@@ -103,7 +103,6 @@ class StepRecorder:
         self._begin(monotonic())
 
     def _begin(self, start: float) -> None:
-        """Begin a step."""
         self._row = [0.0] * NUM_VALUES
         self._row[START] = self._added_until = start
         self._slices: list[tuple[int, float, float]] = []

@@ -15,11 +15,11 @@ from rankwise.charts.units import duration, memory, speed
 from rankwise.health.step_record import EXCHANGE
 from rankwise.insight import words
 from rankwise.insight.comparison import speeds_of, times_faster
-from rankwise.insight.events import events_of, failed_ranks
 from rankwise.insight.findings import findings_of
 from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, rendered
 from rankwise.insight.layouts import layout_sections
 from rankwise.insight.network import links_of
+from rankwise.insight.run_records import events_of, failed_ranks
 from rankwise.insight.step_table import table_of
 from rankwise.insight.titles import PART_NAMES, TITLES
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Literal
 
 Language = Literal["en", "zh"]
-LANGUAGES: tuple[Language, ...] = ("en", "zh")
 
 PART_NAMES: dict[Language, dict[str, str]] = {
     "en": {

@@ -379,7 +379,7 @@ def value_of(kind: type[T], told: dict[str, Any]) -> T:
     return kind(**{name: _value(_kinds_of(kind)[name], told[name], name) for name in known if name in told})
 
 
-def _value(kind: Any, told: Any, name: str) -> Any:  # noqa: ANN401 - any type of a field
+def _value(kind: Any, told: Any, name: str) -> Any:
     """Return a value of JSON as the type that a field has."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any or (origin is Literal and told in inner):

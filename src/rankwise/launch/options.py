@@ -53,7 +53,6 @@ class LaunchOptions:
     """Whether MASTER_ADDR and MASTER_PORT point to torch's own store; ``"auto"``: on one machine only."""
 
     def __post_init__(self) -> None:
-        """Reject invalid numbers."""
         if self.num_ranks is not None and self.num_ranks < 1:
             raise ConfigurationError(
                 f"The number of ranks must be >= 1, got {self.num_ranks}.",

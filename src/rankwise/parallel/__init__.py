@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of spreading a model over ranks, one per file."""
+"""Strategies: a folder or file for each way to distribute a model over ranks, and what they share."""

@@ -200,7 +200,7 @@ class _Spread:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._model, "forward")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model's own forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         leaves, spec = pytree.tree_flatten((args, kwargs))
         first = first_tensor(leaves)
@@ -231,7 +231,7 @@ def _in_modes_of_caller(
     kind, stream = device.type, stream_of_thread(device)
     dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
-    def call() -> Any:  # noqa: ANN401 - whatever the model returns
+    def call() -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(on_stream(device, stream))
             stack.enter_context(torch.inference_mode(is_inference))
@@ -252,7 +252,7 @@ def _run(runs: list[Callable[[], Any]]) -> list[Any]:
         return [runs[0](), *(one.result() for one in others)]
 
 
-def _part(leaf: Any, begin: int, size: int, num_samples: int, device: torch.device) -> Any:  # noqa: ANN401 - any argument
+def _part(leaf: Any, begin: int, size: int, num_samples: int, device: torch.device) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.ndim and leaf.shape[0] == num_samples:
@@ -298,7 +298,7 @@ def _alias(model: nn.Module) -> nn.Module:
 # -- putting together ----------------------------------------------------------------------------------
 
 
-def _together(outputs: list[Any], sizes: list[int], devices: Sequence[torch.device], name: str) -> Any:  # noqa: ANN401 - as the model's own
+def _together(outputs: list[Any], sizes: list[int], devices: Sequence[torch.device], name: str) -> Any:
     flat = [pytree.tree_flatten(output) for output in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
         raise _differ(name, [str(spec) for _, spec in flat], devices)
@@ -306,7 +306,7 @@ def _together(outputs: list[Any], sizes: list[int], devices: Sequence[torch.devi
     return pytree.tree_unflatten([_joined(column, sizes, devices, name) for column in columns], flat[0][1])
 
 
-def _joined(parts: tuple[Any, ...], sizes: list[int], devices: Sequence[torch.device], name: str) -> Any:  # noqa: ANN401 - any output
+def _joined(parts: tuple[Any, ...], sizes: list[int], devices: Sequence[torch.device], name: str) -> Any:
     first = parts[0]
     if not isinstance(first, torch.Tensor):
         if not isinstance(first, PLAIN):

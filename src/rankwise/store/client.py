@@ -214,5 +214,5 @@ class StoreConnection(dist.Store):
         return answer
 
 
-def _as_bytes(value: bytes | str | Any) -> bytes:  # noqa: ANN401 - torch hands over several kinds of bytes
+def _as_bytes(value: bytes | str | Any) -> bytes:  # torch hands over several kinds of bytes
     return value.encode() if isinstance(value, str) else bytes(value)

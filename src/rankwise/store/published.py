@@ -32,8 +32,6 @@ LONGEST_PAUSE_SECONDS = 0.1
 
 
 class _Published(NamedTuple):
-    """The contents of the file."""
-
     port: int
     secret: str | None
     """The secret that rank 0 generated if none was set."""

@@ -113,7 +113,6 @@ class _Front:
         self._known: set[asyncio.Task[None]] = set()
 
     async def accept(self) -> None:
-        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -334,7 +334,6 @@ def greets(host: str, port: int) -> bool:
 
 
 def _exchange_hellos(sock: socket.socket, nonce: bytes, purpose: str, address: tuple[str, int]) -> bytes:
-    """Greet the server and return its nonce."""
     try:
         send_frame(sock, hello(nonce, purpose))
         return parse_hello(receive_frame(sock, HANDSHAKE_FRAME_BYTES))[0]

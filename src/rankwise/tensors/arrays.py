@@ -45,7 +45,7 @@ def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
     )
 
 
-def back(leaf: object, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - the leaf's own type
+def back(leaf: object, tensor: torch.Tensor) -> Any:
     """Return ``tensor``, which has no other owner, as an object of the type of ``leaf``."""
     if isinstance(leaf, torch.Tensor):
         return tensor
@@ -115,7 +115,7 @@ def _without_memory(leaf: object, name: str, inside_of: str, evidence: str = "")
     )
 
 
-def _reader_of(leaf: object) -> Any:  # noqa: ANN401 - another library's function
+def _reader_of(leaf: object) -> Any:
     """Return the function of the leaf's own library that reads what ``__dlpack__`` offers."""
     namespace = getattr(leaf, "__array_namespace__", None)
     if namespace is not None:
@@ -136,7 +136,7 @@ def _package_of(leaf: object) -> str:
     return type(leaf).__module__.partition(".")[0]
 
 
-def _of_tensorflow(leaf: Any, name: str) -> object:  # noqa: ANN401 - TensorFlow's tensor or variable
+def _of_tensorflow(leaf: Any, name: str) -> object:
     """Return the tensor that a variable holds, or a tensor unchanged."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is not None and dtype.name in {"string", "variant", "resource"}:
@@ -151,5 +151,5 @@ def _of_tensorflow(leaf: Any, name: str) -> object:  # noqa: ANN401 - TensorFlow
     return value
 
 
-def _tensorflow_reader(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - TensorFlow's tensor
+def _tensorflow_reader(tensor: torch.Tensor) -> Any:
     return sys.modules["tensorflow"].experimental.dlpack.from_dlpack(tensor.__dlpack__())

@@ -176,7 +176,7 @@ def is_same_setting(one: object, other: object) -> bool:
     return one == other
 
 
-def _plain(value: object, *, waits: bool) -> Any:  # noqa: ANN401 - of any kind
+def _plain(value: object, *, waits: bool) -> Any:
     """Return a hyperparameter in JSON-able form; read one on an accelerator only if it ``waits`` for the device."""
     if isinstance(value, torch.Tensor):
         is_read = value.numel() == 1 and not value.is_meta and (waits or value.device.type == "cpu")

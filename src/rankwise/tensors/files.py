@@ -229,12 +229,12 @@ def _opened(path: Path, wanted: Mapping[Path, set[str] | None]) -> TensorFiles:
     return files
 
 
-def _open(file: Path) -> Any:  # noqa: ANN401 - safetensors declares no type for it
+def _open(file: Path) -> Any:
     with _damage_reported(file):
         return cast("Any", safetensors).safe_open(file, framework="pt")
 
 
-def _info_of(name: str, file: Path, opened: Any) -> TensorInfo:  # noqa: ANN401 - as above
+def _info_of(name: str, file: Path, opened: Any) -> TensorInfo:
     kind = opened.get_slice(name)
     code = str(kind.get_dtype())
     dtype = _DTYPES.get(code)

@@ -26,7 +26,7 @@ def _without_batches(grad: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(grad)
 
     @wraps(grad)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+    def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         batched = given.pop("grad_outputs", None)
         if not given.pop("is_grads_batched", False) or batched is None:
@@ -52,7 +52,7 @@ def _without_vmap(jacobian: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(jacobian)
 
     @wraps(jacobian)
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+    def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         # In forward mode nothing is split.
         if given.get("strategy", "reverse-mode") == "reverse-mode":

@@ -90,7 +90,7 @@ _lacking: set[tuple[type, str]] = set()
 """Kinds of nodes of C++, and names under which they save nothing: another lookup would cost an exception."""
 
 
-def saved(node: Node, name: str) -> Any:  # noqa: ANN401 - each node saves something else
+def saved(node: Node, name: str) -> Any:
     """Return what a node saved in its forward under a name; ``None`` if it saved nothing."""
     key = type(node), name
     if key in _lacking:

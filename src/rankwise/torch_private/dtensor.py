@@ -27,7 +27,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else tensor
 
 
-def placed_like(template: Any, part: torch.Tensor, *, requires_grad: bool = False) -> DTensor:  # noqa: ANN401 - a DTensor
+def placed_like(template: Any, part: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
     """Return a DTensor of the shape and placements of ``template``, a DTensor, as torch itself rebuilds one.
 
     ``part`` is what this rank holds, on any device.
@@ -38,7 +38,7 @@ def placed_like(template: Any, part: torch.Tensor, *, requires_grad: bool = Fals
     return DTensor(part, template._spec, requires_grad=requires_grad)  # noqa: SLF001
 
 
-def placed_as_shaped(template: Any, part: torch.Tensor, shape: tuple[int, ...]) -> DTensor:  # noqa: ANN401 - a DTensor
+def placed_as_shaped(template: Any, part: torch.Tensor, shape: tuple[int, ...]) -> DTensor:
     """Return a DTensor of a whole ``shape`` on the mesh of ``template``; replicated if that has another shape.
 
     ``part`` is what this rank holds, on any device.
@@ -80,7 +80,7 @@ def replace_operations(replacements: Mapping[str, Callable[..., Any]]) -> Callab
     return undo
 
 
-def _call(replace: Callable[..., Any], operation: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as torch's
+def _call(replace: Callable[..., Any], operation: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return replace(operation, *args, **kwargs)
 
 
@@ -98,7 +98,7 @@ def check_data(check: Callable[[Any, Any], None]) -> Callable[[], None]:
     return lambda: delattr(DTensor, "data") if "data" in vars(DTensor) else None
 
 
-def shard_orders(tensor: Any) -> Iterator[tuple[int, list[int]]]:  # noqa: ANN401 - a DTensor
+def shard_orders(tensor: Any) -> Iterator[tuple[int, list[int]]]:
     """Yield each dimension of a DTensor whose order is recorded, with the mesh dimensions that split it, in order."""
     for entry in getattr(tensor._spec, "shard_order", None) or ():  # noqa: SLF001
         yield entry.tensor_dim, list(entry.mesh_dims)

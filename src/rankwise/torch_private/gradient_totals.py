@@ -38,10 +38,10 @@ def replace_scaler(complete: Callable[[Optimizer, Found], Found], begin: Callabl
         begin: called with a scaler before it unscales, steps or updates.
     """
 
-    def find(scaler: GradScaler, optimizer: Optimizer, *given: Any) -> Found:  # noqa: ANN401 - as torch's
+    def find(scaler: GradScaler, optimizer: Optimizer, *given: Any) -> Found:
         return complete(optimizer, _find(scaler, optimizer, *given))
 
-    def check(scaler: GradScaler, *given: Any) -> Any:  # noqa: ANN401 - as torch's
+    def check(scaler: GradScaler, *given: Any) -> Any:
         begin(scaler)
         return _check(scaler, *given)
 

@@ -44,7 +44,7 @@ def kernel_of(operation: str, key: str) -> Kernel | None:
     kernel = torch.library.get_kernel(name, key)
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # type: ignore[attr-defined] # noqa: SLF001
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the operation takes
+    def call(*args: Any, **kwargs: Any) -> Any:
         return kernel.call_boxed(keys, *args, **kwargs)
 
     return call

@@ -60,7 +60,7 @@ def call_of_modules() -> FunctionType:
     return Module._call_impl  # noqa: SLF001
 
 
-def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+def unwrapped_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call ``module`` with its hooks, without the wrapper of :func:`wrap_call`."""
     return module._call_impl(*args, **kwargs)  # noqa: SLF001
 
@@ -130,7 +130,7 @@ def set_metadata(state: dict[Any, Any], metadata: object) -> None:
     state._metadata = metadata  # type: ignore[attr-defined] # noqa: SLF001
 
 
-def mark_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa: ANN401 - a function
+def mark_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
     """Give ``step``, which replaces the optimizer's, the marks that schedulers look for."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         # A scheduler was built before and has marked the step it found.

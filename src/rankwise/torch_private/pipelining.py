@@ -15,21 +15,21 @@ BACKWARD_OF_INPUTS = "stage_backward_input() of torch.distributed.pipelining as 
 """A backward in two parts needs this: before torch 2.13 it fails if a stage passes on a value it does not use."""
 
 
-def forward_action(stage: int, micro_batch: int) -> Any:  # noqa: ANN401 - torch's _Action
+def forward_action(stage: int, micro_batch: int) -> Any:
     """Return the action that is a forward."""
     from torch.distributed.pipelining.schedules import _Action, _ComputationType  # noqa: PLC0415 - takes long
 
     return _Action(stage, _ComputationType.FORWARD, micro_batch)
 
 
-def backward_action(stage: int, micro_batch: int) -> Any:  # noqa: ANN401 - torch's _Action
+def backward_action(stage: int, micro_batch: int) -> Any:
     """Return the action that is a whole backward."""
     from torch.distributed.pipelining.schedules import _Action, _ComputationType  # noqa: PLC0415 - takes long
 
     return _Action(stage, _ComputationType.FULL_BACKWARD, micro_batch)
 
 
-def read_action(action: Any) -> tuple[str, int, int]:  # noqa: ANN401 - torch's _Action
+def read_action(action: Any) -> tuple[str, int, int]:
     """Return the kind of an action in torch's letters (F, B, I, W, SEND_F, ...), its stage and its micro-batch."""
     return action.computation_type.value, action.stage_index, action.microbatch_index
 

@@ -33,7 +33,7 @@ def follow_spawns(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
     before = spawning.start_processes
 
     @functools.wraps(before)
-    def start(fn: Callable[..., Any], *args: Any, **more: Any) -> Any:  # noqa: ANN401 - torch's
+    def start(fn: Callable[..., Any], *args: Any, **more: Any) -> Any:
         by_fork = "fork" in (more.get("start_method"), *args[4:5])
         return before(fn if by_fork else wrap(fn), *args, **more)
 

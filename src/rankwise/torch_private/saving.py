@@ -18,7 +18,7 @@ def on_save(notify: Callable[[Any], None]) -> Callable[[], None]:
     opens = writer.__init__
 
     @wraps(opens)
-    def noted(self: Any, name: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever torch passes
+    def noted(self: Any, name: Any, *args: Any, **kwargs: Any) -> None:
         notify(name)
         opens(self, name, *args, **kwargs)
 

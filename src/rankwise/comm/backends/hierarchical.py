@@ -40,7 +40,6 @@ class _Elsewhere:
         time.sleep(min(seconds, MOMENT_SECONDS))
 
     def rank(self) -> int | None:
-        """Return none."""
         return None
 
 

@@ -258,7 +258,6 @@ class SharedChannel:
         self._take_result()
 
     def _sum_own(self, factors: Sequence[float]) -> None:
-        """Add up this rank's slice."""
         pieces, self._pieces = self._pieces, ()
         if not pieces or not factors[self._rank]:
             weighted_sum_into(self._own_sums, self._own_slices, factors)

@@ -279,7 +279,7 @@ class TorchGroup:
         """Start sending row r of ``tensor`` to rank r, which receives it in ``out``; both contiguous."""
         return self._start_bytes(dist.all_to_all_single, out, tensor, what)
 
-    def _start_bytes(self, collective: Any, out: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:  # noqa: ANN401 - one of torch's
+    def _start_bytes(self, collective: Any, out: torch.Tensor, tensor: torch.Tensor, what: str) -> Pending:
         ticket = self.detector.ticket(what, self.exchange_id, tensor)
         send = partial(collective, bytes_of(out), bytes_of(tensor), group=self._group, async_op=True)
         return follow(self.detector, ticket, tensor, send)

@@ -180,7 +180,7 @@ class WholeBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch's takes any
-        ctx: Any,  # noqa: ANN401 - torch's
+        ctx: Any,
         own: torch.Tensor,
         whole: torch.Tensor,
         start: int,
@@ -192,7 +192,7 @@ class WholeBatch(torch.autograd.Function):
         return whole.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401 - torch's
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Return this rank's part, times the number of ranks whose gradients are averaged."""
         return gradient.narrow(0, ctx.start, ctx.num) * ctx.num_active, None, None, None
 

@@ -159,7 +159,7 @@ class _LoggedValues:
                 writer.add_scalar(name, mean, step)
             writer.flush()
 
-    def _tensorboard(self, folder: Path | None) -> Any:  # noqa: ANN401 - a class of a package that may not be there
+    def _tensorboard(self, folder: Path | None) -> Any:  # a class of a package that may not be there
         if self._writer is None and folder is not None and find_spec("tensorboard") is not None:
             self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
             self._session.at_end(self._writer.close)

@@ -53,7 +53,7 @@ class SignedCall:
         """Return ``payload`` of this rank, with its signature."""
         return payload + self._signature(payload, self._own)
 
-    def load(self, received: bytes, sender: int) -> Any:  # noqa: ANN401 - whatever it was
+    def load(self, received: bytes, sender: int) -> Any:
         """Return the object that rank ``sender`` of the world has signed, unpickled after its signature was checked.
 
         Raises:

@@ -50,7 +50,7 @@ def pack(value: object) -> Packed:
     return packed
 
 
-def unpack(tree: Any, buffers: Sequence[torch.Tensor], device: torch.device) -> tuple[Any, list[torch.Tensor]]:  # noqa: ANN401 - JSON
+def unpack(tree: Any, buffers: Sequence[torch.Tensor], device: torch.device) -> tuple[Any, list[torch.Tensor]]:
     """Return the value that :func:`pack` was given, and those of its tensors that require a gradient.
 
     ``buffers`` are [n] bytes each, one per tensor and array. The value uses their memory; its tensors are on
@@ -60,7 +60,7 @@ def unpack(tree: Any, buffers: Sequence[torch.Tensor], device: torch.device) -> 
     return _value_of(tree, iter(buffers), device, wanting), wanting
 
 
-def replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401 - any value
+def replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
     """Return an unpacked value with some of its tensors replaced, found by their ``id``."""
     if isinstance(value, torch.Tensor):
         return by.get(id(value), value)
@@ -71,7 +71,7 @@ def replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:  # noqa: ANN401 - 
     return value
 
 
-def sizes_of(tree: Any) -> list[int]:  # noqa: ANN401 - JSON
+def sizes_of(tree: Any) -> list[int]:
     """Return how many bytes each tensor and array of a tree has, in order."""
     if not isinstance(tree, list):
         return []
@@ -86,7 +86,7 @@ def sizes_of(tree: Any) -> list[int]:  # noqa: ANN401 - JSON
     return [size for node in nodes for size in sizes_of(node)]
 
 
-def _node_of(value: Any, packed: Packed) -> Any:  # noqa: ANN401 - JSON
+def _node_of(value: Any, packed: Packed) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor_node(value, packed)
     if isinstance(value, np.ndarray | np.generic):
@@ -147,7 +147,7 @@ def _array_node(array: np.ndarray[Any, Any] | np.generic, packed: Packed) -> lis
     return ["scalar" if isinstance(array, np.generic) else "array", array.dtype.str, list(array.shape)]
 
 
-def _value_of(tree: Any, buffers: Iterator[torch.Tensor], device: torch.device, wanting: list[torch.Tensor]) -> Any:  # noqa: ANN401 - JSON
+def _value_of(tree: Any, buffers: Iterator[torch.Tensor], device: torch.device, wanting: list[torch.Tensor]) -> Any:
     if not isinstance(tree, list):
         return tree
     kind, *rest = tree

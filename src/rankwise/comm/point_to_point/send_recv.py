@@ -80,7 +80,7 @@ def send(value: object, to: int) -> torch.Tensor:
 
 
 @uncompiled
-def recv(source: int) -> Any:  # noqa: ANN401 - whatever was sent
+def recv(source: int) -> Any:
     """Return the next value that rank ``source`` has sent to this one, waiting for it.
 
     Called by: this rank, once for each ``send(..., to=this rank)`` of ``source``, in the same order.
@@ -127,7 +127,6 @@ class _SentValue:
         weakref.finalize(self, endpoint.recv_queue.forget, to, number).atexit = False
 
     def take(self) -> ReceivedMessage:
-        """Wait for the gradients."""
         if self._is_taken:
             raise _second_backward(self.words)
         answers = self._endpoint.recv_queue.gradients[self.to, self._number]
@@ -161,7 +160,6 @@ class _ReceivedValue:
         _send_no_gradients(weakref.ref(self._endpoint), self._source, self._number, why)
 
     def give(self, gradients: list[torch.Tensor | None]) -> None:
-        """Send the gradients."""
         if self._is_given:
             # The other rank may have already continued with the first ones.
             raise _second_backward(f"what recv(source={self._source}) returned")
@@ -191,7 +189,7 @@ class _Send(torch.autograd.Function):
     """Forward returns zero; backward waits for the gradients of the sent value."""
 
     @staticmethod
-    def forward(ctx: Any, sent: _SentValue, *sources: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's own class
+    def forward(ctx: Any, sent: _SentValue, *sources: torch.Tensor) -> torch.Tensor:
         ctx.sent = sent
         ctx.devices = [source.device for source in sources]
         # A factor of the gradients passes through this value, such as a loss scale, which half precision cannot hold.
@@ -200,7 +198,7 @@ class _Send(torch.autograd.Function):
         return torch.zeros((), dtype=dtype, device=sources[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - torch's own class
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _refuse_second("send")
         message = ctx.sent.take()
         given, _ = unpack(message.head["tree"], message.buffers, torch.device("cpu"))
@@ -214,17 +212,14 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch's own class
-        _: torch.Tensor,
-        received: _ReceivedValue,
-        tensors: list[torch.Tensor],
+        ctx: Any, _: torch.Tensor, received: _ReceivedValue, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         ctx.received = received
         ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:  # noqa: ANN401 - torch's own class
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         _refuse_second("recv")
         ctx.received.give(list(gradients))
         return (None, None, None)

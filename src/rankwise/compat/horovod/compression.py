@@ -20,7 +20,7 @@ class Compressor:
         raise NotImplementedError
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ANN401 - whatever compress returned
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Return the received tensor as the kind of tensor that was given to :meth:`compress`."""
         raise NotImplementedError
 
@@ -34,7 +34,7 @@ class NoneCompressor(Compressor):
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ANN401, ARG004 - see Compressor
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ARG004 - see Compressor
         """Return the tensor."""
         return tensor
 
@@ -48,7 +48,7 @@ class FP16Compressor(Compressor):
         return tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor, tensor.dtype
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # noqa: ANN401 - see Compressor
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Return the tensor in the dtype it had."""
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 

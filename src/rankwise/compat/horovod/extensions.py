@@ -110,7 +110,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank.bit_count() == 1
 
 
-def is_iterable(x: Any) -> bool:  # noqa: ANN401 - anything
+def is_iterable(x: Any) -> bool:
     """Return whether ``iter(x)`` works."""
     try:
         iter(x)

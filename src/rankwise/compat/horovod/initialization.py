@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining and leaving the world by Horovod's calls, and the facts about this process."""
+"""Joining and leaving the world by Horovod's calls, Horovod's variables, and the facts about this process.
+
+Some of the variables are applied here, and the others are logged as without effect.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +18,6 @@ from rankwise.comm import optimizer_steps
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.join import join, leave
 from rankwise.comm.session import current, current_or_none
-from rankwise.compat.horovod import settings
 from rankwise.compat.horovod.errors import not_initialized
 from rankwise.compat.horovod.negotiation.queue import (
     MachinePosition,
@@ -31,11 +35,36 @@ from rankwise.world.device import accelerator
 from rankwise.world.environments import process
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rankwise.compat.horovod.process_sets import ProcessSet
     from rankwise.world.facts import World
 
+LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+LOG_LEVEL = "HOROVOD_LOG_LEVEL"
+LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+INTERFACE = "HOROVOD_GLOO_IFACE"
+TIMELINE = "HOROVOD_TIMELINE"
+DYNAMIC = "DYNAMIC"
+"""In place of a file: the script starts the timeline."""
+FACTS = {
+    f"HOROVOD_{name}"
+    for name in (
+        *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
+        *("CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
+    )
+}
+"""Variables that a launcher sets for its ranks; they are not settings of the user."""
 
-def init(comm: Any = None, process_sets: Any = None) -> None:  # noqa: ANN401 - Horovod takes several kinds
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the world, unless it has been joined, and add the given process sets.
 
     Called by: every rank. It may be called again.
@@ -193,7 +222,7 @@ def _world() -> World:
 
 def _apply_variables(*, joins: bool) -> str:
     """Apply Horovod's variables, join the world if ``joins``; return the file of a timeline, or an empty string."""
-    wanted = settings.read(process.given_horovod_variables(), has_joined=not joins)
+    wanted = read_settings(process.given_horovod_variables(), has_joined=not joins)
     if wanted.log_level is not None:
         logger.setLevel(wanted.log_level)
     if joins:
@@ -244,3 +273,46 @@ def _open_queue(timeline: str, *, has_opened_world: bool) -> None:
     bind_global(everyone)
     if timeline:
         start_timeline(timeline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorovodSettings:
+    """The settings in Horovod's variables."""
+
+    log_level: int | None = None
+    limit_seconds: float | None = None
+    """The time after which a rank that waits for others raises an error."""
+    interface: str = ""
+    """The network interface that ranks use."""
+    timeline: str = ""
+    """The file that the timeline of all ranks is written to."""
+    without_effect: tuple[str, ...] = ()
+    """Names of variables that are set but have no effect here."""
+
+
+def read_settings(variables: Mapping[str, str], *, has_joined: bool) -> HorovodSettings:
+    """Return the settings in variables; without limit and interface if the world was joined before ``hvd.init()``."""
+    given = {name: value.strip() for name, value in variables.items() if name.startswith("HOROVOD_") and value.strip()}
+    too_late = {LIMIT, INTERFACE} if has_joined else set[str]()
+    honoured = {LOG_LEVEL, LIMIT, INTERFACE, TIMELINE} - too_late
+    timeline = given.get(TIMELINE, "")
+    return HorovodSettings(
+        log_level=_level(given[LOG_LEVEL]) if LOG_LEVEL in given else None,
+        limit_seconds=_seconds(given[LIMIT]) if LIMIT in given and not has_joined else None,
+        interface="" if has_joined else given.get(INTERFACE, ""),
+        timeline="" if timeline == DYNAMIC else timeline,
+        without_effect=tuple(sorted(given.keys() - honoured - FACTS)),
+    )
+
+
+def _level(text: str) -> int:
+    if text.lower() not in LEVELS:
+        raise ConfigurationError(f"{LOG_LEVEL}={text!r} is not a level.", do="set it to one of " + ", ".join(LEVELS))
+    return LEVELS[text.lower()]
+
+
+def _seconds(text: str) -> float | None:
+    """Return a limit in seconds; none for 0, as in Horovod."""
+    if not text.isdecimal():
+        raise ConfigurationError(f"{LIMIT}={text!r} is not a number of seconds.", do="set it to 600, for example")
+    return float(text) or None

@@ -166,7 +166,6 @@ def _offered(hosts: str | None, hostfile: str | None) -> Slots:
 
 
 def _num_ranks(num_proc: int, fewest: int | None, most: int | None, offered: Slots) -> int:
-    """Return the number of ranks that the job starts with."""
     room = sum(number for _, number in offered)
     for name, value in (("num_proc", num_proc), ("min_num_proc", fewest), ("max_num_proc", most)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

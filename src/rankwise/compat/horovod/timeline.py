@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class _Timelines:
-    """Those of one session."""
-
     def __init__(self, session: Session) -> None:
         self._session = session
         self._under_way: Timeline | None = None

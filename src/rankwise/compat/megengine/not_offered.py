@@ -20,7 +20,7 @@ def refusing(module: str, offered: Iterable[str], instead: Callable[[str], str |
         instead: returns what to use in place of a name of MegEngine; or one text for all names.
     """
 
-    def refuse(name: str) -> Any:  # noqa: ANN401 - nothing is returned
+    def refuse(name: str) -> Any:
         if isinstance(instead, str):
             raise refused(module, name, offered, None if name.startswith("__") else instead)
         raise refused(module, name, offered, instead(name))

@@ -12,7 +12,7 @@ from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 
 
-def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.Tensor:  # noqa: ANN401 - what torch takes
+def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.Tensor:
     """Return a copy of some data as a tensor on this rank's device.
 
     Args:
@@ -36,7 +36,7 @@ def tensor(data: Any, dtype: object = None, device: str | None = None) -> torch.
     return torch.tensor(given, dtype=wanted, device=where)
 
 
-def Parameter(data: Any, dtype: object = None, device: str | None = None) -> torch.nn.Parameter:  # noqa: ANN401, N802 - as MegEngine has it
+def Parameter(data: Any, dtype: object = None, device: str | None = None) -> torch.nn.Parameter:  # noqa: N802 - as MegEngine has it
     """Return a copy of some data as a parameter of a model. Arguments as for :func:`tensor`."""
     return torch.nn.Parameter(tensor(data, dtype, device))
 

@@ -239,7 +239,6 @@ class LocalRanks:
     # -- how a rank exits --------------------------------------------------------------------------
 
     def _read_failure(self, rank: int) -> list[Failure | int]:
-        """Read what a rank has recorded of its failure."""
         if rank in self.failures:
             return []
         written = failure.read(self._error_file(rank))
@@ -287,7 +286,6 @@ class LocalRanks:
 
     @property
     def _number(self) -> int:
-        """The number of the attempt."""
         return self.attempt.attempt if self.attempt is not None else 0
 
     def _error_file(self, rank: int) -> str:

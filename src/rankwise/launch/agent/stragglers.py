@@ -185,7 +185,6 @@ def _used(used: Activity) -> str:
 
 
 def _where(answer: Mapping[str, Any] | None) -> str:
-    """Return where a rank is, if known."""
     stack = (answer or {}).get("stack")
     at = (answer or {}).get("at") or (innermost_of_user(stack) if stack else "")
     return f", at {at}" if at else ""

@@ -477,7 +477,6 @@ class Coordinator:
 
     @property
     def _may_restart(self) -> bool:
-        """Whether another failure may be followed by a restart."""
         return self._num_restarts < self._max_restarts
 
     def _can_continue_without(self) -> bool:

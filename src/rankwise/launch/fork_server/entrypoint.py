@@ -43,7 +43,6 @@ class Script:
     """The option that passes each rank its local rank, before all other arguments."""
 
     def __str__(self) -> str:
-        """Return the command line."""
         return self.path
 
 
@@ -57,7 +56,6 @@ class Module:
     """As for a script."""
 
     def __str__(self) -> str:
-        """Return the command line."""
         return f"-m {self.name}"
 
 

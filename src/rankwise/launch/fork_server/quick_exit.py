@@ -46,12 +46,10 @@ class _KeptModules(MetaPathFinder, Loader):
     """Finds hidden modules again: most libraries cannot be imported twice by one process."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Find a hidden module. Called by Python."""
         del path, target
         return ModuleSpec(fullname, self) if fullname in _kept else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module. Called by Python."""
         return _kept[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:

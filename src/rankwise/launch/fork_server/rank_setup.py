@@ -105,7 +105,7 @@ def free_ddp_last() -> None:
     initialize = DistributedDataParallel.__init__
 
     @functools.wraps(initialize)
-    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N807 - torch's
+    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - torch's
         initialize(self, *args, **kwargs)
         # Attributes are freed in the order in which they were set.
         attributes = vars(self)

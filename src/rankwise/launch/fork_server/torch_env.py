@@ -87,10 +87,10 @@ class _Worker:
 def _replace(variables: Mapping[str, str], process: int) -> None:
     handlers: list[_Handlers] = []
 
-    def env(url: str, **more: Any) -> Met:  # noqa: ANN401 - torch's
+    def env(url: str, **more: Any) -> Met:
         return _meet_by_env(handlers[0], url, more)
 
-    def tcp(url: str, **more: Any) -> Met:  # noqa: ANN401 - torch's
+    def tcp(url: str, **more: Any) -> Met:
         return _meet_by_tcp(handlers[0], url, more)
 
     handlers.append(

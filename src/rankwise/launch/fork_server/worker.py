@@ -112,7 +112,6 @@ def _watch_for_mistakes(start: RankStart) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code Python would exit with."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if not isinstance(error, SystemExit):

@@ -46,7 +46,7 @@ class FunctionCall:
     is_decorated: bool
     """Whether ``fn`` was created by ``@launcher``: then the wrapped function is called."""
 
-    def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
+    def __call__(self) -> Any:
         """Call the function."""
         fn: Callable[..., Any] = vars(self.fn)["__wrapped__"] if self.is_decorated else self.fn
         return fn(*self.args, **self.kwargs)
@@ -97,7 +97,7 @@ class CallerMessage:
     body: int | None
     """Descriptor of a file, for the receiver to close."""
 
-    def read(self) -> Any:  # noqa: ANN401 - whatever was sent
+    def read(self) -> Any:
         """Unpickle the body."""
         if self.body is None:
             return None
@@ -187,7 +187,7 @@ class Function:
             send(self._caller, {**header, "kind": "error"}, file)
 
 
-def _called(call: FunctionCall) -> Any:  # noqa: ANN401 - whatever the function returns
+def _called(call: FunctionCall) -> Any:
     try:
         return call()
     except SystemExit as ended:

@@ -256,7 +256,6 @@ def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
 
 
 def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
-    """Return every rank's value, or the exception to raise."""
     said = process.messages
     for message in said:
         if message.header["kind"] == "refused":
@@ -297,7 +296,7 @@ def _ranks_here(of_ranks: Sequence[CallerMessage]) -> Sequence[int]:
     return range(first, first + header["local_world_size"])
 
 
-def _value(message: CallerMessage) -> Any:  # noqa: ANN401 - whatever the function returned
+def _value(message: CallerMessage) -> Any:
     try:
         return message.read()
     except Exception as error:

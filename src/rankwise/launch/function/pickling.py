@@ -47,7 +47,7 @@ def dump(thing: object, file: SupportsWrite[bytes]) -> None:
     importlib.import_module("cloudpickle").dump(thing, file)
 
 
-def load(file: Readable) -> Any:  # noqa: ANN401 - whatever was dumped
+def load(file: Readable) -> Any:
     """Read one object back. A class that this process already has is used, unchanged."""
     return _Unpickler(file).load()
 
@@ -78,7 +78,7 @@ def classes_of_main() -> list[type]:
     return [kind for kind in list(tracked) if kind.__module__ == "__main__" and "." not in kind.__qualname__]
 
 
-def plain_function(fn: Any) -> Any:  # noqa: ANN401 - a function, or any other callable
+def plain_function(fn: Any) -> Any:
     """Return the function within partials, bound methods and decorators."""
     while True:
         if isinstance(fn, functools.partial):
@@ -153,7 +153,7 @@ class _Unpickler(pickle.Unpickler):
         tracked = getattr(importlib.import_module("cloudpickle.cloudpickle"), _TRACKER, {})
         self._here_already: set[type] = set(tracked)
 
-    def find_class(self, module: str, name: str, /) -> Any:  # noqa: ANN401
+    def find_class(self, module: str, name: str, /) -> Any:
         found = super().find_class(module, name)
         if (module, name) == ("cloudpickle.cloudpickle", "_class_setstate"):
             return functools.partial(self._fill_in, found)

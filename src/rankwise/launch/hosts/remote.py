@@ -177,5 +177,4 @@ class _HostReporter(TerminalReporter):
         super().show(shown)
 
     def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the caller needs the text only
-        """Keep the text of a failure."""
         self.last_report += text if self._is_first else ""

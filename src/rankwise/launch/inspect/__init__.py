@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise stacks``: asks a running job what its ranks are doing."""
+"""``rankwise stacks`` and ``rankwise top``: ask a running job what its ranks are doing."""

@@ -48,9 +48,9 @@ class RunningJob:
     """As it was typed."""
     ranks: list[int]
     """Those of this machine."""
-    version: str = ""
-    """Of its rankwise; empty for one that did not say."""
-    python: str = "python"
+    version: str
+    """Of its rankwise."""
+    python: str
     """The interpreter that runs it."""
 
 
@@ -114,7 +114,7 @@ def jobs() -> list[RunningJob]:
             about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
             with _connected(str(folder)):  # the socket of a killed launcher has no listener
                 # Another version may say more.
-                known = {name: about[name] for name in _FACTS & about.keys()}
+                known = {name: about[name] for name in _FACTS}
                 found.append(RunningJob(folder=str(folder), **known))
     return found
 
@@ -148,7 +148,7 @@ def only_job(pid: int | None, command: str) -> RunningJob:
 def _of_this_version(job: RunningJob, command: str) -> RunningJob:
     if job.version != VERSION:
         raise ConfigurationError(
-            f"The job {job.pid} runs with rankwise {job.version or 'of an older version'}, and this is {VERSION}.",
+            f"The job {job.pid} runs with rankwise {job.version}, and this is {VERSION}.",
             do=f"use the rankwise of that job: {shlex.quote(job.python)} -m rankwise {command} --job {job.pid}",
         )
     return job

@@ -56,8 +56,6 @@ class _Guarded:
 
 
 class _Guard:
-    """What one rank compares."""
-
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._pid = os.getpid()

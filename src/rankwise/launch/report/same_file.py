@@ -42,8 +42,6 @@ def watch(rank: int, error_file: str) -> None:
 
 
 class _Opened:
-    """The files that one rank has opened."""
-
     def __init__(self, rank: int, folder: Path, attempt: str) -> None:
         self._rank = rank
         self._job_folder = f"{folder}/"

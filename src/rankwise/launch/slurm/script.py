@@ -69,7 +69,6 @@ class JobOptions:
     """Further options of sbatch, each complete: ``--qos=high``."""
 
     def __post_init__(self) -> None:
-        """Reject invalid options."""
         for name, least in (("nodes", 1), ("cpus_per_rank", 1), ("gpus_per_node", 0), ("save_seconds", 0)):
             if getattr(self, name) < least:
                 option = f"--{name.replace('_', '-')}"

@@ -65,7 +65,7 @@ class _GlobalStatistics(BatchNorm):
             return super().forward(input)
         return global_statistics.normalised(self, input, _RanksOfModel(exchange, sync))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python's own
+    def __reduce_ex__(self, protocol: Any) -> Any:
         """Make copies and pickles of torch's class, which any program can load."""
         reduced = super().__reduce_ex__(protocol)
         # A call: pickle cannot create an instance of another class than this one's in any other way.

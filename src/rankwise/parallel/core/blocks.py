@@ -55,16 +55,6 @@ def blocks(model: nn.Module, keep_whole: Kept | Iterable[Kept] = ()) -> list[str
     return list(reasons(model, keep_whole))
 
 
-def is_open(model: nn.Module, name: str, keep_whole: Kept | Iterable[Kept] = ()) -> bool:
-    """Return whether the module of this name may be split: it is no block and lies in none.
-
-    Raises:
-        ConfigurationError: the model has no module of that name, or ``keep_whole`` names what it does not have.
-    """
-    check_names(model, [name])
-    return block_of(name, blocks(model, keep_whole)) is None
-
-
 def block_of(name: str, names: Iterable[str]) -> str | None:
     """Return which of the blocks ``names`` a module or parameter is, or lies in."""
     return next((block for block in names if block in {"", name} or name.startswith(f"{block}.")), None)

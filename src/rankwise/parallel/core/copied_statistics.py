@@ -58,8 +58,6 @@ def _started(session: Session) -> _Copies | None:
 
 
 class _Copies:
-    """What one rank has compared."""
-
     def __init__(self, store: Store, session: Session) -> None:
         self._store = store
         self._world = session.world

@@ -42,8 +42,6 @@ PATIENT_EVERY = 1024
 
 
 class _Reported(NamedTuple):
-    """One rank's report of one buffer."""
-
     had_samples: bool
     is_moved_in_forward: int
     is_moved_since: int

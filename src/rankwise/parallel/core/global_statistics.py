@@ -75,7 +75,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes positions
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -93,7 +93,7 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator loses the name
-        ctx: Any,  # noqa: ANN401 - autograd's context
+        ctx: Any,
         *gradients: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors

@@ -227,8 +227,7 @@ class _Judged:
         self._is_in_stages = is_in_stages
         self._is_judged = False
 
-    def __call__(self, module: nn.Module, *gradients: Any) -> object:  # noqa: ANN401 - as torch calls it
-        """Run the hook. Called by torch."""
+    def __call__(self, module: nn.Module, *gradients: Any) -> object:
         result = self._hook(module, *gradients)
         if result is not None and not self._is_judged:
             self._is_judged = True
@@ -258,7 +257,7 @@ def _is_linear(call: Callable[[Sequence[Any]], Any], given: Sequence[Any], resul
     return all(torch.allclose(one, other, equal_nan=True) for one, other in pairs)
 
 
-def _times(given: object) -> Any:  # noqa: ANN401 - as given
+def _times(given: object) -> Any:
     if isinstance(given, tuple | list):
         return tuple(_times(one) for one in given)
     return given * SCALE if isinstance(given, torch.Tensor) else given

@@ -78,7 +78,7 @@ class _PlainState:
     def __init__(self, module: nn.Module) -> None:
         self._module = ref(module)  # which holds this
 
-    def __call__(self) -> Any:  # noqa: ANN401 - the state as its class returns it
+    def __call__(self) -> Any:
         module = self._module()
         state = None if module is None else type(module).__getstate__(module)
         if not isinstance(state, dict):

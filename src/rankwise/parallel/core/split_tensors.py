@@ -42,14 +42,14 @@ def use_whole_tensors(session: Session, exchange: Exchange | None) -> None:
     session.at_end(check_data(_refuse_others))
 
 
-def _read(exchange: Exchange, _: object, tensor: Any) -> bool | float | complex:  # noqa: ANN401 - a DTensor
+def _read(exchange: Exchange, _: object, tensor: Any) -> bool | float | complex:
     if any(placement.is_partial() for placement in tensor.placements):
         # Names a rank that does not read; torch would wait for it without a message.
         exchange.barrier("reading a number of split tensors (item(), float() or bool())")
     return tensor.full_tensor().item()
 
 
-def _draw(operation: Any, tensor: Any, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - torch's; DTensors
+def _draw(operation: Any, tensor: Any, *args: object, **kwargs: object) -> Any:
     from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - there already
 
     local, mesh = tensor.to_local(), tensor.device_mesh

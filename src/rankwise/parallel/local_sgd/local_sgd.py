@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with little communication: islands of ranks train on their own and are averaged every few steps.
+"""Training with little communication: worker groups train on their own and are averaged every few steps.
 
 Holds the public call; ``rounds`` has the rounds.
 """

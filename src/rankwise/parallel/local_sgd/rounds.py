@@ -153,11 +153,6 @@ class LocalSGD:
         """Optimizer steps of a round."""
         return self._every
 
-    @property
-    def num_rounds(self) -> int:
-        """Rounds that have ended, including those before a resume."""
-        return self._num_rounds
-
     def synchronize(self) -> None:
         """End a round now: afterwards parameters and buffers are the same on all worker groups.
 

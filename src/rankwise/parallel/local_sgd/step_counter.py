@@ -83,7 +83,7 @@ class _StepHooks:
         """Steps of the others since the last one that counted."""
 
     @uncompiled
-    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         one = self._listener_of(optimizer)
         if one is None:
             return None
@@ -93,7 +93,7 @@ class _StepHooks:
             one.before_update(optimizer)
             return None
 
-        def followed_closure() -> Any:  # noqa: ANN401 - the loss
+        def followed_closure() -> Any:
             loss = closure()
             one.before_update(optimizer)
             return loss
@@ -103,7 +103,7 @@ class _StepHooks:
         return args, {**kwargs, "closure": followed_closure}
 
     @uncompiled
-    def after(self, optimizer: Optimizer, _: Any, __: Any) -> None:  # noqa: ANN401 - as torch calls it
+    def after(self, optimizer: Optimizer, _: Any, __: Any) -> None:
         one = self._listener_of(optimizer)
         if one is None:
             return

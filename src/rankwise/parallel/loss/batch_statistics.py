@@ -111,8 +111,7 @@ class StatisticsTracer(MeetingTracer):
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
-        """See one operation. Called by torch."""
+    ) -> Any:
         call = TracedCall(func, args, dict(kwargs or {}))
         if self.is_over or any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
             return func(*args, **call.given)
@@ -232,7 +231,6 @@ class StatisticsTracer(MeetingTracer):
         return identity_of(tensor) in self._lost
 
     def _statistic(self, call: TracedCall, given: Sequence[tuple[torch.Tensor, Statistic]]) -> Statistic | None:
-        """Return the statistic that the result of an operation depends on."""
         if not given or call.name in _NO_VALUES:
             return self._met
         known = min((one for _, one in given), key=lambda one: (one.is_term, one.has_graph))
@@ -291,7 +289,6 @@ class FollowedLoss:
     """A function of a loss whose first call, with a part of the batch, is followed."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Follow nothing yet."""
         self.plain = loss_fn
         self._is_over = False
         self.statistic: Statistic | None = None
@@ -302,7 +299,7 @@ class FollowedLoss:
         """Note which statistic each tensor of the output depends on."""
         self._of_outputs = statistics
 
-    def __call__(self, output: object, target: Any) -> torch.Tensor:  # noqa: ANN401 - a tree
+    def __call__(self, output: object, target: Any) -> torch.Tensor:
         """Return the loss of a part of the batch."""
         if self._is_over or not _can_follow():
             return self.plain(output, target)
@@ -323,7 +320,6 @@ class FirstBatches:
     """Follows the first two batches that a loader divides among the ranks after a model was spread over them."""
 
     def __init__(self, session: Session) -> None:
-        """Follow nothing yet."""
         self._tracer: StatisticsTracer | None = None
         self._earlier: StatisticsTracer | None = None
         """Of the first batch, from its backward on."""

@@ -224,7 +224,7 @@ class DividedOptimizer:
     # -- before the step ---------------------------------------------------------------------------
 
     @uncompiled
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin the update, after the closure if there is one. Called by torch."""
         # The first argument is the optimizer.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

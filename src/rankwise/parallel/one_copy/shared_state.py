@@ -182,7 +182,7 @@ class SharedState:
         self._views.clear()
 
 
-def _tensor(memory: Any, entry: Entry, start: int) -> torch.Tensor:  # noqa: ANN401 - either kind of view
+def _tensor(memory: Any, entry: Entry, start: int) -> torch.Tensor:
     count = torch.Size(entry.shape).numel()
     flat: torch.Tensor = memory.tensor(start + entry.start, [count], entry.dtype)
     return flat.as_strided(entry.shape, entry.stride, flat.storage_offset())

@@ -45,7 +45,7 @@ def set_options(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, 
                 group[name] = tuple(value) if isinstance(value, list) and not isinstance(now, list) else value
 
 
-def _plain(name: str, value: object) -> Any:  # noqa: ANN401 - JSON
+def _plain(name: str, value: object) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):

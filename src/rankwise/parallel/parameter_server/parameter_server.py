@@ -64,7 +64,7 @@ class ParameterServer:
             return self._server_loop.num_updates
         return 0 if self._worker is None else self._worker.num_updates
 
-    def restore(self, loader: Any) -> None:  # noqa: ANN401 - a DataLoader, or another with a state
+    def restore(self, loader: Any) -> None:
         """Move ``loader`` to the position of the saved state, and have the servers save its position from now on.
 
         Called by: every rank, before the first loop. Without saved state the loader does not move. If workers were at

@@ -149,7 +149,6 @@ class ServerLoop:
         self._answer_waiting()
 
     def _answer_waiting(self) -> None:
-        """Answer the workers that may continue."""
         if self._is_sync:
             if self._waiting and self._staleness.left:
                 raise self._uneven()
@@ -165,7 +164,6 @@ class ServerLoop:
         self._waiting_since = (self._waiting_since or time.monotonic()) if self._waiting else None
 
     def _update(self, workers: Sequence[int]) -> None:
-        """Take one step with the gradients of these workers."""
         messages = [self._waiting[worker] for worker in workers]
         reported = [message.head["weights"] for message in messages]
         if are_sums(workers, reported, [message.head["sums"] for message in messages]):
@@ -211,7 +209,6 @@ class ServerLoop:
         )
 
     def _gradients(self, worker: int, message: ServerMessage) -> list[torch.Tensor | None]:
-        """Return the gradients in a worker's message, by position."""
         body = self._connections.bodies[worker]
         found: list[torch.Tensor | None] = [None] * len(body.views)
         for position in message.head["whole"]:

@@ -230,7 +230,7 @@ def _follow(
     model.register_forward_hook(SyncAfterForward(sync, weight), with_kwargs=True)
     leave_out_of_copies(model)
 
-    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the loss
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -249,7 +249,7 @@ def _follow(
     _replace_step(optimizer, torch.optim.Optimizer.profile_hook_step(step))
 
 
-def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:  # noqa: ANN401 - a function
+def _replace_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
     mark_step(optimizer, step)
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

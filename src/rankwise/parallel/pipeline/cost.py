@@ -55,7 +55,7 @@ def block_costs(program: Program, model: nn.Module, leaves: Sequence[Any], devic
 
 def _timed(
     costs: dict[str, float], name: str, block: nn.Module, device: torch.device, *args: object, **kwargs: object
-) -> Any:  # noqa: ANN401 - whatever the block returns
+) -> Any:
     """Call a block with its backward a few times, and add the fastest time to its cost; return its result."""
     fastest = float("inf")
     result: Any = None

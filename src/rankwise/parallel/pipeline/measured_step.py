@@ -6,9 +6,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from rankwise.charts.picture import picture_of
 from rankwise.charts.schedule import schedule_legend, schedule_rows
-from rankwise.charts.shapes import spans
+from rankwise.charts.shapes import picture_of, spans
 from rankwise.charts.units import duration
 from rankwise.errors import ConfigurationError
 

@@ -44,7 +44,7 @@ class MicroBatchLosses:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the parameters of this rank's stages. Called by: every rank, in the order of other strategies' calls."""
         self.number = next(model_numbers)
-        """Of the model, as :class:`rankwise.parallel.loss.terms.Model` has one."""
+        """Of the model, as :class:`rankwise.parallel.loss.terms.LossModel` has one."""
         self.terms: tuple[Term, ...] = ()
         """Of the latest loss."""
         self.rows: RowLengths | None = None

@@ -391,7 +391,7 @@ def _signature(leaf: object) -> object:
     return repr(leaf)
 
 
-def _shape_text(signature: Any) -> str:  # noqa: ANN401 - of a tensor, or of another leaf
+def _shape_text(signature: Any) -> str:
     if isinstance(signature, str):
         return signature
     shape, _, dtype, device = signature

@@ -111,8 +111,6 @@ class StageDraws:
 
 
 class _Called(nn.ModuleList):
-    """The modules that a stage calls."""
-
     def take_mode(self, model: nn.Module) -> None:
         """Be in training as ``model`` is; each module inside has a mode of its own."""
         self.training = model.training

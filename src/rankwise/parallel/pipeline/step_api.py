@@ -153,7 +153,7 @@ class Pipeline:
         self._piped.note_weight(self._gradients.finish(step))
         return loss
 
-    def predict(self, x: object) -> Any:  # noqa: ANN401 - whatever the model returns
+    def predict(self, x: object) -> Any:
         """Return the model's output for a batch, on every rank of the pipeline, without gradients.
 
         Called by: every rank of the pipeline, with the same batch. The model runs in its current mode (``train()`` or
@@ -298,7 +298,6 @@ class Pipeline:
     def _train(
         self, prepared: tuple[StepRun, Sequence[Sequence[Action]], Amount] | None, samples: int, *, is_read: bool
     ) -> tuple[torch.Tensor, StepWeight]:
-        """Run a step; return its loss, and the weight of its gradients."""
         run, order, total = prepared or (None, (), 0.0)
         if self._losses is not None:
             self._losses.begin(samples)
@@ -401,7 +400,7 @@ class Pipeline:
             _refuse(weight)
         return weight
 
-    def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:  # noqa: ANN401
+    def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:
         """Return the last stage's output on every rank."""
         whole: list[Any] = []
         for index, leaf in enumerate(program.output):

@@ -150,7 +150,6 @@ class _Recorder(TorchFunctionMode):
         self._autocast = autocast_state()
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Give ``tensor`` a new number."""
         number = self._next
         self._next += 1
         self._numbers[id(tensor)] = number
@@ -200,7 +199,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
+    ) -> Any:
         kwargs = kwargs or {}
         if self._depth:
             return func(*args, **kwargs)
@@ -293,7 +292,6 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def finish(self, output: object) -> Program:
-        """Return the program, now that forward has returned ``output``."""
         leaves, spec = pytree.tree_flatten(output)
         self.program.end([self._stored(leaf, "the output of forward") for leaf in leaves], spec)
         self._alive.clear()
@@ -310,7 +308,7 @@ class _SampleTracer(StatisticsTracer):
         super().__init__(rows)
         self._scope = DrawScope(rows, "counter", 0)
 
-    def _draw(self, call: Any, found: Any, *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
+    def _draw(self, call: Any, found: Any, *, is_lost: bool = False) -> Any:
         return super(MeetingTracer, self)._draw(call, found, is_lost=is_lost)  # which leaves draws to torch
 
 
@@ -324,12 +322,8 @@ class _Randomness(DispatchMode):
         self._has_graph = torch.is_grad_enabled()
 
     def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if is_random(func):
             self.was_seen = True
@@ -395,7 +389,7 @@ def _kind(tensor: torch.Tensor) -> TensorKind:
     return TensorKind(tuple(part.shape), tuple(stride), part.dtype, tensor.requires_grad, storage, is_plain)
 
 
-def _own_part_of(parameter: Any) -> torch.Tensor:  # noqa: ANN401 - a DTensor, whose import takes long
+def _own_part_of(parameter: Any) -> torch.Tensor:  # a DTensor, whose import takes long
     return parameter.to_local()
 
 

@@ -23,7 +23,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in (
 """What Python calls for ``x[i] = y`` and ``x += y``. Every other call that changes ``x`` ends in ``_``."""
 
 
-def moved(values: Any, device: torch.device) -> Any:  # noqa: ANN401 - any tree
+def moved(values: Any, device: torch.device) -> Any:
     """Return a tree with its tensors on ``device``; the same tree if they are there already."""
     leaves, spec = pytree.tree_flatten(values)
     if all(not isinstance(leaf, torch.Tensor) or leaf.device == device for leaf in leaves):
@@ -78,7 +78,7 @@ class CrossDeviceMode(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
+    ) -> Any:
         kwargs = kwargs or {}
         if self._inside or func in _COPIES:
             return func(*args, **kwargs)

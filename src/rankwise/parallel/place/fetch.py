@@ -329,7 +329,6 @@ class _Ahead:
             self._error = error
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the weights and return them."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -345,12 +344,12 @@ class _Fetched(torch.autograd.Function):
     """The copy of a parameter on another device; its gradient goes back to the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's own
+    def forward(ctx: Any, parameter: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         ctx.home = parameter.device
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401 - torch's own
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0].to(ctx.home), None
 
 
@@ -387,7 +386,6 @@ class _Keeping:
         self._outer: Hooks | None = innermost_saved_tensors_hooks()
 
     def hooks(self) -> Hooks:
-        """Return what ``saved_tensors_hooks`` takes."""
         return self._pack, self._unpack
 
     def _pack(self, tensor: torch.Tensor) -> object:

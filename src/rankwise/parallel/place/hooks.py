@@ -175,7 +175,7 @@ class _Interruptible:
         self._module = ref(module)
         self._calls = calls
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = cast("nn.Module", self._module())
         try:
             return unwrapped_call(module, *args, **kwargs)

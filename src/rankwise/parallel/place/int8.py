@@ -75,7 +75,7 @@ def with_parts(weight: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Te
     return made
 
 
-def _torchao() -> Any:  # noqa: ANN401 - a module without types
+def _torchao() -> Any:
     try:
         with _quiet():
             return importlib.import_module("torchao.quantization")

@@ -134,8 +134,7 @@ class BatchTracer(DispatchMode):
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
-        """See one operation. Called by torch."""
+    ) -> Any:
         call = TracedCall(func, args, dict(kwargs or {}))
         found = [(one, fact) for one in call.tensors if (fact := self._facts.get(identity_of(one))) is not None]
         is_lost = any(identity_of(one) in self._lost for one in call.tensors)
@@ -186,7 +185,7 @@ class BatchTracer(DispatchMode):
 
     # -- draws -------------------------------------------------------------------------------------
 
-    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:
         scope = self._scope
         guess = None
         if is_lost:
@@ -302,7 +301,7 @@ class BatchTracer(DispatchMode):
         if call.is_pointwise:
             self._note_changed(call, out)
 
-    def _reshape(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> Any:  # noqa: ANN401 - as torch
+    def _reshape(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> Any:
         """Run an operation that gives its input another shape, in place, and note where samples are now."""
         first = call.tensors[0]
         layout, fact = layouts.get(identity_of(first)), self._facts.get(identity_of(first))
@@ -368,7 +367,7 @@ class BatchTracer(DispatchMode):
     def _grown(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> list[torch.Size] | None:
         """Return the shapes of an operation's results with one more sample; ``None`` if it cannot take one more."""
 
-        def as_meta(one: Any) -> Any:  # noqa: ANN401 - any argument
+        def as_meta(one: Any) -> Any:
             if not isinstance(one, torch.Tensor):
                 return one
             layout = layouts.get(identity_of(one))

@@ -50,7 +50,6 @@ class _OneByOne:
         self._counts[place] += 1
 
     def forget(self) -> None:
-        """Start over."""
         self._batch = None
         self._counts.clear()
 

@@ -143,7 +143,7 @@ def draw_by_sample(kernel: Kernel, args: Sequence[Any], source: NumberSource) ->
     return out
 
 
-def _as_parts(value: Any, shape: Sequence[int], layout: SampleLayout, rows: CurrentBatch) -> tuple[Any, bool]:  # noqa: ANN401 - any argument
+def _as_parts(value: Any, shape: Sequence[int], layout: SampleLayout, rows: CurrentBatch) -> tuple[Any, bool]:
     if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape):
         return value, False
     return layout.parts(value, rows.num, 0, rows.num), True
@@ -182,7 +182,7 @@ def draw_dropout(
     return torch.ops.aten.native_dropout_backward(inputs, keeps, scale), keeps
 
 
-def _widened(value: Any, shape: Sequence[int], source: NumberSource) -> Any:  # noqa: ANN401 - any argument
+def _widened(value: Any, shape: Sequence[int], source: NumberSource) -> Any:
     """Return an argument for the whole batch: this rank's rows in their place, ones elsewhere."""
     layout, rows = source.layout, source.rows
     if not isinstance(value, torch.Tensor) or value.shape != torch.Size(shape) or layout is None or rows is None:

@@ -119,7 +119,7 @@ def _bernoulli(name: str, kernel: Kernel) -> Kernel:
     """Return dropout's draw: as of other operations, but shorter if a forward pass draws as the one before."""
     usual = _in_place(name, kernel)
 
-    def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
+    def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:
         scope = current_scope()
         if generator is None and scope is not None and scope.is_on_plan and drop_on_plan(name, out, args, scope):
             return out
@@ -129,7 +129,7 @@ def _bernoulli(name: str, kernel: Kernel) -> Kernel:
 
 
 def _in_place(name: str, kernel: Kernel) -> Kernel:
-    def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
+    def draw(out: torch.Tensor, *args: Any, generator: torch.Generator | None = None) -> torch.Tensor:
         scope = current_scope()
         is_followed = scope is not None and bool(scope.traced_layouts)
         before = generator_before(scope, generator, out.device) if is_followed else None
@@ -150,7 +150,7 @@ def _in_place(name: str, kernel: Kernel) -> Kernel:
 def _from_tensors(name: str, kernel: Kernel) -> Kernel:
     draws = draw_from_tensors if name in FROM_TENSORS else draw_by_sample
 
-    def draw(*args: Any, generator: torch.Generator | None = None) -> torch.Tensor:  # noqa: ANN401 - as torch
+    def draw(*args: Any, generator: torch.Generator | None = None) -> torch.Tensor:
         given, generator = _split(args, generator)
         main, scope = main_of(given), current_scope()
         before = generator_before(scope, generator, main.device)
@@ -181,10 +181,7 @@ def _split(args: tuple[Any, ...], generator: torch.Generator | None) -> tuple[tu
 
 def _rrelu(name: str, kernel: Kernel) -> Kernel:
     def activate(
-        inputs: torch.Tensor,
-        noise: torch.Tensor,
-        *args: Any,  # noqa: ANN401 - as torch
-        generator: torch.Generator | None = None,
+        inputs: torch.Tensor, noise: torch.Tensor, *args: Any, generator: torch.Generator | None = None
     ) -> torch.Tensor:
         given, generator = _split(args, generator)
         lower, upper, training = (*given, *(1 / 8, 1 / 3, False)[len(given) :])

@@ -65,14 +65,14 @@ def drawn_by_row(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]
 
 
 def _replaced(name: str, draw: Draw, rows: CurrentBatch, singles: SinglesInBlock) -> Draw:
-    def by_dims(*dims: int) -> Any:  # noqa: ANN401 - as NumPy
+    def by_dims(*dims: int) -> Any:
         if not dims or dims[0] != rows.num:
             if math.prod(dims) == 1:
                 singles.count()
             return draw(*dims)
         return _own(draw(rows.num_global, *dims[1:]), rows)
 
-    def by_size(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as NumPy
+    def by_size(*args: Any, **kwargs: Any) -> Any:
         at = _SIZE_AT[name]
         size = args[at] if len(args) > at else kwargs.get("size")
         dims = (size,) if isinstance(size, int | np.integer) else tuple(size or ())
@@ -86,7 +86,7 @@ def _replaced(name: str, draw: Draw, rows: CurrentBatch, singles: SinglesInBlock
             return _own(draw(*args[:at], whole, *args[at + 1 :], **kwargs), rows)
         return _own(draw(*args, **{**kwargs, "size": whole}), rows)
 
-    def mix(values: Any) -> Any:  # noqa: ANN401 - as NumPy
+    def mix(values: Any) -> Any:
         if (values if isinstance(values, int | np.integer) else len(values)) == rows.num:
             raise permutes_a_part(f"numpy.random.{name}", rows)
         return draw(values)
@@ -108,21 +108,21 @@ def _check_scalars(name: str, args: tuple[Any, ...], rows: CurrentBatch) -> None
 
 
 def _replaced_in_python(name: str, draw: Draw, rows: CurrentBatch, singles: SinglesInBlock) -> Draw:
-    def count(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+    def count(*args: Any, **kwargs: Any) -> Any:
         singles.count()
         return draw(*args, **kwargs)
 
-    def choices(*args: Any, k: int = 1, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+    def choices(*args: Any, k: int = 1, **kwargs: Any) -> Any:
         if k != rows.num:
             return draw(*args, k=k, **kwargs)
         return draw(*args, k=rows.num_global, **kwargs)[rows.start : rows.start + rows.num]
 
-    def shuffle(values: Any) -> None:  # noqa: ANN401 - as Python
+    def shuffle(values: Any) -> None:
         if len(values) == rows.num:
             raise permutes_a_part("random.shuffle", rows)
         draw(values)
 
-    def sample(population: Any, k: int, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python
+    def sample(population: Any, k: int, **kwargs: Any) -> Any:
         if len(population) == k == rows.num:
             raise permutes_a_part("random.sample", rows)
         return draw(population, k, **kwargs)
@@ -153,7 +153,7 @@ def _in_this_thread(draw: Draw, replaced: Draw) -> Draw:
     thread = get_ident()
 
     # Without functools.wraps, which would take longer than everything else here.
-    def dispatch(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever it draws
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         return (replaced if get_ident() == thread else draw)(*args, **kwargs)
 
     return dispatch

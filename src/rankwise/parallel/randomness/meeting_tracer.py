@@ -31,7 +31,7 @@ class MeetingTracer(BatchTracer):
         """Start with the inputs, each with its possible layouts; the first input's is certain."""
         super().__init__(DrawScope(None, "torch", 0), num_samples, inputs)
 
-    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:  # noqa: ANN401 - as torch
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:
         out = call.func(*call.args, **call.given)
         fact = max(found, key=lambda one: one[0].dim())[1] if found else None
         for one in outputs_of(out):

@@ -151,7 +151,7 @@ class _Triton:
     is_tried = False
 
 
-def _triton(device: torch.device) -> Any:  # noqa: ANN401 - a module whose import may fail
+def _triton(device: torch.device) -> Any:  # a module whose import may fail
     """Return the Triton kernels, if this device and this machine can run them."""
     if not kind_named(device.type).has_triton:
         return None

@@ -46,8 +46,7 @@ class SplitTracer(BatchTracer):
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
-        """See one operation. Called by torch."""
+    ) -> Any:
         call = TracedCall(func, args, dict(kwargs or {}))
         facts = self._facts
         layouts = {key: fact.layout for one in call.tensors if (fact := facts.get(key := identity_of(one))) is not None}
@@ -76,7 +75,7 @@ class SplitTracer(BatchTracer):
                 self._lost.discard(key)
         return out
 
-    def _draw_part(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None], *, is_lost: bool) -> Any:  # noqa: ANN401 - as torch
+    def _draw_part(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None], *, is_lost: bool) -> Any:
         layout = next((one for one in layouts.values() if one is not None), None)
         if layout is None and is_lost:
             warn_of_parts()

@@ -75,7 +75,7 @@ def _programs(rows: int) -> int:
     return (rows + _ROWS - 1) // _ROWS
 
 
-def _launch(kernel: Any, out: torch.Tensor, *numbers: int) -> None:  # noqa: ANN401 - Triton's type
+def _launch(kernel: Any, out: torch.Tensor, *numbers: int) -> None:
     if not len(out):
         return
     if out.is_cpu:  # in Triton's interpreter

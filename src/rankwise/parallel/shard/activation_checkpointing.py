@@ -40,7 +40,7 @@ class _Recomputed:
         self._block = block
         self._forward = block.forward
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - whatever the block returns
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # The second run restores the random state, and does not update the statistics again.

@@ -218,8 +218,6 @@ def _follow_buffers(model: nn.Module, name: str, sync: ShardSync, exchange: Exch
 
 
 class _ForwardHooks:
-    """What happens around each forward of a sharded model."""
-
     def __init__(  # noqa: PLR0917 - has one caller
         self,
         sync: ShardSync,

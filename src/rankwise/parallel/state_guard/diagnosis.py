@@ -248,7 +248,6 @@ def _how_many(replicas: DivergedReplicas, unlike: Sequence[str]) -> str:
 
 
 def _cause(replicas: DivergedReplicas, name: str, reports: Sequence[dict[str, Any]]) -> str:
-    """Return the most likely cause, and its fix."""
     kind, _, own_name = name.partition(" ")
     if replicas.num_steps == 1:
         return "load or change weights before replicate(), or after it on every rank"

@@ -75,7 +75,7 @@ def _arguments(module: nn.Module) -> list[inspect.Parameter | Any]:
     return found or [None]
 
 
-def _first_arguments(module: nn.Module, width: int, normal: Any) -> list[torch.Tensor]:  # noqa: ANN401 - draws
+def _first_arguments(module: nn.Module, width: int, normal: Any) -> list[torch.Tensor]:
     usual = [normal(BATCH, LENGTH, width), normal(BATCH, width)]
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):

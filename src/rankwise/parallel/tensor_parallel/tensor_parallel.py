@@ -221,8 +221,7 @@ class _Local(torch.autograd.Function):
     """The whole output as a plain tensor. Unlike ``DTensor.to_local`` not a view, so ``x += y`` works on it."""
 
     @staticmethod
-    def forward(ctx: Any, output: DTensor) -> torch.Tensor:  # noqa: ANN401 - autograd's own
-        """Return this rank's copy."""
+    def forward(ctx: Any, output: DTensor) -> torch.Tensor:
         ctx.layout = (output.device_mesh, output.placements)
         local = output.to_local()
         # torch's stand-in for a result that is under way: as a plain tensor, the next operations can be followed.
@@ -230,7 +229,7 @@ class _Local(torch.autograd.Function):
         return (local if wait is None else wait()).detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient, which is the same on every rank."""
         refuse_second_derivatives("tensor_parallel")
         mesh, placements = ctx.layout
@@ -285,7 +284,7 @@ class _Plain:
         self._forward = module.forward
         self._places = places
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - whatever the module returns
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         for owner, name in self._places:
             parameter = own_parameters(owner).get(name)
             # Parameters that shard() has divided are not whole, and stay.

@@ -201,7 +201,7 @@ def run_copy(
         setattr(owner, attribute, count if part is not None else count * split.num_parts)
     owner.train(training)
 
-    def given(tensor: Any) -> Any:  # noqa: ANN401 - anything that is no tensor stays
+    def given(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
         if not tensor.requires_grad:
@@ -260,7 +260,7 @@ def _kept(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class _InFloat64(DispatchMode):
     """Runs code that asks for lower precision in float64, and makes dropout keep everything."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.aten.bernoulli_.float:
             return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))

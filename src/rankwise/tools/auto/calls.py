@@ -45,7 +45,6 @@ from rankwise.tools.auto.proof import (
     uncompiled,
 )
 from rankwise.tools.auto.rows import Share
-from rankwise.tools.auto.settings import restored, settings
 from rankwise.tools.auto.shipping import dumped, dumped_tree
 from rankwise.tools.auto.split import Request, ResultChanged, ServerFailed, SplitCall
 from rankwise.tools.auto.subclasses import as_output, is_alike, plain

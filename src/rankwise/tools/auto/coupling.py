@@ -73,7 +73,7 @@ class CouplingWatch(MeetingTracer):
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+    ) -> Any:
         """See one operation. Called by torch."""
         call = TracedCall(func, args, dict(kwargs or {}))
         if any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
@@ -120,7 +120,7 @@ class _LeavingTorch(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
+    ) -> Any:
         """See one call. Called by torch."""
         if func in _LEAVES_TORCH and self._watch.holds_samples(args[0]):
             self._watch.note_read(func.__name__)

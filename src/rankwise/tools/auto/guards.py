@@ -391,7 +391,7 @@ class _Reads:
             except Exception:  # noqa: BLE001 - whatever an object of the script raises when it is looked at
                 self.facts[name] = _Is(value)
 
-    def _look_at(self, name: str, value: Any, root: _Root) -> None:  # noqa: ANN401 - any value
+    def _look_at(self, name: str, value: Any, root: _Root) -> None:
         plain, size = _plain(value), _size_of(value)
         if plain is not None:
             self.facts[name] = plain
@@ -407,7 +407,7 @@ class _Reads:
             root.num_left -= size if isinstance(value, np.ndarray) else 1
             self._look_at_new(name, value, root)
 
-    def _look_at_new(self, name: str, value: Any, root: _Root) -> None:  # noqa: ANN401 - any value
+    def _look_at_new(self, name: str, value: Any, root: _Root) -> None:
         content = next((read for kinds, read in _CONTENTS if isinstance(value, kinds)), None)
         within = next((names for kinds, names in _WITHIN if isinstance(value, kinds)), ())
         self._pending += [(f"{name}.{key.strip('_')}", getattr(value, key), root) for key in within]
@@ -429,7 +429,7 @@ class _Reads:
         elif not within:
             self._look_at_object(name, value, root)
 
-    def _look_at_object(self, name: str, value: Any, root: _Root) -> None:  # noqa: ANN401 - any value
+    def _look_at_object(self, name: str, value: Any, root: _Root) -> None:
         kind = type(value)
         if isinstance(value, dict | MappingProxyType):
             self.facts[name] = _Is(kind), len(value)

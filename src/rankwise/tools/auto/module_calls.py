@@ -51,12 +51,12 @@ class ModuleCalls:
         """Have outermost calls of modules with parameters run ``outermost`` inside the block."""
         plain_call, plain_checkpoint = self._call, checkpoint.checkpoint
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the module's own
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return self._called_inside(module, args, kwargs)
             return outermost(module, args, kwargs) if self._counts(module) else plain_call(module, *args, **kwargs)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+        def noted(*args: Any, **kwargs: Any) -> Any:
             self._checkpoints.append(kwargs.get("use_reentrant") is not False)
             if self._is_split:
                 return plain_checkpoint(*args, **kwargs)
@@ -66,7 +66,7 @@ class ModuleCalls:
 
         return replaced((nn.Module, ["__call__"], lambda _: call), (checkpoint, ["checkpoint"], lambda _: noted))
 
-    def plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as torch does; the modules in it may be split."""
         return self._call(module, *args, **kwargs)
 
@@ -82,7 +82,7 @@ class ModuleCalls:
 
     def on_rows(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: CouplingWatch | None = None
-    ) -> Any:  # noqa: ANN401 - the module's own
+    ) -> Any:
         """Call a module with this rank's rows. Called by: every rank.
 
         Args:
@@ -107,7 +107,7 @@ class ModuleCalls:
             and not is_transforming()
         )
 
-    def _called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_split and isinstance(module, _BATCHNORMS) and type(module) in _BATCHNORMS:
             return self._normalised(module, *args, **kwargs)
         return self._call(module, *args, **kwargs)

@@ -68,7 +68,7 @@ class OwnCalls:
         *,
         meets: bool,
         watch: CouplingWatch | None = None,
-    ) -> Any:  # noqa: ANN401 - the module's own
+    ) -> Any:
         """Call a module. Called by: every rank.
 
         Args:

@@ -94,7 +94,7 @@ def restored(values: Settings) -> Generator[None]:
         _set(before)
 
 
-def _set(values: Any) -> None:  # noqa: ANN401 - of any settings
+def _set(values: Any) -> None:
     """Change the settings of the process that are others."""
     for (read, write), value in zip(_OF_PROCESS, values, strict=True):
         if value is not None and read() != value:

@@ -46,7 +46,7 @@ def dumped(module: nn.Module, number_of: Callable[[object], int | None]) -> byte
         def persistent_id(self, obj: object) -> int | None:
             return number_of(obj)
 
-        def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - as pickle's own
+        def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, nn.Module) and is_parametrized(obj):
                 # Torch refuses to pickle these: their class exists in this process only, and cloudpickle sends it.
                 return object.__new__, (type(obj),), vars(obj)
@@ -68,7 +68,7 @@ def loaded_tree(data: bytes) -> pytree.TreeSpec:
         return cast("pytree.TreeSpec", pickle.loads(data))  # noqa: S301 - rank zero holds the job's secret
 
 
-def loaded(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401 - a module of any class
+def loaded(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:
     """Return the module that :func:`dumped` was given, with a server's own copies of its tensors."""
 
     class Unpickler(pickle.Unpickler):

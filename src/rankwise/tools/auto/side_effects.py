@@ -63,14 +63,14 @@ class Effects:
         self.found = self.found or text
 
     def _noting_logs(self, handle: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as Python's own
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.note("it logs")
             return handle(*args, **kwargs)
 
         return call
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.note(f"it calls Tensor.{method.__name__}, which would see a part of the batch")
             return method(*args, **kwargs)
 
@@ -80,7 +80,7 @@ class Effects:
 class _Noting:
     """A stream that notes that it is written to."""
 
-    def __init__(self, stream: Any, effects: Effects) -> None:  # noqa: ANN401 - any stream
+    def __init__(self, stream: Any, effects: Effects) -> None:
         self._stream = stream
         self._effects = effects
 
@@ -89,7 +89,7 @@ class _Noting:
         self._effects.note("it prints")
         return int(self._stream.write(text) or 0)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the stream's own
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 

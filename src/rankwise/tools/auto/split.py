@@ -358,7 +358,7 @@ class _Node:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, node: _Node, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, node: _Node, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.node = node
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -366,7 +366,7 @@ class _Whole(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         node: _Node = ctx.node
         if torch.is_grad_enabled():
             # An argument may be a parameter of the module: its gradient is returned once.

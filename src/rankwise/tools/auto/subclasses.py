@@ -22,12 +22,12 @@ def is_of_subclass(leaf: object) -> TypeGuard[torch.Tensor]:
     return next(kind for kind in type(leaf).__mro__ if "__torch_dispatch__" in vars(kind)) is torch.Tensor
 
 
-def plain(leaf: Any) -> Any:  # noqa: ANN401 - any argument
+def plain(leaf: Any) -> Any:
     """Return a value, as a plain tensor of the same memory where it is one of a subclass."""
     return leaf.as_subclass(torch.Tensor) if is_of_subclass(leaf) else leaf
 
 
-def as_output(output: Any, given: Sequence[Any]) -> Any:  # noqa: ANN401 - any output
+def as_output(output: Any, given: Sequence[Any]) -> Any:
     """Return an output as a function returns it whose arguments are ``given``."""
     dressed = [one for one in given if is_of_subclass(one)]
     if not dressed or not isinstance(output, torch.Tensor):
@@ -35,7 +35,7 @@ def as_output(output: Any, given: Sequence[Any]) -> Any:  # noqa: ANN401 - any o
     return handle_torch_function(_first, dressed, output, *dressed)
 
 
-def is_alike(output: Any, other: Any) -> bool:  # noqa: ANN401 - any output
+def is_alike(output: Any, other: Any) -> bool:
     """Tell whether two outputs are of one type, and hold equal facts."""
     if not isinstance(output, torch.Tensor) or type(output) is torch.Tensor is type(other):
         return True

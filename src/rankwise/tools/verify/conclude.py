@@ -267,7 +267,6 @@ def _failed(many: Run, num_ranks: int) -> Cause:
 
 
 def _advice(ranks: Sequence[RankRun]) -> str | None:
-    """Return what rankwise's own error says to do."""
     for rank in ranks:
         _, found, rest = rank.end.partition("\n  do  ")
         if found:

@@ -133,7 +133,7 @@ class RowDraws:
         original: Callable[..., Any] = getattr(module, name)
 
         @wraps(original)
-        def draw(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's function
+        def draw(*args: Any, **kwargs: Any) -> Any:
             if self._rows is None or self._is_inside:
                 return original(*args, **kwargs)
             self._is_inside = True
@@ -146,7 +146,7 @@ class RowDraws:
 
     def _draw(
         self, original: Callable[..., Any], rows: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # noqa: ANN401 - as torch's function
+    ) -> Any:
         if torch_digest() != self._digest:
             self._is_by_rows = False
         if rows != self._rows or not rows:
@@ -164,7 +164,7 @@ class RowDraws:
         self._digest = torch_digest()
         return result
 
-    def _draw_for_ranks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as torch's function
+    def _draw_for_ranks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = torch_state()
         results: list[Any] = []
         start = 0

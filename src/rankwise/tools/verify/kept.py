@@ -278,7 +278,7 @@ def _objects(
         pending += [(f"{name}.{key}", inner) for key, inner in held.items()]
 
 
-def _sketch(value: Any) -> Sketch | None:  # noqa: ANN401 - any value of the script
+def _sketch(value: Any) -> Sketch | None:
     if isinstance(value, dict):
         value = list(cast("dict[Any, Any]", value).values())
     items = list(value) if isinstance(value, list | tuple | deque) and len(value) <= MOST_ITEMS else [value]

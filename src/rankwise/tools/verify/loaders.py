@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batches that a script takes from its loaders: recorded, permuted, or those of N ranks joined into one.
 
-Replaces the iteration of torch's loaders and of rankwise's, before the script runs. Imported by ``recorder``.
+Replaces the iteration of torch's loaders and of rankwise's, before the script runs. Workers give each batch with the
+random numbers that they drew for it. Imported by ``recorder``.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils import data
 
 from rankwise.data import loader as own_loader
-from rankwise.tools.replacing import replace_attributes
+from rankwise.tools.replacing import replace_attributes, replaced
 from rankwise.tools.verify import sketches
 from rankwise.tools.verify.draws import drawn_from, state_digests
 from rankwise.tools.verify.records import Batch, Loader
-from rankwise.tools.verify.worker_draws import has_workers, noting_draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -81,7 +82,7 @@ class Loaders:
 
     def _following(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @wraps(original)
-        def iterate(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - any loader
+        def iterate(loader: Any) -> Iterator[Any]:
             if self._is_inside:
                 # The loader that the script iterates reads from this one.
                 return original(loader)
@@ -94,7 +95,7 @@ class Loaders:
 
         return iterate
 
-    def _place(self, loader: Any) -> tuple[int, int]:  # noqa: ANN401 - any loader
+    def _place(self, loader: Any) -> tuple[int, int]:
         if loader not in self._numbers:
             self._numbers[loader] = len(self._numbers)
             self._listener.on_loader(_described(loader, self._numbers[loader], self._listener.line()))
@@ -103,7 +104,7 @@ class Loaders:
         self._epochs[number] = epoch + 1
         return number, epoch
 
-    def _followed(self, loader: Any, batches: Iterator[Any], *, by_workers: bool = False) -> Generator[Any]:  # noqa: ANN401 - any loader
+    def _followed(self, loader: Any, batches: Iterator[Any], *, by_workers: bool = False) -> Generator[Any]:
         # Counted at the first batch: tqdm.auto makes an iterator that it never uses.
         number, epoch = self._place(loader)
         position = 0
@@ -136,7 +137,7 @@ class Loaders:
         if self._plan.keep is not None:
             Path(self._plan.keep, f"{number}-{epoch}.end").touch()
 
-    def _keep(self, batch: Any, name: str) -> None:  # noqa: ANN401 - any batch
+    def _keep(self, batch: Any, name: str) -> None:
         if self._plan.keep is None or not self.batches_kept:
             return
         self._bytes += sum(one.numel() * one.element_size() for one in sketches.tensors_in(batch))
@@ -148,7 +149,7 @@ class Loaders:
         except Exception:  # noqa: BLE001 - objects of the script that cannot be pickled
             self.batches_kept = False
 
-    def _joined(self, loader: Any) -> Generator[Any]:  # noqa: ANN401 - any loader
+    def _joined(self, loader: Any) -> Generator[Any]:
         number, epoch = self._place(loader)
         position = 0
         while True:
@@ -171,13 +172,13 @@ def _are_one(parts: Sequence[Any]) -> bool:
     return len(set(samples)) == 1 and len(set(samples[0])) == len(samples[0]) > 0
 
 
-def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:  # noqa: ANN401 - any batch
+def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:
     rows = sketches.with_rows(sketches.tensors_in(batch))
     digests = sketches.digests_of_rows(rows) if rows else ()
     return Batch(loader, epoch, number, digests, drawn)
 
 
-def _described(loader: Any, number: int, line: str) -> Loader:  # noqa: ANN401 - any loader
+def _described(loader: Any, number: int, line: str) -> Loader:
     try:
         length = len(loader)
     except TypeError:
@@ -193,3 +194,39 @@ def _described(loader: Any, number: int, line: str) -> Loader:  # noqa: ANN401 -
         shuffles,
         line,
     )
+
+
+class WorkerDraws:
+    """Stands in for the ``worker_init_fn`` and the ``collate_fn`` of a loader; pickled into its workers."""
+
+    def __init__(self, init: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
+        self._init = init
+        self._collate = collate
+        self._states: dict[str, int] = {}
+
+    def begin(self, worker: int) -> None:
+        """Stand in for ``worker_init_fn``."""
+        if self._init is not None:
+            self._init(worker)
+        self._states = state_digests()
+
+    def collate(self, samples: Any) -> tuple[Any, str]:
+        """Stand in for ``collate_fn``."""
+        batch = self._collate(samples)
+        before, self._states = self._states, state_digests()
+        return batch, drawn_from(before, self._states)
+
+
+def has_workers(loader: object) -> TypeGuard[data.DataLoader[Any]]:
+    """Tell whether a loader of torch reads in worker processes."""
+    return isinstance(loader, data.DataLoader) and loader.num_workers > 0
+
+
+@contextmanager
+def noting_draws(loader: data.DataLoader[Any]) -> Generator[None]:
+    """Make the workers that start inside the block give each batch with what they drew, as a tuple of two."""
+    draws = WorkerDraws(loader.worker_init_fn, loader.collate_fn)
+    with replaced(
+        (loader, ["worker_init_fn"], lambda _: draws.begin), (loader, ["collate_fn"], lambda _: draws.collate)
+    ):
+        yield

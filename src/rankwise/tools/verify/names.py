@@ -79,7 +79,7 @@ class Names:
         if dtype is None or not any(one.is_floating_point() and one.dtype != dtype for one in tensors):
             return args, kwargs
 
-        def change(leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+        def change(leaf: Any) -> Any:
             return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
         return sketches.mapped(args, change), sketches.mapped(kwargs, change)

@@ -54,7 +54,6 @@ class Recorded:
     """Whether it is the script's only process, whatever ranks there are."""
 
     def __str__(self) -> str:
-        """Return the command line."""
         return str(self.target)
 
     def run(self) -> None:

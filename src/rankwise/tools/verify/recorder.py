@@ -299,7 +299,6 @@ class Recorder:
         self._unused = []
 
     def _note_inputs(self, given: Sequence[torch.Tensor]) -> None:
-        """Note the samples that a model is called with."""
         if given and _takes_own_data():
             self._rows += given[0].shape[0]
             self._inputs += sketches.digests_of_rows(given)
@@ -333,7 +332,7 @@ class Recorder:
 
     def _around_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Where new tensors are of another class, they have no data: pipeline() follows a model so.
             if is_transforming() or type(torch.empty(0)) is not torch.Tensor:
                 # What is recorded of it would become a part of the graph, or has no values.
@@ -348,7 +347,7 @@ class Recorder:
 
     def _parameterless(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # noqa: ANN401 - any module
+    ) -> Any:
         result = original(module, *args, **kwargs)
         if self._depth and not self._is_recording and "Dropout" in type(module).__name__:
             self._note_output(module, result)
@@ -356,7 +355,7 @@ class Recorder:
 
     def _inner(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # noqa: ANN401 - any module
+    ) -> Any:
         if not self._depth:
             if not in_backward():
                 self._note_use(is_trained=False)
@@ -371,7 +370,7 @@ class Recorder:
 
     def _outermost(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # noqa: ANN401 - any module
+    ) -> Any:
         # A script may have turned it on: the fastest algorithm found may differ from run to run.
         torch.backends.cudnn.benchmark = False
         root = self._names.add_root(module)
@@ -461,7 +460,7 @@ class Recorder:
 
     def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if tensor.numel() == 1:
                 self._losses.append(float(tensor.detach()))
             self._loss_line = self.line() or self._loss_line
@@ -472,7 +471,7 @@ class Recorder:
 
     def _around_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def register(owner: torch.Tensor | nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        def register(owner: torch.Tensor | nn.Module, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
             # Those of parameters are hooks on the gradient that ranks exchange.
             if not (isinstance(owner, torch.Tensor) and owner.is_leaf):
@@ -483,7 +482,7 @@ class Recorder:
 
     def _around_loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        def load(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
             line = self._line_in(frame, frame.f_lineno)
             if line and not self._steps:
@@ -494,7 +493,7 @@ class Recorder:
 
     def _around_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def start(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's and Python's
+        def start(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
             self._spawn_line = self._spawn_line or self._line_in(frame, frame.f_lineno)
             return original(*args, **kwargs)
@@ -503,7 +502,7 @@ class Recorder:
 
     def _around_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def clip(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        def clip(*args: Any, **kwargs: Any) -> Any:
             norm = original(*args, **kwargs)
             self._clipped.append(float(norm))
             return norm
@@ -512,7 +511,7 @@ class Recorder:
 
     def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def step(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        def step(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
             self._scales = {"scale of the loss": scaler.get_scale()}
             return original(scaler, *args, **kwargs)
 
@@ -537,7 +536,7 @@ class Recorder:
         name = original.__name__
 
         @wraps(original)
-        def apply(model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as rankwise's
+        def apply(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = [f"{key}={value!r}" for key, value in kwargs.items() if _gives_up_equality(key, value)]
             if given or name == "local_sgd":
                 self._inexact[f"rankwise.{name}({', '.join(given)})"] = self.line()
@@ -559,7 +558,7 @@ class Recorder:
 
     def _around_staged(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def call(step: Any, x: object, target: object) -> torch.Tensor:  # noqa: ANN401 - rankwise's Pipeline
+        def call(step: Any, x: object, target: object) -> torch.Tensor:
             self._note_use(is_trained=True)
             self._note_inputs(sketches.with_rows(sketches.tensors_in(x)))
             self._loss_line = self.line()
@@ -579,7 +578,7 @@ class Recorder:
 
     def _around_scheduler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             # A scheduler of schedulers steps its own.
             self._scheduler_depth += 1
             if isinstance(scheduler, ReduceLROnPlateau):
@@ -720,7 +719,6 @@ class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgu
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note and show one line."""
         # The module that warns: above logging, and rankwise.log.
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - public in all but name
         while frame is not None and frame.f_globals["__name__"] in {"logging", "rankwise.log"}:
@@ -770,6 +768,6 @@ def _own_copy(path: Path, root: str) -> None:
             path.write_bytes(content.read_bytes())
 
 
-def _uncompiled(model: Any = None, **_: object) -> Any:  # noqa: ANN401 - as torch.compile
+def _uncompiled(model: Any = None, **_: object) -> Any:
     """Stand in for ``torch.compile``: return the model or function as it is."""
     return (lambda one: one) if model is None else model

@@ -135,7 +135,7 @@ def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one for one in sized if one.shape[0] == sized[0].shape[0]]
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - any batch
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a batch with ``change`` applied to its leaves; lists of text count as leaves."""
     if isinstance(value, dict):
         changed = {key: mapped(one, change) for key, one in value.items()}
@@ -147,7 +147,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - a
     return change(value)
 
 
-def _as_type(like: Any, changed: dict[Any, Any]) -> Any:  # noqa: ANN401 - any mapping
+def _as_type(like: Any, changed: dict[Any, Any]) -> Any:
     try:
         return type(like)(changed)
     except TypeError:
@@ -158,7 +158,7 @@ def _is_leaf(value: list[Any] | tuple[Any, ...]) -> bool:
     return bool(value) and not any(isinstance(one, torch.Tensor | dict | list | tuple) for one in value)
 
 
-def joined(parts: Sequence[Any]) -> Any:  # noqa: ANN401 - any batch
+def joined(parts: Sequence[Any]) -> Any:
     """Return the batches of several ranks as one, in rank order.
 
     Raises:
@@ -195,14 +195,14 @@ def inverse_permutation(num_rows: int) -> torch.Tensor:
     return torch.argsort(permutation(num_rows))
 
 
-def permuted(batch: Any) -> Any:  # noqa: ANN401 - any batch
+def permuted(batch: Any) -> Any:
     """Return a batch with its rows in another order."""
     rows = with_rows(tensors_in(batch))
     if not rows:
         return batch
     num_rows = rows[0].shape[0]
 
-    def change(leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+    def change(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == num_rows:
             return leaf[permutation(num_rows).to(leaf.device)]
         if isinstance(leaf, list | tuple) and len(leaf) == num_rows:
@@ -212,10 +212,10 @@ def permuted(batch: Any) -> Any:  # noqa: ANN401 - any batch
     return mapped(batch, change)
 
 
-def in_float64(batch: Any) -> Any:  # noqa: ANN401 - any batch
+def in_float64(batch: Any) -> Any:
     """Return a batch with its floating-point tensors in float64."""
 
-    def change(leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+    def change(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return mapped(batch, change)

@@ -60,11 +60,6 @@ def example_list() -> str:
     return f'["{example(0)}", "{example(1)}"]'
 
 
-def numbered(index: int) -> torch.device:
-    """Return a device of the accelerator here by its number."""
-    return torch.device(example(index))
-
-
 def names() -> list[str]:
     """Return the names of the devices here, in order."""
     if not (num_devices := count()):

@@ -71,7 +71,6 @@ def _part(text: str, num_ranks: int) -> str:
 
 
 def _are_more_than_cpus(around: Mapping[str, str], ranks_per_node: Sequence[int]) -> bool:
-    """Whether a machine has more ranks than CPUs of this job."""
     name = "SLURM_JOB_CPUS_PER_NODE"
     try:
         return max(ranks_per_node) > min(parse_counts(around[name], name))

@@ -167,7 +167,7 @@ class StateHandler:
         value: the value.
     """
 
-    def __init__(self, value: Any) -> None:  # noqa: ANN401 - of the subclass's type
+    def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self) -> None:
@@ -182,7 +182,7 @@ class StateHandler:
         """Give every rank the value of rank 0. Called by: every rank."""
         raise NotImplementedError
 
-    def set_value(self, value: Any) -> None:  # noqa: ANN401 - see above
+    def set_value(self, value: Any) -> None:
         """Replace the value."""
         self.value = value
         self.save()
@@ -196,9 +196,7 @@ class StateHandler:
 
 
 class _ByStateDict(StateHandler):
-    """Handles values with ``state_dict`` and ``load_state_dict``."""
-
-    def __init__(self, value: Any) -> None:  # noqa: ANN401 - a model, an optimizer, a sampler
+    def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._saved: dict[str, Any] = {}
         _ByStateDict.save(self)
@@ -285,7 +283,7 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, handler.value)
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **values)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever was given by that name
+    def __getattr__(self, name: str) -> Any:
         """Raise an error that lists the attributes; called only for those that do not exist."""
         known = ", ".join([*self._by_name, *self.__dict__.get("_saved_state", {})])
         raise AttributeError(f"this state has no {name!r}; it has {known}", name=name, obj=self)

@@ -347,7 +347,6 @@ class OperationQueue:
             self._step(name, operation)
 
     def _as_joined(self, request: OperationRequest) -> PendingOperation:
-        """Return the operation of a rank that has joined."""
         device = torch.device(self.session.world.device if request.device != "cpu" else "cpu")
         tensors = zeros_for(request, device)
         return PendingOperation(request=request, members=self.members[request.set_id], tensors=tensors)

@@ -36,7 +36,7 @@ def submit(
     take: Callable[[list[torch.Tensor]], Any] = tuple,
     is_in_place: bool = False,
     splits: Sequence[int] = (),
-    **fields: Any,  # noqa: ANN401 - fields of OperationRequest
+    **fields: Any,
 ) -> int:
     """Queue an operation on checked tensors; return its handle.
 
@@ -84,14 +84,14 @@ def with_gradients(
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - torch's
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
         there, ctx.back, *tensors = arguments
         results = tuple(there(tensors))
         ctx.shapes = [tensor.shape for tensor in tensors]
         return results
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ANN401 - torch's
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return None, None, *ctx.back([gradient.contiguous() for gradient in grad_outputs], ctx.shapes)
 
 
@@ -181,7 +181,7 @@ def poll(handle: int) -> bool:
     return operation.is_done
 
 
-def synchronize(handle: int) -> Any:  # noqa: ANN401 - whatever the operation returns
+def synchronize(handle: int) -> Any:
     """Return the result of an operation, once all its ranks have called it.
 
     Called by: every rank, at any of the calls that wait.

@@ -75,7 +75,6 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def _signed_call(what: str, process_set: ProcessSet) -> SignedCall:
-    """Return the next call of an operation of this name."""
     return SignedCall(f"hvd: {what}", _ranks_of(process_set))
 
 
@@ -203,7 +202,7 @@ def _described(value: object, parameter: torch.Tensor) -> object:
     )
 
 
-def _room(own: object, described: object, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
+def _room(own: object, described: object, parameter: torch.Tensor) -> Any:
     """Return this rank's value for a described one: the value itself, its own tensor, or memory for a tensor."""
     if not isinstance(described, _TensorFacts):
         return described

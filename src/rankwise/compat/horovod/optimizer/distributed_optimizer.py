@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-    compression: Any = Compression.none,  # noqa: ANN401 - a user's own class too
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Any = Average,  # noqa: ANN401 - one of this package's operations
+    op: Any = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,  # noqa: FBT001, FBT002 - as people call it
     process_set: ProcessSet = global_process_set,
-) -> Any:  # noqa: ANN401 - of the optimizer's own class, which is not known here
+) -> Any:
     """Wrap an optimizer: before each ``step`` the gradients of all ranks are combined.
 
     Called by: every rank, in the same order.
@@ -272,7 +272,7 @@ class AdasumOptimizer(WrappedOptimizer):
 
     _compression: Any
 
-    def begin(self, compression: Any) -> None:  # noqa: ANN401 - a user's own class too
+    def begin(self, compression: Any) -> None:
         """Count backward passes from now on."""
         self._compression = compression
         self._passes = PassCounter(self.backward_passes_per_step, lambda _: None)

@@ -221,7 +221,7 @@ class Gradients:
         self._under_way[number] = (handle, context)
 
     @torch.no_grad()
-    def _take_back(self, number: int, handle: Any, context: Any) -> None:  # noqa: ANN401 - the compressor's own
+    def _take_back(self, number: int, handle: Any, context: Any) -> None:
         parameter, reduction = self.passes.parameters[number], self._reduction
         output: Any = handle() if callable(handle) else synchronize(handle)
         gradient = parameter.grad

@@ -18,7 +18,7 @@ OBJECT_KINDS = "OSUaV"
 class Collator:
     """Makes a batch from samples; the default of ``DataLoader(collator=)``."""
 
-    def apply(self, inputs: Sequence[Any]) -> Any:  # noqa: ANN401 - depends on the samples
+    def apply(self, inputs: Sequence[Any]) -> Any:
         """Return the samples as one batch.
 
         Args:

@@ -42,7 +42,7 @@ class DataLoader:
 
     def __init__(  # noqa: PLR0917 - as MegEngine has it
         self,
-        dataset: Any,  # noqa: ANN401 - any dataset
+        dataset: Any,
         sampler: Sampler | None = None,
         transform: Transform | None = None,
         collator: Collator | None = None,
@@ -91,7 +91,7 @@ class DataLoader:
         return len(cast("MapSampler", self.sampler))
 
 
-def _batch(transform: Transform, collator: Collator, samples: list[Any], *, is_stream: bool) -> Any:  # noqa: ANN401 - what the collator returns
+def _batch(transform: Transform, collator: Collator, samples: list[Any], *, is_stream: bool) -> Any:
     """Make a batch from samples, in the process that read them."""
     if is_stream:
         return collator.apply([transform.apply(one) for one in samples])
@@ -127,7 +127,7 @@ def _check_kind(sampler: object, *, is_stream: bool) -> None:
     )
 
 
-def _on_device(batch: Any) -> Any:  # noqa: ANN401 - what the collator made
+def _on_device(batch: Any) -> Any:
     if isinstance(batch, np.ndarray | torch.Tensor):
         return tensor(batch)
     if isinstance(batch, Mapping):

@@ -49,7 +49,7 @@ class Client:
             store.set(key, content)
         return True
 
-    def user_get(self, key: str) -> Any:  # noqa: ANN401 - whatever was set
+    def user_get(self, key: str) -> Any:
         """Return the value of ``key``, once a rank has set it. Tensors are on the CPU.
 
         Raises:
@@ -58,7 +58,7 @@ class Client:
         """
         return _value_of(self._content(key))
 
-    def user_pop(self, key: str) -> Any:  # noqa: ANN401 - whatever was set
+    def user_pop(self, key: str) -> Any:
         """Return the value of ``key``, as :meth:`user_get` does, and remove it.
 
         Called by: one rank for each ``user_set``.
@@ -148,7 +148,7 @@ def _bytes_of(value: object) -> bytes:
     return pack_fields([json.dumps(packed.tree).encode(), *map(bytes, packed.buffers)])
 
 
-def _value_of(content: bytes) -> Any:  # noqa: ANN401 - whatever was set
+def _value_of(content: bytes) -> Any:
     head, *parts = unpack_fields(content)
     buffers = [
         torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)

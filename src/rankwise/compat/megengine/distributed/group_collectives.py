@@ -32,7 +32,7 @@ def through(
 class _WithBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 - torch's own class
+        ctx: Any,
         data: torch.Tensor,
         there: Callable[[torch.Tensor], torch.Tensor],
         back: Callable[[torch.Tensor], torch.Tensor],
@@ -41,7 +41,7 @@ class _WithBackward(torch.autograd.Function):
         return there(data.detach())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401 - torch's own class
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if torch.is_grad_enabled():
             raise ConfigurationError(
                 "Collectives do not support second derivatives: backward(create_graph=True) cannot pass through them.",

@@ -117,8 +117,6 @@ class Group:
 
 
 class _WorldGroup(Group):
-    """All ranks of the joined world."""
-
     def __init__(self) -> None:
         self._proc_ranks = ()
         self._group = None

@@ -23,7 +23,7 @@ class MapDataset(Dataset):
     """A dataset whose samples are numbered from 0 to its length."""
 
     @abstractmethod
-    def __getitem__(self, index: int) -> Any: ...  # noqa: ANN401 - a sample
+    def __getitem__(self, index: int) -> Any: ...
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -53,7 +53,7 @@ class ArrayDataset(MapDataset):
         ConfigurationError: there are none, or their lengths differ.
     """
 
-    def __init__(self, *arrays: Any) -> None:  # noqa: ANN401 - whatever has a length and numbers
+    def __init__(self, *arrays: Any) -> None:
         lengths = [len(array) for array in arrays]
         if len({*lengths}) != 1:
             raise ConfigurationError(

@@ -22,7 +22,7 @@ class Transform(ABC):
         return tuple(self.apply(one) for one in inputs)
 
     @abstractmethod
-    def apply(self, input: Any) -> Any:  # noqa: A002, ANN401 - as MegEngine has it; a sample
+    def apply(self, input: Any) -> Any:  # noqa: A002 - as MegEngine has it; a sample
         """Return one sample, transformed."""
 
     def __repr__(self) -> str:
@@ -32,7 +32,7 @@ class Transform(ABC):
 class PseudoTransform(Transform):
     """Does not change samples; the default of ``DataLoader(transform=)``."""
 
-    def apply(self, input: Any) -> Any:  # noqa: A002, ANN401 - as MegEngine has it; a sample
+    def apply(self, input: Any) -> Any:  # noqa: A002 - as MegEngine has it; a sample
         """Return the sample."""
         return input
 
