@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--auto",
         action="store_true",
-        help="run an unedited script for one device: each rank runs all of it, and its models on a part of each batch",
+        help="run an unedited script for one device: once, on rank 0; all ranks compute its models, each a part of each batch",
     )
     parser.add_argument(
         "--report",
@@ -192,6 +192,7 @@ def _launch_options(options: argparse.Namespace, nodes: tuple[int, int]) -> Laun
         nodes=nodes,
         torch_store=options.torch_store or asked_torch_store(),
         report=_report_folder(options.report or asked_report()),
+        stdin=options.auto,
     )
 
 

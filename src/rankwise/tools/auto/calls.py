@@ -2,8 +2,8 @@
 """Calls of modules on rank zero, split by the rows of their batch: every rank computes its rows of them.
 
 The outermost call of a module with parameters is split once it is proved that its samples do not see one another. The
-proof: the call runs whole, then a copy of the module runs on rows, on all ranks, and outputs, buffers and generators are
-compared; again at the second, fourth, eighth ... call. What cannot be split runs whole, and the modules in it are tried
+proof: the call runs whole, then a copy of the module runs on rows, on all ranks, and outputs, buffers and generators
+are compared; again at the second, fourth, eighth ... call. What cannot be split runs whole, and the modules in it are tried
 instead. So does a call that fails on rows: the script sees the error that it sees in plain Python.
 """
 
@@ -345,7 +345,7 @@ class SplitCalls:
             held = self._held(call)
             if not call.known.is_shipped:
                 call.known.pickled = dumped(call.module, self._table.number_of)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a class raises
             return Reason(f"it cannot be sent to other ranks ({_first_line(error)})")
         self._table.copy(held)
         return None

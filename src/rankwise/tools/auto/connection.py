@@ -10,7 +10,6 @@ import json
 import pickle
 import queue
 import secrets
-import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from rankwise.tensors.as_bytes import memory_of
 from rankwise.tools.auto.memory import SharedBytes, lay_out
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
 
     from rankwise.comm.session import Session

@@ -408,6 +408,8 @@ class _Reads:
             self._look_at_new(name, value, root)
 
     def _look_at_new(self, name: str, value: Any, root: _Root) -> None:
+        if any(value is one for one in _SHARED_GENERATORS):
+            return  # their states go with each call that draws
         content = next((read for kinds, read in _CONTENTS if isinstance(value, kinds)), None)
         within = next((names for kinds, names in _WITHIN if isinstance(value, kinds)), ())
         self._pending += [(f"{name}.{key.strip('_')}", getattr(value, key), root) for key in within]
@@ -477,6 +479,8 @@ class _Reads:
         return self._is_of_script[name]
 
 
+_SHARED_GENERATORS = (random.random.__self__, np.random.rand.__self__, torch.default_generator)  # type: ignore[attr-defined]
+"""Those of Python, NumPy and torch."""
 _BYTES_OF_VALUE = 128
 """Bytes of an array that take as long to compare as one value."""
 _OF_DATA = frozenset({"argparse", "collections", "types"})

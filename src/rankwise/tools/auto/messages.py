@@ -56,7 +56,7 @@ class Forward:
     forgotten: list[int]
     """Calls that no backward will follow."""
     structure: bytes | None
-    """Of the arguments, if a server has not seen this kind of call; see :func:`rankwise.tools.auto.shipping.dumped_tree`."""
+    """Of the arguments, if a server has not seen this kind of call."""
     leaves: list[Any]
     dims: tuple[int | None, ...]
     num_global: int

@@ -246,9 +246,7 @@ def difference(
     return None, tuple(places)
 
 
-def _layout(
-    whole: torch.Tensor, own: torch.Tensor, share: Share, followed: SampleLayout | None
-) -> SampleLayout | None:
+def _layout(whole: torch.Tensor, own: torch.Tensor, share: Share, followed: SampleLayout | None) -> SampleLayout | None:
     """Return where the rows lie in an output; ``None``: it is the same for every row, or that is unknown.
 
     Args:

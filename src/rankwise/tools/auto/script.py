@@ -67,7 +67,13 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
     session.on_close()  # signals do what they do in plain Python
     with Servers(accept_servers(session, session.store, session.detector), exchange, own) as servers:
-        split = SplitCalls(servers, own, calls, torch.device(session.world.device), splits_always=script.splits_always or splits_always())
+        split = SplitCalls(
+            servers,
+            own,
+            calls,
+            torch.device(session.world.device),
+            splits_always=script.splits_always or splits_always(),
+        )
         with group_hidden(), one_by_one(), of_one_process(), split.replacing():
             run_as_main(script.target)
 

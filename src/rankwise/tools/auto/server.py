@@ -151,4 +151,6 @@ class Server:
             self._own.end_together(error, meets=message.meets)
             raise
         self._own.end_together(None, meets=message.meets)
-        return Outputs([None if one is None else Rows(False) for one in found]), [one for one in found if one is not None]
+        return Outputs([None if one is None else Rows(False) for one in found]), [
+            one for one in found if one is not None
+        ]

@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from rankwise.tools.auto.caller import is_of_script
-from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from rankwise.torch_private import tree as pytree
 
 _by_value: set[str] = set()
 
@@ -38,7 +39,7 @@ def dumped(module: nn.Module, number_of: Callable[[object], int | None]) -> byte
     for name, loaded in list(sys.modules.items()):
         if name not in _by_value and name != "__main__":
             _by_value.add(name)
-            if is_of_script(name) and loaded is not None:
+            if is_of_script(name):
                 cloudpickle.register_pickle_by_value(loaded)
     file = io.BytesIO()
 

@@ -399,7 +399,9 @@ def _has_graph(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _joined_gradient(parts: Sequence[torch.Tensor | None], like: torch.Tensor, dim: int, share: Share) -> torch.Tensor | None:
+def _joined_gradient(
+    parts: Sequence[torch.Tensor | None], like: torch.Tensor, dim: int, share: Share
+) -> torch.Tensor | None:
     """Return the gradient of an argument from those of its rows, by rank."""
     if all(one is None for one in parts):
         return None

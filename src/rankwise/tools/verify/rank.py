@@ -91,7 +91,9 @@ def launch_ranks(order: RunOrder) -> NoReturn:
     # is given no local rank.
     recorded = Recorded(replace(target, local_rank_option=None) if is_auto else target, order.plan, is_auto)
     try:
-        exit_code = launch(AutoScript(recorded, splits_always=True) if is_auto else recorded, options, TerminalReporter())
+        exit_code = launch(
+            AutoScript(recorded, splits_always=True) if is_auto else recorded, options, TerminalReporter()
+        )
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         exit_code = 2
