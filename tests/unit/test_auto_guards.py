@@ -117,6 +117,9 @@ class Layer(nn.Linear):
         super().__init__(4, 4)
         self.items = [Item(), Item()]
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.items[1].weight
+
 
 class Net(nn.Module):
     factor = 1.0
@@ -136,14 +139,17 @@ class Net(nn.Module):
         self.total = 0.0
         self.weird = WEIRD
         self.step = 0
+        self.history: list[float] = []
         vars(self)["itself"] = self  # not as a part
         self.layers[0].register_forward_hook(lambda *_: None)
         self.hidden = [nn.Linear(4, 4)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self.total > 1:
-            return x * SCHEDULE.value  # a branch that no test takes
-        return activation(self.layers(x)) * self.read(self) * self.temperature + self.step * self.factor
+            # A branch that no test takes.
+            self.features = x
+            return x * SCHEDULE.value * len((self.words, self.user, self.settings, self.queue, self.slots, self.weird, self.seen))
+        return self.hidden[0](activation(self.layers(x))) * self.read(self) * self.temperature + self.step * self.factor
 
 
 def _set_global(name: str, value: object) -> None:
@@ -198,15 +204,27 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
         lambda _: _set_global("scale", 0.5),
         "the global scale",
     ),
-    "partial": (functools.partial(lambda _, table: table[0], table=TABLE), lambda _: TABLE.fill(3), ".read.keywords['table']"),
+    "partial": (
+        functools.partial(lambda _, table: table[0], table=TABLE),
+        lambda _: TABLE.fill(3),
+        ".read.keywords['table']",
+    ),
     "closure": (lambda _: COUNT(), lambda _: COUNT(), "the global COUNT and its calls"),
-    "default": (lambda _: 1.0, lambda _: activation.__kwdefaults__.update(slope=0.5), "a default of the global activation['slope']"),
+    "default": (
+        lambda _: 1.0,
+        lambda _: activation.__kwdefaults__.update(slope=0.5),
+        "a default of the global activation['slope']",
+    ),
     "class attribute": (lambda _: 1.0, lambda _: setattr(Net, "factor", 2.0), "Net.factor"),
     "list of the class": (lambda _: 1.0, lambda net: net.seen.append(1), "Net.seen"),
     "monkeypatched": (lambda _: 1.0, lambda _: _set_global("activation", lambda x: x), "the global activation"),
     "monkeypatched method": (lambda _: 1.0, lambda _: setattr(Net, "forward", lambda _, x: x), "Net.forward"),
     "monkeypatched layer": (lambda _: 1.0, lambda _: setattr(nn.ReLU, "forward", lambda _, x: x), "ReLU.forward"),
-    "of a layer of torch": (lambda _: 1.0, lambda _: setattr(F, "batch_norm", len), "the global batch_norm of torch.nn.functional"),
+    "of a layer of torch": (
+        lambda _: 1.0,
+        lambda _: setattr(F, "batch_norm", len),
+        "the global batch_norm of torch.nn.functional",
+    ),
     "torch function": (
         lambda _: 1.0,
         lambda _: setattr(F, "leaky_relu", F.relu),
@@ -238,14 +256,18 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
     "cached function": (read_cached, lambda _: FACTOR.__setitem__(0, 3.0), "the global FACTOR[0]"),
     "custom function": (Times.apply, lambda _: _set_global("scale", 3.0), "the global scale"),
     "tensor in a queue": (lambda _: 1.0, lambda net: net.queue[0].add_(1), ".queue[0]"),
-    "weird": (lambda _: 1.0, lambda net: setattr(net, "weird", Weird()), ".weird"),
+    "weird": (lambda _: 1.0, lambda net: setattr(net.weird, "x", 1), ".weird.x"),
     "global that is made": (read_new_global, lambda _: read_new_global(_), "the global last"),
     "written text": (read_print, lambda _: LOG.write("x"), "the global LOG"),
     "features": (lambda _: 1.0, lambda net: setattr(net, "features", torch.ones(2)), ".features"),
     "replaced attribute": (lambda _: 1.0, lambda net: setattr(net, "temperature", 0.5), ".temperature"),
     "type of a number": (lambda _: 1.0, lambda net: setattr(net, "temperature", 1), ".temperature"),
     "removed attribute": (lambda _: 1.0, lambda net: delattr(net, "temperature"), ".temperature"),
-    "renamed key": (lambda _: 1.0, lambda net: net.settings.update(other=net.settings.pop("deep")), ".settings['other']"),
+    "renamed key": (
+        lambda _: 1.0,
+        lambda net: net.settings.update(other=net.settings.pop("deep")),
+        ".settings['other']",
+    ),
     "hook": (lambda _: 1.0, lambda net: net.layers[3].register_forward_hook(lambda *_: None), "a hook of layers.3"),
     "hook before": (lambda _: 1.0, lambda net: net.register_forward_pre_hook(lambda *_: None), "a hook of Net"),
     "hook of all": (
@@ -256,7 +278,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
     "hooks cleared": (lambda _: 1.0, lambda net: setattr(net.layers[0], "_forward_hooks", {}), "a hook of layers.0"),
     "layer replaced": (lambda _: 1.0, lambda net: net.layers.__setitem__(1, nn.GELU()), "layers.1"),
     "layer added": (lambda _: 1.0, lambda net: net.layers.append(nn.GELU()), "layers.4"),
-    "class replaced": (lambda _: 1.0, lambda net: setattr(net.layers[0], "__class__", nn.Linear), "the class of layers.0"),
+    "class replaced": (
+        lambda _: 1.0,
+        lambda net: setattr(net.layers[0], "__class__", nn.Linear),
+        "the class of layers.0",
+    ),
     "state assigned": (
         lambda _: 1.0,
         lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True),
@@ -294,6 +320,9 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - a gener
     TABLE.fill(1)
     COUNTS.clear()
     args.alpha = flags.alpha = 1.0  # type: ignore[attr-defined]
+    vars(WEIRD).clear()
+    if hasattr(nn.Linear, "extra"):
+        del nn.Linear.extra
     activation.__kwdefaults__.update(slope=1.0)  # type: ignore[union-attr]
     nn.modules.module._global_forward_hooks.clear()  # noqa: SLF001
 
@@ -343,6 +372,7 @@ class Loop:
                 args.lr *= 0.9
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("pruning", [False, True])
 def test_an_ordinary_loop_changes_nothing(*, pruning: bool) -> None:
     net = Net()
@@ -357,12 +387,35 @@ def test_an_ordinary_loop_changes_nothing(*, pruning: bool) -> None:
     assert found == [None] * 100
 
 
-def test_a_loop_that_loads_and_compares_what_it_changes_is_not_followed() -> None:
-    guard = Guard.of(Net())
-    for one in (lambda: _set_global("step", 5), lambda: _set_global("last", 5), lambda: setattr(nn.Linear, "extra", 1)):
-        one()
-        assert guard.changed() is None
-    del nn.Linear.extra
+UNREAD: dict[str, Callable[[Net], Any]] = {
+    "global": lambda _: _set_global("step", 5),
+    "attribute of an object": lambda _: setattr(args, "lr", 2.0),
+    "attribute that no code names": lambda net: setattr(net, "best", 1.0),
+    "changed attribute": lambda net: net.history.append(1.0),
+    "equal object": lambda net: setattr(net, "slots", Slots()),
+    "equal object of weird class": lambda net: setattr(net, "weird", Weird()),
+    "equal settings": lambda net: setattr(net, "settings", copy.deepcopy(net.settings)),
+    "equal number": lambda net: setattr(net, "temperature", float("1.0")),
+    "values of parameters": lambda net: nn.init.zeros_(net.layers[3].weight),
+    "values of buffers": lambda net: net.mask.zero_(),
+    "class that is not used": lambda _: setattr(nn.Linear, "extra", 1),
+}
+
+
+@pytest.mark.parametrize("change", UNREAD.values(), ids=UNREAD)
+def test_what_no_code_reads_may_change(change: Callable[[Net], Any]) -> None:
+    net = Net()
+    guard = Guard.of(net)
+    change(net)
+    assert guard.changed() is None
+    assert guard.changed() is None
+
+
+def test_an_attribute_may_be_read_by_any_name() -> None:
+    net = Net(lambda net: getattr(net, "his" + "tory") or 1.0)
+    guard = Guard.of(net)
+    net.history.append(1.0)
+    assert guard.changed() == ".history"
 
 
 def test_code_of_a_library_is_followed_once_it_has_run() -> None:
