@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a module may read is compared before every call: whatever a script changes is named, and nothing else."""
+"""What a call of a module may read is compared before every call: what a script changes is named, and nothing else."""
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import copy
+import cProfile
 import functools
 import logging
 import pickle
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as scripts write
 from torch.nn.utils import prune
 
 from rankwise.tools.auto.code_reads import noted_functions
@@ -121,6 +121,16 @@ class Layer(nn.Linear):
         return super().forward(x) * self.items[1].weight
 
 
+class Lora(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.low, self.high = nn.Linear(4, 1), nn.Linear(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.high(self.low(x))
+
+
 class Net(nn.Module):
     factor = 1.0
     seen: list[int] = []  # noqa: RUF012 - as scripts have them
@@ -148,16 +158,16 @@ class Net(nn.Module):
         if self.training and self.total > 1:
             # A branch that no test takes.
             self.features = x
-            return x * SCHEDULE.value * len((self.words, self.user, self.settings, self.queue, self.slots, self.weird, self.seen))
+            return (
+                x
+                * SCHEDULE.value
+                * len((self.words, self.user, self.settings, self.queue, self.slots, self.weird, self.seen))
+            )
         return self.hidden[0](activation(self.layers(x))) * self.read(self) * self.temperature + self.step * self.factor
 
 
 def _set_global(name: str, value: object) -> None:
     globals()[name] = value
-
-
-def _append(values: list[Any], value: object) -> None:
-    values.append(value)
 
 
 def read_new_global(_: Net) -> float:
@@ -188,11 +198,11 @@ def read_cached(_: Net) -> float:
 
 class Times(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # noqa: ANN401
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad * FACTOR[0]
 
 
@@ -257,7 +267,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
     "custom function": (Times.apply, lambda _: _set_global("scale", 3.0), "the global scale"),
     "tensor in a queue": (lambda _: 1.0, lambda net: net.queue[0].add_(1), ".queue[0]"),
     "weird": (lambda _: 1.0, lambda net: setattr(net.weird, "x", 1), ".weird.x"),
-    "global that is made": (read_new_global, lambda _: read_new_global(_), "the global last"),
+    "global that is made": (read_new_global, read_new_global, "the global last"),
     "written text": (read_print, lambda _: LOG.write("x"), "the global LOG"),
     "features": (lambda _: 1.0, lambda net: setattr(net, "features", torch.ones(2)), ".features"),
     "replaced attribute": (lambda _: 1.0, lambda net: setattr(net, "temperature", 0.5), ".temperature"),
@@ -277,6 +287,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
     ),
     "hooks cleared": (lambda _: 1.0, lambda net: setattr(net.layers[0], "_forward_hooks", {}), "a hook of layers.0"),
     "layer replaced": (lambda _: 1.0, lambda net: net.layers.__setitem__(1, nn.GELU()), "layers.1"),
+    "LoRA": (lambda _: 1.0, lambda net: setattr(net.layers, "3", Lora(net.layers[3])), "layers.3"),
+    "forward replaced": (lambda _: 1.0, lambda net: setattr(net.layers[3], "forward", lambda x: x), "layers.3.forward"),
+    "forward of Net replaced": (lambda _: 1.0, lambda net: setattr(net, "forward", lambda x: x), ".forward"),
     "layer added": (lambda _: 1.0, lambda net: net.layers.append(nn.GELU()), "layers.4"),
     "class replaced": (
         lambda _: 1.0,
@@ -300,7 +313,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
 
 
 @pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - a generator
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Undo what a test changes."""
     before, of_net = dict(globals()), dict(vars(Net))
     contents = {id(one): (one, list(one)) for one in (FACTOR, SCHEDULE.hidden, Net.seen)}
@@ -324,7 +337,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - a gener
     if hasattr(nn.Linear, "extra"):
         del nn.Linear.extra
     activation.__kwdefaults__.update(slope=1.0)  # type: ignore[union-attr]
-    nn.modules.module._global_forward_hooks.clear()  # noqa: SLF001
+    nn.modules.module._global_forward_hooks.clear()
 
 
 @pytest.mark.parametrize(("read", "change", "name"), CASES.values(), ids=CASES)
@@ -353,7 +366,7 @@ class Loop:
         self.metrics: dict[str, list[float]] = {"loss": []}
 
     def run(self, num_steps: int, check: Callable[[], object]) -> None:
-        global step, total, last  # noqa: PLW0603 - as scripts do
+        global step, total, last
         while step < num_steps:
             for last in self.loader:
                 check()
@@ -505,7 +518,7 @@ def test_what_cannot_be_compared_is_an_obstacle() -> None:
     assert Guard.of(net).obstacle == words.format(".history")
     net.read = lambda net: net.fixed
     assert Guard.of(net).obstacle is None
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
         net.layers[1] = torch.jit.script(nn.ReLU())
     assert Guard.of(net).obstacle == "layers.1 is compiled by torch.jit"
 
@@ -525,7 +538,7 @@ def test_settings_travel() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False
     assert settings() == before != there
-    with restored(pickle.loads(pickle.dumps(there))):
+    with restored(pickle.loads(pickle.dumps(there))):  # noqa: S301 - its own
         assert settings() == there
         assert torch.ones(1).device.type == "meta"
     assert settings() == before

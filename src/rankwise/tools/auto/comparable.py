@@ -41,7 +41,7 @@ WITHIN: tuple[tuple[Kinds, tuple[str, ...]], ...] = (
     (type(functools.cache(len)), ("__wrapped__",)),
 )
 """The attributes that matter of objects that stand for functions, by type."""
-_SIZED = (dict, list, tuple, deque, set, frozenset)
+_LENGTHS: Any = tuple((kind, kind.__len__) for kind in (dict, list, tuple, deque, set, frozenset))
 _BYTES_OF_VALUE = 128
 """Bytes of an array that take as long to compare as one value."""
 _OF_DATA = frozenset({"argparse", "collections", "types"})
@@ -81,7 +81,8 @@ def size_of(value: object) -> int:
     if isinstance(value, np.ndarray):
         is_fixed = not value.flags.writeable and not isinstance(value.base, np.ndarray)
         return 0 if is_fixed else value.nbytes // _BYTES_OF_VALUE
-    return next((kind.__len__(value) for kind in _SIZED if isinstance(value, kind)), 1)
+    length = by_type(_LENGTHS, value)
+    return 1 if length is None else length(value)
 
 
 def is_data(kind: type) -> bool:

@@ -247,11 +247,11 @@ class _Reads:
         self._views += [table.values() for table in tables if table]
         self._empty += [table for table in tables if not table]
         for key, one in chain.from_iterable(table.items() for table in tables[:3]):
-            is_tensor = isinstance(one, torch.Tensor)
-            self._note(f"{name}.{key}", Is(one), *(fact(one) for fact in _OF_PARAMETER if is_tensor))
+            facts = [fact(one) for fact in _OF_PARAMETER] if isinstance(one, torch.Tensor) else []
+            self._note(f"{name}.{key}", Is(one), *facts)
             if isinstance(one, nn.Parameter) and id(one) not in self._seen:
                 self._parameters.append(one)  # a buffer gets another dtype by being replaced
-            if is_tensor:
+            if facts:
                 self._seen[id(one)] = one
         hooks = [hook for table in tables[3:] for hook in table.values()]
         self._note(f"a hook of {title}", *map(Is, hooks))
