@@ -34,7 +34,8 @@ def noted_functions() -> Generator[Ran]:
         code = frame.f_code
         if event == "call" and id(code) not in seen:
             seen[id(code)] = code
-            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PLATFORM:
+            home = frame.f_globals.get("__name__")  # what torch.compile generates has none
+            if home is not None and str(home).partition(".")[0] not in _PLATFORM:
                 ran[id(code)] = code, frame.f_globals
 
     previous: Any = sys.getprofile()

@@ -38,7 +38,14 @@ from rankwise.tools.auto.comparable import (
     slots_of,
 )
 from rankwise.torch_private.autograd import version_of
-from rankwise.torch_private.modules import call_of_modules, hook_tables, own_buffers, own_modules, own_parameters
+from rankwise.torch_private.modules import (
+    OF_WEIGHTS,
+    call_of_modules,
+    hook_tables,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -450,11 +457,12 @@ class _Reads:
 
 
 def _own_keys(part: nn.Module) -> list[str]:
-    """Return the names of a part's attributes, except those that pruning or weight_norm computes in each call."""
-    before_call = hook_tables(part)[1].values()
+    """Return the names of a part's attributes, except those that torch computes from parameters in each call."""
+    before_call = hook_tables(part)[1].values()  # as those of pruning and weight_norm
     is_computed = any(type(hook).__module__.startswith("torch.nn.utils.") for hook in before_call)
+    of_torch = _OF_TORCH | OF_WEIGHTS if isinstance(part, nn.RNNBase) else _OF_TORCH
     return [
         key
         for key, one in vars(part).items()
-        if key not in _OF_TORCH and not (is_computed and isinstance(one, torch.Tensor))
+        if key not in of_torch and not (is_computed and isinstance(one, torch.Tensor))
     ]
