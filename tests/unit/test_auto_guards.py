@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a module may read is compared before every call: whatever a script changes is named, and nothing else."""
+"""What a call of a module may read is compared before every call: what a script changes is named, and nothing else."""
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import copy
+import cProfile
 import functools
 import logging
 import pickle
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as scripts write
 from torch.nn.utils import prune
 
 from rankwise.tools.auto.code_reads import noted_functions
@@ -117,6 +117,19 @@ class Layer(nn.Linear):
         super().__init__(4, 4)
         self.items = [Item(), Item()]
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.items[1].weight
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.low, self.high = nn.Linear(4, 1), nn.Linear(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.high(self.low(x))
+
 
 class Net(nn.Module):
     factor = 1.0
@@ -136,22 +149,25 @@ class Net(nn.Module):
         self.total = 0.0
         self.weird = WEIRD
         self.step = 0
+        self.history: list[float] = []
         vars(self)["itself"] = self  # not as a part
         self.layers[0].register_forward_hook(lambda *_: None)
         self.hidden = [nn.Linear(4, 4)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self.total > 1:
-            return x * SCHEDULE.value  # a branch that no test takes
-        return activation(self.layers(x)) * self.read(self) * self.temperature + self.step * self.factor
+            # A branch that no test takes.
+            self.features = x
+            return (
+                x
+                * SCHEDULE.value
+                * len((self.words, self.user, self.settings, self.queue, self.slots, self.weird, self.seen))
+            )
+        return self.hidden[0](activation(self.layers(x))) * self.read(self) * self.temperature + self.step * self.factor
 
 
 def _set_global(name: str, value: object) -> None:
     globals()[name] = value
-
-
-def _append(values: list[Any], value: object) -> None:
-    values.append(value)
 
 
 def read_new_global(_: Net) -> float:
@@ -182,11 +198,11 @@ def read_cached(_: Net) -> float:
 
 class Times(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * scale
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # noqa: ANN401
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad * FACTOR[0]
 
 
@@ -198,15 +214,27 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
         lambda _: _set_global("scale", 0.5),
         "the global scale",
     ),
-    "partial": (functools.partial(lambda _, table: table[0], table=TABLE), lambda _: TABLE.fill(3), ".read.keywords['table']"),
+    "partial": (
+        functools.partial(lambda _, table: table[0], table=TABLE),
+        lambda _: TABLE.fill(3),
+        ".read.keywords['table']",
+    ),
     "closure": (lambda _: COUNT(), lambda _: COUNT(), "the global COUNT and its calls"),
-    "default": (lambda _: 1.0, lambda _: activation.__kwdefaults__.update(slope=0.5), "a default of the global activation['slope']"),
+    "default": (
+        lambda _: 1.0,
+        lambda _: activation.__kwdefaults__.update(slope=0.5),
+        "a default of the global activation['slope']",
+    ),
     "class attribute": (lambda _: 1.0, lambda _: setattr(Net, "factor", 2.0), "Net.factor"),
     "list of the class": (lambda _: 1.0, lambda net: net.seen.append(1), "Net.seen"),
     "monkeypatched": (lambda _: 1.0, lambda _: _set_global("activation", lambda x: x), "the global activation"),
     "monkeypatched method": (lambda _: 1.0, lambda _: setattr(Net, "forward", lambda _, x: x), "Net.forward"),
     "monkeypatched layer": (lambda _: 1.0, lambda _: setattr(nn.ReLU, "forward", lambda _, x: x), "ReLU.forward"),
-    "of a layer of torch": (lambda _: 1.0, lambda _: setattr(F, "batch_norm", len), "the global batch_norm of torch.nn.functional"),
+    "of a layer of torch": (
+        lambda _: 1.0,
+        lambda _: setattr(F, "batch_norm", len),
+        "the global batch_norm of torch.nn.functional",
+    ),
     "torch function": (
         lambda _: 1.0,
         lambda _: setattr(F, "leaky_relu", F.relu),
@@ -238,14 +266,18 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
     "cached function": (read_cached, lambda _: FACTOR.__setitem__(0, 3.0), "the global FACTOR[0]"),
     "custom function": (Times.apply, lambda _: _set_global("scale", 3.0), "the global scale"),
     "tensor in a queue": (lambda _: 1.0, lambda net: net.queue[0].add_(1), ".queue[0]"),
-    "weird": (lambda _: 1.0, lambda net: setattr(net, "weird", Weird()), ".weird"),
-    "global that is made": (read_new_global, lambda _: read_new_global(_), "the global last"),
+    "weird": (lambda _: 1.0, lambda net: setattr(net.weird, "x", 1), ".weird.x"),
+    "global that is made": (read_new_global, read_new_global, "the global last"),
     "written text": (read_print, lambda _: LOG.write("x"), "the global LOG"),
     "features": (lambda _: 1.0, lambda net: setattr(net, "features", torch.ones(2)), ".features"),
     "replaced attribute": (lambda _: 1.0, lambda net: setattr(net, "temperature", 0.5), ".temperature"),
     "type of a number": (lambda _: 1.0, lambda net: setattr(net, "temperature", 1), ".temperature"),
     "removed attribute": (lambda _: 1.0, lambda net: delattr(net, "temperature"), ".temperature"),
-    "renamed key": (lambda _: 1.0, lambda net: net.settings.update(other=net.settings.pop("deep")), ".settings['other']"),
+    "renamed key": (
+        lambda _: 1.0,
+        lambda net: net.settings.update(other=net.settings.pop("deep")),
+        ".settings['other']",
+    ),
     "hook": (lambda _: 1.0, lambda net: net.layers[3].register_forward_hook(lambda *_: None), "a hook of layers.3"),
     "hook before": (lambda _: 1.0, lambda net: net.register_forward_pre_hook(lambda *_: None), "a hook of Net"),
     "hook of all": (
@@ -255,8 +287,15 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
     ),
     "hooks cleared": (lambda _: 1.0, lambda net: setattr(net.layers[0], "_forward_hooks", {}), "a hook of layers.0"),
     "layer replaced": (lambda _: 1.0, lambda net: net.layers.__setitem__(1, nn.GELU()), "layers.1"),
+    "LoRA": (lambda _: 1.0, lambda net: setattr(net.layers, "3", Lora(net.layers[3])), "layers.3"),
+    "forward replaced": (lambda _: 1.0, lambda net: setattr(net.layers[3], "forward", lambda x: x), "layers.3.forward"),
+    "forward of Net replaced": (lambda _: 1.0, lambda net: setattr(net, "forward", lambda x: x), ".forward"),
     "layer added": (lambda _: 1.0, lambda net: net.layers.append(nn.GELU()), "layers.4"),
-    "class replaced": (lambda _: 1.0, lambda net: setattr(net.layers[0], "__class__", nn.Linear), "the class of layers.0"),
+    "class replaced": (
+        lambda _: 1.0,
+        lambda net: setattr(net.layers[0], "__class__", nn.Linear),
+        "the class of layers.0",
+    ),
     "state assigned": (
         lambda _: 1.0,
         lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True),
@@ -274,7 +313,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
 
 
 @pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - a generator
+def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Undo what a test changes."""
     before, of_net = dict(globals()), dict(vars(Net))
     contents = {id(one): (one, list(one)) for one in (FACTOR, SCHEDULE.hidden, Net.seen)}
@@ -294,8 +333,11 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - a gener
     TABLE.fill(1)
     COUNTS.clear()
     args.alpha = flags.alpha = 1.0  # type: ignore[attr-defined]
+    vars(WEIRD).clear()
+    if hasattr(nn.Linear, "extra"):
+        del nn.Linear.extra
     activation.__kwdefaults__.update(slope=1.0)  # type: ignore[union-attr]
-    nn.modules.module._global_forward_hooks.clear()  # noqa: SLF001
+    nn.modules.module._global_forward_hooks.clear()
 
 
 @pytest.mark.parametrize(("read", "change", "name"), CASES.values(), ids=CASES)
@@ -324,7 +366,7 @@ class Loop:
         self.metrics: dict[str, list[float]] = {"loss": []}
 
     def run(self, num_steps: int, check: Callable[[], object]) -> None:
-        global step, total, last  # noqa: PLW0603 - as scripts do
+        global step, total, last
         while step < num_steps:
             for last in self.loader:
                 check()
@@ -343,6 +385,7 @@ class Loop:
                 args.lr *= 0.9
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("pruning", [False, True])
 def test_an_ordinary_loop_changes_nothing(*, pruning: bool) -> None:
     net = Net()
@@ -357,12 +400,35 @@ def test_an_ordinary_loop_changes_nothing(*, pruning: bool) -> None:
     assert found == [None] * 100
 
 
-def test_a_loop_that_loads_and_compares_what_it_changes_is_not_followed() -> None:
-    guard = Guard.of(Net())
-    for one in (lambda: _set_global("step", 5), lambda: _set_global("last", 5), lambda: setattr(nn.Linear, "extra", 1)):
-        one()
-        assert guard.changed() is None
-    del nn.Linear.extra
+UNREAD: dict[str, Callable[[Net], Any]] = {
+    "global": lambda _: _set_global("step", 5),
+    "attribute of an object": lambda _: setattr(args, "lr", 2.0),
+    "attribute that no code names": lambda net: setattr(net, "best", 1.0),
+    "changed attribute": lambda net: net.history.append(1.0),
+    "equal object": lambda net: setattr(net, "slots", Slots()),
+    "equal object of weird class": lambda net: setattr(net, "weird", Weird()),
+    "equal settings": lambda net: setattr(net, "settings", copy.deepcopy(net.settings)),
+    "equal number": lambda net: setattr(net, "temperature", float("1.0")),
+    "values of parameters": lambda net: nn.init.zeros_(net.layers[3].weight),
+    "values of buffers": lambda net: net.mask.zero_(),
+    "class that is not used": lambda _: setattr(nn.Linear, "extra", 1),
+}
+
+
+@pytest.mark.parametrize("change", UNREAD.values(), ids=UNREAD)
+def test_what_no_code_reads_may_change(change: Callable[[Net], Any]) -> None:
+    net = Net()
+    guard = Guard.of(net)
+    change(net)
+    assert guard.changed() is None
+    assert guard.changed() is None
+
+
+def test_an_attribute_may_be_read_by_any_name() -> None:
+    net = Net(lambda net: getattr(net, "his" + "tory") or 1.0)
+    guard = Guard.of(net)
+    net.history.append(1.0)
+    assert guard.changed() == ".history"
 
 
 def test_code_of_a_library_is_followed_once_it_has_run() -> None:
@@ -452,7 +518,7 @@ def test_what_cannot_be_compared_is_an_obstacle() -> None:
     assert Guard.of(net).obstacle == words.format(".history")
     net.read = lambda net: net.fixed
     assert Guard.of(net).obstacle is None
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
         net.layers[1] = torch.jit.script(nn.ReLU())
     assert Guard.of(net).obstacle == "layers.1 is compiled by torch.jit"
 
@@ -472,7 +538,7 @@ def test_settings_travel() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False
     assert settings() == before != there
-    with restored(pickle.loads(pickle.dumps(there))):
+    with restored(pickle.loads(pickle.dumps(there))):  # noqa: S301 - its own
         assert settings() == there
         assert torch.ones(1).device.type == "meta"
     assert settings() == before

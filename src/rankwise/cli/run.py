@@ -87,7 +87,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--auto",
         action="store_true",
-        help="run an unedited script for one device: once, on rank 0; all ranks compute its models, each a part of each batch",
+        help="run an unedited script for one device on rank 0; each rank computes its models for a part of each batch",
     )
     parser.add_argument(
         "--report",

@@ -34,7 +34,8 @@ def noted_functions() -> Generator[Ran]:
         code = frame.f_code
         if event == "call" and id(code) not in seen:
             seen[id(code)] = code
-            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PLATFORM:
+            home = frame.f_globals.get("__name__")  # what torch.compile generates has none
+            if home is not None and str(home).partition(".")[0] not in _PLATFORM:
                 ran[id(code)] = code, frame.f_globals
 
     previous: Any = sys.getprofile()
@@ -72,32 +73,30 @@ def names_of(code: CodeType) -> Names:
     found = Names(set(), set(), set(), set(), set(), set())
     chain: tuple[str, ...] = ()
     for one in dis.get_instructions(code):
-        if one.opname in {"CACHE", "PUSH_NULL", "EXTENDED_ARG"}:
-            continue
-        before, chain = chain, ()
-        if one.opcode not in dis.hasname:
-            continue
-        if one.opname == "IMPORT_NAME":
-            found.imported.add(one.argval)
-        elif one.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME")):
-            chain = (one.argval,)
-            found.globals.add(one.argval)
-            if one.opname == "STORE_GLOBAL":
-                found.stored_globals.add(one.argval)
-        else:
-            found.attributes.add(one.argval)
-            if one.opname == "STORE_ATTR":
-                found.stored_attributes.add(one.argval)
-            if before:
-                chain = (*before, one.argval)
-                found.chains.add(chain)
-    for constant in code.co_consts:
-        if isinstance(constant, str) and constant.isidentifier():
-            found.attributes.add(constant)
-        if isinstance(constant, CodeType):
-            for own, inner in zip(found, names_of(constant), strict=True):
-                own.update(inner)  # type: ignore[arg-type]
+        if one.opname not in {"CACHE", "PUSH_NULL", "EXTENDED_ARG"}:
+            chain = _add(one, chain, found) if one.opcode in dis.hasname else ()
+    found.attributes.update(one for one in code.co_consts if isinstance(one, str) and one.isidentifier())
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            for own, names in zip(found, names_of(inner), strict=True):
+                own.update(names)  # type: ignore[arg-type]
     return found
+
+
+def _add(one: dis.Instruction, before: tuple[str, ...], found: Names) -> tuple[str, ...]:
+    """Add the name of an instruction, and return the chain that ends in it; ``before`` ends in the one before."""
+    if one.opname == "IMPORT_NAME":
+        found.imported.add(one.argval)
+    elif one.opname.endswith(("_GLOBAL", "_GLOBALS", "_NAME")):
+        found.globals.add(one.argval)
+        found.stored_globals.update([one.argval] if one.opname == "STORE_GLOBAL" else [])
+        return (one.argval,)
+    else:
+        found.attributes.add(one.argval)
+        found.stored_attributes.update([one.argval] if one.opname == "STORE_ATTR" else [])
+        found.chains.update([(*before, one.argval)] if before else [])
+        return (*before, one.argval) if before else ()
+    return ()
 
 
 def functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:

@@ -3,22 +3,21 @@
 
 Read is what the parts of the module hold, and what the names in their code stand for: globals, closures, defaults,
 attributes of classes and Python modules. Code of the script is followed by its names, also where it does not run; code
-of libraries once it has run. Of parameters and buffers it is not the values. Objects of libraries that are written in C,
-beside those of torch and NumPy, count as what they are, without what is in them.
+of libraries once it has run. Of parameters and buffers it is not the values. Objects written in C, beside those of
+torch and NumPy, are compared by what they are, without what they hold.
 """
 
 from __future__ import annotations
 
 import functools
-import random
 import sys
 import weakref
-from collections import deque
-from dataclasses import dataclass
-from io import BytesIO, StringIO
-from itertools import chain, count
+from collections import defaultdict, deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter, call, contains, itemgetter
-from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -27,9 +26,21 @@ from torch import nn
 
 from rankwise.tools.auto.caller import is_of_script
 from rankwise.tools.auto.code_reads import functions_of, names_of
-from rankwise.tools.auto.proof import PLAIN
+from rankwise.tools.auto.comparable import (
+    CONTENTS,
+    SHARED_GENERATORS,
+    WITHIN,
+    Is,
+    by_type,
+    is_data,
+    keeps_to_attributes,
+    plain,
+    size_of,
+    slots_of,
+)
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.modules import (
+    OF_WEIGHTS,
     call_of_modules,
     hook_tables,
     own_buffers,
@@ -39,37 +50,32 @@ from rankwise.torch_private.modules import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from types import CellType, CodeType
+    from types import CodeType
 
     from rankwise.tools.auto.code_reads import Ran
 
 MOST_VALUES = 10_000
 """That are compared of one attribute or global: more would take longer than a call may."""
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_CALLED_UNNAMED = frozenset({"forward", "backward", "setup_context"})
-_FACTS_OF_PARAMETERS: tuple[Callable[[torch.Tensor], object], ...] = (
+_READ_UNNAMED = frozenset({"training", "forward", "backward", "setup_context"})
+_BY_ANY_NAME = frozenset(
+    {"getattr", "setattr", "vars", "eval", "exec", "copy", "deepcopy", "__dict__", "__getattr__", "__setattr__"}
+)
+"""Names in code that may read attributes it does not name."""
+_CONTENT = attrgetter("cell_contents", "cell_contents")  # a tuple, for two names
+_OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_OF_PARAMETER: tuple[Callable[[torch.Tensor], object], ...] = (
     attrgetter("dtype"),
     attrgetter("requires_grad"),
     attrgetter("shape"),
     torch.Tensor.get_device,
 )
-_CONTENTS: tuple[tuple[type | tuple[type, ...], Callable[[Any], object]], ...] = (
-    (np.ndarray, lambda one: (one.dtype.str, one.shape, one.tobytes())),
-    (bytearray, bytes),
-    ((StringIO, BytesIO), lambda one: None if one.closed else one.getvalue()),
-    (count, repr),
-    (random.Random, lambda one: one.getstate()),
-    (np.random.Generator, lambda one: repr(one.bit_generator.state)),
-    (np.random.RandomState, lambda one: repr(one.get_state())),
-    (torch.Generator, lambda one: bytes(one.get_state().numpy())),  # its text leaves out the middle
-)
-"""What is compared of objects that cannot be looked into, by their type."""
 
 
 class Guard:
     """What calls of one module may read, as it was when the guard was made.
 
-    It holds what it compares: an owner that must not keep the module alive keeps the guard no longer than the module.
+    It holds what it compares: it must not be kept longer than the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -77,7 +83,7 @@ class Guard:
         self._ran: Ran = {}
         self._functions: list[FunctionType] = []
         self._change: str | None = None
-        self._now = _Reads(module, self._ran, [])
+        self._now = _Reads(module, self._ran, self._functions)
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
@@ -99,16 +105,16 @@ class Guard:
         return self._now.obstacle
 
     def add(self, ran: Ran) -> None:
-        """Compare also what code reads that has run in a call. A change until now stays one."""
+        """Compare also what code reads that has run in a call. What has changed until now stays changed."""
         self._change = self.changed()
         new = {key: one for key, one in ran.items() if key not in self._ran}
         module = self._module()
-        if not new or module is None:
-            return
-        self._ran |= new
-        unknown = [code for code, _ in new.values() if code.co_freevars and id(code) not in self._now.codes]
-        self._functions += functions_of(unknown)
-        self._now = _Reads(module, self._ran, self._functions)
+        if new and module is not None:
+            self._ran |= new
+            self._functions += functions_of(
+                code for key, (code, _) in new.items() if code.co_freevars and key not in self._now.codes
+            )
+            self._now = _Reads(module, self._ran, self._functions)
 
     def changed(self) -> str | None:
         """Return the name of the first thing that is not as it was, if anything is."""
@@ -124,30 +130,19 @@ class Guard:
         return None
 
 
-class _Is:
-    """An object that is compared by what it is, whatever its ``==`` does."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Is) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 @dataclass(slots=True)
 class _Space:
-    """A namespace whose names code reads: of globals, a class or a Python module."""
+    """A namespace in which code reads names: of globals, or of a class or a Python module."""
 
+    home: str
+    """The name of the Python module."""
     words: str
-    """Before and after a name in it, with a ``{}`` between."""
+    """For the name of a name in it."""
     names: Mapping[str, Any]
-    read: set[str]
-    stored: set[str]
     has_attributes: bool
-    """Whether attributes are read in it that code names."""
+    """Whether code reads attributes of it."""
+    read: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -163,30 +158,34 @@ class _Reads:
     """What calls of a module read, now."""
 
     def __init__(self, module: nn.Module, ran: Ran, functions: list[FunctionType]) -> None:
-        self.facts: dict[str, object] = {}
-        """By name; to be compared by ``==``."""
         self.obstacle: str | None = None
+        self.facts: dict[str, list[object]] = {}
+        """By name, which several may have."""
         self.codes: dict[int, CodeType] = {}
+        """That is followed, by its ``id``."""
         self._views: list[Iterable[object]] = []
         self._getters: list[tuple[Callable[[Any], Any], object]] = []
+        self._sized: list[Any] = []
         self._empty: list[Any] = []
         self._parameters: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
         self._contents: list[tuple[Callable[[Any], object], object]] = []
         self._spaces: dict[int, _Space] = {}
-        self._attributes: set[str] = set()
+        self._attributes: set[str] = set(_READ_UNNAMED)
         self._stored_attributes: set[str] = set()
-        self._is_of_script: dict[str, bool] = {}
-        self._seen: dict[int, object] = {}
+        self._reads_by_any_name = False
+        self._is_of_script = functools.cache(is_of_script)
         self._pending: deque[tuple[str, object, _Root]] = deque()
-        self._unnamed: list[tuple[str, str, object]] = []
+        self._unnamed: list[tuple[str, str, object, nn.Module]] = []
+        """Attributes of parts that no code has named so far: name, key and value, and the part."""
+        self._looked_at: defaultdict[int, set[str]] = defaultdict(set)
+        self._parts = list(module.modules())
+        self._seen: dict[int, object] = {id(part): part for part in self._parts}
+        kinds = dict.fromkeys(kind for part in self._parts for kind in type(part).__mro__[:-1])
+        self._beside = {"__main__", *(kind.__module__ for kind in kinds if self._is_of_script(kind.__module__))}
 
-        self._parts = {id(part): part for part in module.modules()}
-        self._seen.update(self._parts)
-        kinds = dict.fromkeys(kind for part in self._parts.values() for kind in type(part).__mro__)
-        self._beside = {"__main__", *(kind.__module__ for kind in kinds if self._is_user(kind.__module__))}
         for name, part in module.named_modules():
-            self._read_part(name, part, type(module).__name__)
+            self._read_part(name, part, name or type(module).__name__)
         for kind in kinds:
             self._read_class(kind)
         self._follow("the call of modules", call_of_modules())
@@ -197,9 +196,12 @@ class _Reads:
             if id(function) not in self._seen:
                 self._follow(function.__qualname__, function)
         self._settle()
-        for name, _, value in self._unnamed:
-            self._look(name, value, is_named=False)
+        for one in self._unnamed:
+            if self._reads_by_any_name or not self._is_of_script(type(one[-1]).__module__):
+                self._look_at_attribute(one, is_named=False)
         self._look_into_pending()
+        for part in self._parts:
+            self._watch_attributes(part, self._looked_at[id(part)])
         self._remember()
 
     # -- comparing, at every call ------------------------------------------------------------------
@@ -219,75 +221,74 @@ class _Reads:
     def _live(self) -> Iterable[object]:
         """Iterate over everything of which it matters that it is the same object."""
         return chain(
-            chain.from_iterable(self._views),
-            map(type, self._parts.values()),
-            chain.from_iterable(map(call, *self._read_by)),
+            chain.from_iterable(self._views), map(type, self._parts), chain.from_iterable(map(call, *self._read_by))
         )
 
     def _states(self) -> list[object]:
         return [
-            *(list(map(fact, self._parameters)) for fact in _FACTS_OF_PARAMETERS),
+            list(map(len, self._sized)),
+            *(list(map(fact, self._parameters)) for fact in _OF_PARAMETER),
             list(map(version_of, self._tensors)),
             [content(one) for content, one in self._contents],
         ]
 
     def _are_equal(self) -> bool:
         live = list(self._live())
-        if len(live) != len(self._values):
-            return False
-        if any(
-            one is not two and (_plain(one) is None or _plain(one) != _plain(two))
-            for one, two in zip(live, self._values, strict=True)
-        ):
+        pairs = ((one, two) for one, two in zip(live, self._values, strict=True) if one is not two)
+        if len(live) != len(self._values) or any(plain(one) is None or plain(one) != plain(two) for one, two in pairs):
             return False
         self._values, self._ids = live, np.fromiter(live, object).tobytes()
         return True
 
     def _remember(self) -> None:
-        spaces = list(self._spaces.values())
-        for one in spaces:
+        for one in self._spaces.values():
             if one.read:
-                # A single name would be returned without a tuple.
-                self._getters.append((itemgetter(*one.read, next(iter(one.read))), one.names))
-            if one.has_attributes and isinstance(one.names, dict):
+                self._getters.append((itemgetter(*one.read, next(iter(one.read))), one.names))  # a tuple, for one too
+            if one.has_attributes and self._is_of_script(one.home):
                 one.stored |= self._stored_attributes
-        absent = [(one.names, name) for one in spaces for name in one.stored - one.names.keys()]
+        absent = [(one.names, name) for one in self._spaces.values() for name in one.stored - one.names.keys()]
         self._absent = tuple(zip(*absent, strict=True)) or ((), ())
         self._read_by = tuple(zip(*self._getters, strict=True)) or ((), ())
-        self._values = list(self._live())
+        self._values = list(self._live())  # keeps them alive: their ids are not given to others
         self._ids = np.fromiter(self._values, object).tobytes()
         self._saved_states = self._states()
 
     # -- parts of the module -----------------------------------------------------------------------
 
     def _read_part(self, name: str, part: nn.Module, title: str) -> None:
-        title, attributes = name or title, vars(part)
-        self.facts[f"the class of {title}"] = _Is(type(part))
+        self._note(f"the class of {title}", Is(type(part)))
         if isinstance(part, torch.jit.ScriptModule):
             self.obstacle = f"{title} is compiled by torch.jit"
             return
         tables = own_parameters(part), own_buffers(part), own_modules(part), *hook_tables(part)
-        for table in tables:
-            (self._views.append(table.values()) if table else self._empty.append(table))
+        self._views += [table.values() for table in tables if table]
+        self._empty += [table for table in tables if not table]
         for key, one in chain.from_iterable(table.items() for table in tables[:3]):
-            is_tensor = isinstance(one, torch.Tensor)
-            self.facts[f"{name}.{key}"] = (_Is(one), *(fact(one) for fact in _FACTS_OF_PARAMETERS if is_tensor))
-            if is_tensor and id(one) not in self._seen:
+            facts = [fact(one) for fact in _OF_PARAMETER] if isinstance(one, torch.Tensor) else []
+            self._note(f"{name}.{key}", Is(one), *facts)
+            if isinstance(one, nn.Parameter) and id(one) not in self._seen:
+                self._parameters.append(one)  # a buffer gets another dtype by being replaced
+            if facts:
                 self._seen[id(one)] = one
-                if isinstance(one, nn.Parameter):  # a buffer that gets another dtype is another tensor
-                    self._parameters.append(one)
         hooks = [hook for table in tables[3:] for hook in table.values()]
-        self.facts[f"a hook of {title}"] = tuple(map(_Is, hooks))
+        self._note(f"a hook of {title}", *map(Is, hooks))
         for number, hook in enumerate(hooks):
             self._look(f"hook {number} of {title}", hook)
-        # As pruning and weight_norm do before each call: their tensors are made of parameters.
-        is_computed = any(type(hook).__module__.startswith("torch.nn.utils.") for hook in tables[4].values())
-        kept = {key: one for key, one in attributes.items() if not (is_computed and isinstance(one, torch.Tensor))}
-        if is_computed:
-            self._getters.append((itemgetter(*kept), attributes))
-        else:
+        self._unnamed += [(f"{name}.{key}", key, vars(part)[key], part) for key in _own_keys(part)]
+
+    def _look_at_attribute(self, one: tuple[str, str, object, nn.Module], *, is_named: bool) -> None:
+        name, key, value, part = one
+        self._looked_at[id(part)].add(key)
+        self._look(name, value, is_named=is_named)
+
+    def _watch_attributes(self, part: nn.Module, looked_at: set[str]) -> None:
+        attributes = vars(part)
+        if len(looked_at | _OF_TORCH) == len(attributes):
             self._views.append(attributes.values())
-        self._unnamed += [(f"{name}.{key}", key, one) for key, one in kept.items() if key not in _OF_TORCH]
+        else:
+            keys = [key for key in attributes if key in _OF_TORCH or key in looked_at]
+            self._getters.append((itemgetter(*keys), attributes))
+            self._sized.append(attributes)
 
     # -- names in code -----------------------------------------------------------------------------
 
@@ -299,19 +300,21 @@ class _Reads:
             self._look_into_pending()
             for space in list(self._spaces.values()):
                 if space.has_attributes:
-                    self._read(space, self._attributes | _CALLED_UNNAMED)
+                    self._read(space, self._attributes)
             waiting, self._unnamed = self._unnamed, []
-            for name, key, value in waiting:
-                if key in self._attributes or key in _CALLED_UNNAMED or _is_dunder(key):
-                    self._look(name, value)
+            for one in waiting:
+                if one[1] in self._attributes:
+                    self._look_at_attribute(one, is_named=True)
                 else:
-                    self._unnamed.append((name, key, value))
+                    self._unnamed.append(one)
 
     def _read_code(self, code: CodeType, names: dict[str, Any]) -> None:
         self.codes[id(code)] = code
         found, space = names_of(code), self._space_of(names)
-        self._attributes |= found.attributes
+        self._attributes |= found.attributes - {"__init__"}  # of super(): those of classes that code names are read
         self._stored_attributes |= found.stored_attributes
+        if not str(names.get("__name__")).startswith("torch."):
+            self._reads_by_any_name |= not _BY_ANY_NAME.isdisjoint(found.attributes | found.globals)
         space.stored |= found.stored_globals
         self._read(space, found.globals)
         for first, *others in found.chains:
@@ -328,57 +331,47 @@ class _Reads:
         """Return the namespace of a Python module."""
         name = str(names.get("__name__"))
         words = "the global {}" + ("" if name in self._beside else f" of {name}")
-        return self._spaces.setdefault(id(names), _Space(words, names, set(), set(), has_attributes=False))
+        return self._spaces.setdefault(id(names), _Space(name, words, names, has_attributes=False))
 
-    def _read(self, space: _Space, names: set[str] | frozenset[str]) -> None:
+    def _read_class(self, kind: type) -> None:
+        if id(kind) not in self._spaces:
+            space = self._spaces[id(kind)] = _Space(
+                kind.__module__, f"{kind.__name__}.{{}}", vars(kind), has_attributes=True
+            )
+            if self._is_of_script(kind.__module__):
+                # Python calls these without a name in code.
+                unnamed = {key for key, one in vars(kind).items() if key[:2] == "__" and isinstance(one, FunctionType)}
+                self._read(space, unnamed - {"__init__", "__repr__"})
+
+    def _read(self, space: _Space, names: set[str]) -> None:
         for key in sorted(names & space.names.keys() - space.read):
             space.read.add(key)
             self._look(space.words.format(key), space.names[key])
-
-    def _read_class(self, kind: type) -> None:
-        """Look at what a class holds: all of it if it is the script's, otherwise what code names."""
-        if id(kind) in self._spaces:
-            return
-        names = vars(kind)
-        space = _Space(f"{kind.__name__}.{{}}", names, set(), set(), has_attributes=True)
-        self._spaces[id(kind)] = space
-        self._seen[id(kind)] = kind
-        if self._is_user(kind.__module__):
-            space.has_attributes = False
-            self._views += [names.keys(), names.values()]
-            self._unnamed += [
-                (f"{kind.__name__}.{key}", key, one)
-                for key, one in list(names.items())
-                if not _is_dunder(key) or (isinstance(one, FunctionType) and key != "__init__")
-            ]
 
     def _follow(self, name: str, function: FunctionType) -> None:
         """Look at what a function reads; of one of a library that has not run, only at functions it stands for."""
         self._seen[id(function)] = function
         code, home = function.__code__, str(function.__globals__.get("__name__"))
-        is_followed = (
-            self._is_user(home)
-            or id(code) in self.codes
-            or function is call_of_modules()
-            or (home.startswith("torch.nn.modules.") and home != nn.Module.__module__)
-        )
+        is_layer = home.startswith("torch.nn.modules.") and home != nn.Module.__module__
+        is_followed = is_layer or id(code) in self.codes or self._is_of_script(home) or function is call_of_modules()
         for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            for one in _content_of(cell):
+            with suppress(ValueError):  # not assigned yet
                 if is_followed:
                     self._getters.append((_CONTENT, cell))
-                if is_followed or isinstance(one, FunctionType | MethodType):
-                    self._look(f"{name} and its {key}", one)
-        if not is_followed:
-            return
-        self._read_code(code, function.__globals__)
-        self.facts[f"the code of {name}"] = _Is(code)
-        self._getters.append((_OF_FUNCTION, function))
-        for number, one in enumerate(function.__defaults__ or ()):
-            self._look(f"default {number} of {name}", one)
-        self._look(f"a default of {name}", function.__kwdefaults__)
-        self._look_into(name, vars(function), ".{}", _Root(name, is_named=True))
+                if (is_followed and key != "__class__") or isinstance(cell.cell_contents, FunctionType | MethodType):
+                    self._look(f"{name} and its {key}", cell.cell_contents)
+        if is_followed:
+            self._read_code(code, function.__globals__)
+            self._getters.append((_OF_FUNCTION, function))
+            for number, one in enumerate(function.__defaults__ or ()):
+                self._look(f"default {number} of {name}", one)
+            self._look_into(f"a default of {name}", function.__kwdefaults__ or {}, "[{}]", _Root(name, is_named=True))
+            self._look_into(name, vars(function), ".{}", _Root(name, is_named=True))
 
     # -- values ------------------------------------------------------------------------------------
+
+    def _note(self, name: str, *facts: object) -> None:
+        self.facts.setdefault(name, []).append(facts)
 
     def _look(self, name: str, value: object, *, is_named: bool = True) -> None:
         self._pending.append((name, value, _Root(name, is_named)))
@@ -386,143 +379,102 @@ class _Reads:
     def _look_into_pending(self) -> None:
         while self._pending:
             name, value, root = self._pending.popleft()
+            facts = self.facts.setdefault(name, [])  # before those of what it holds
             try:
-                self._look_at(name, value, root)
+                facts.append(self._fact_of(name, value, root))
             except Exception:  # noqa: BLE001 - whatever an object of the script raises when it is looked at
-                self.facts[name] = _Is(value)
+                facts.append(Is(value))
 
-    def _look_at(self, name: str, value: Any, root: _Root) -> None:
-        plain, size = _plain(value), _size_of(value)
-        if plain is not None:
-            self.facts[name] = plain
+    def _fact_of(self, name: str, value: Any, root: _Root) -> object:  # noqa: ANN401 - any value
+        """Return what is compared of a value; what it holds is looked at later."""
+        if (fact := plain(value)) is not None:
             root.num_left -= 1
-            return
-        is_known = id(value) in self._seen
+            return fact
+        size, is_known = size_of(value), id(value) in self._seen
         self._seen[id(value)] = value
-        self.facts[name] = _Is(value)
         if size > root.num_left:
             if root.is_named:
                 self.obstacle = self.obstacle or f"it may read more of {root.name} than can be compared at every call"
-        elif not is_known:
-            root.num_left -= size if isinstance(value, np.ndarray) else 1
-            self._look_at_new(name, value, root)
-
-    def _look_at_new(self, name: str, value: Any, root: _Root) -> None:
-        if any(value is one for one in _SHARED_GENERATORS):
-            return  # their states go with each call that draws
-        content = next((read for kinds, read in _CONTENTS if isinstance(value, kinds)), None)
-        within = next((names for kinds, names in _WITHIN if isinstance(value, kinds)), ())
-        self._pending += [(f"{name}.{key.strip('_')}", getattr(value, key), root) for key in within]
+            return Is(value)
+        if is_known:
+            return Is(value)
+        root.num_left -= size if isinstance(value, np.ndarray) else 1
         if isinstance(value, torch.Tensor):
-            if not value.is_inference():
-                self._tensors.append(value)
-                self.facts[name] = _Is(value), version_of(value)
-        elif content is not None:
+            self._tensors += [] if value.is_inference() else [value]
+            return Is(value), 0 if value.is_inference() else version_of(value)
+        if any(value is one for one in SHARED_GENERATORS):
+            return Is(value)  # their states go with each call that draws
+        if (content := by_type(CONTENTS, value)) is not None:
             self._contents.append((content, value))
-            self.facts[name] = content(value)
             if isinstance(value, np.ndarray) and value.dtype == object:
-                self._pending += [(f"{name}[{number}]", one, root) for number, one in enumerate(value.ravel().tolist())]
-        elif isinstance(value, FunctionType):
-            self._follow(name, value)
-        elif isinstance(value, ModuleType):
-            self._space_of(vars(value)).has_attributes |= self._is_user(value.__name__)
-        elif isinstance(value, type):
-            self._read_classes(value)
-        elif not within:
-            self._look_at_object(name, value, root)
+                self._look_at_items(name, value.ravel().tolist(), root)
+            return content(value)
+        return self._fact_of_code(name, value) or self._fact_of_object(name, value, root)
 
-    def _look_at_object(self, name: str, value: Any, root: _Root) -> None:
-        kind = type(value)
+    def _fact_of_code(self, name: str, value: Any) -> object:  # noqa: ANN401 - any value
+        if isinstance(value, FunctionType):
+            self._follow(name, value)
+            return Is(value), Is(value.__code__)
+        if isinstance(value, ModuleType):
+            self._space_of(vars(value)).has_attributes |= self._is_of_script(value.__name__)
+        elif isinstance(value, type):
+            for kind in self._read_classes(value):
+                self._read(self._spaces[id(kind)], {"__init__"})
+        elif (within := by_type(WITHIN, value)) is not None:
+            for key in within:
+                self._look(f"{name}.{key.strip('_')}", getattr(value, key))
+        else:
+            return None
+        return Is(value)
+
+    def _fact_of_object(self, name: str, value: Any, root: _Root) -> object:  # noqa: ANN401 - any value
+        kind, fact = type(value), None
         if isinstance(value, dict | MappingProxyType):
-            self.facts[name] = _Is(kind), len(value)
+            fact = Is(kind), len(value)
             self._look_into(name, value, "[{}]", root)
         elif isinstance(value, list | tuple | deque):
-            self.facts[name] = _Is(kind), len(value)
+            fact = Is(kind), len(value)
             self._views += [] if isinstance(value, tuple) else [value]
-            self._pending += [(f"{name}[{number}]", one, root) for number, one in enumerate(value)]
+            self._look_at_items(name, value, root)
         elif isinstance(value, set | frozenset):
-            self.facts[name] = _Is(kind), frozenset(_plain(one) or _Is(one) for one in value)
+            fact = Is(kind), frozenset(plain(one) or Is(one) for one in value)
             self._views.append(value)
-        # An object that is pickled in a way of its own, as a logger by its name, holds what it holds for itself.
-        is_plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
-        is_data = self._is_user(kind.__module__) or kind.__module__ in _OF_DATA or isinstance(value, nn.Module)
-        if not is_data and not (is_plain and root.is_named):
-            return
-        self.facts.setdefault(name, _Is(kind))
-        if isinstance(own := getattr(value, "__dict__", None), dict):
-            self._look_into(name, own, ".{}", root)
-        slots = [
-            key for one in kind.__mro__ for key, slot in vars(one).items() if isinstance(slot, MemberDescriptorType)
-        ]
-        filled = [key for key in slots if hasattr(value, key)]
-        if filled:
-            self._getters.append((attrgetter(*filled, filled[0]), value))
-            self._pending += [(f"{name}.{key}", getattr(value, key), root) for key in filled]
+        is_own = self._is_of_script(kind.__module__) or is_data(kind) or isinstance(value, nn.Module)
+        if not is_own and not (root.is_named and keeps_to_attributes(kind)):
+            return fact or Is(value)
+        if isinstance(attributes := getattr(value, "__dict__", None), dict):
+            self._look_into(name, attributes, ".{}", root)
+        if slots := slots_of(value):
+            self._getters.append((attrgetter(*slots, slots[0]), value))
+            self._pending += [(f"{name}.{key}", getattr(value, key), root) for key in slots]
         self._read_classes(kind)
+        return fact or Is(kind)
 
     def _look_into(self, name: str, names: Mapping[Any, Any], words: str, root: _Root) -> None:
         kind: Any = dict if isinstance(names, dict) else MappingProxyType
         self._views += [kind.keys(names), kind.values(names)]
         for number, (key, one) in enumerate(list(kind.items(names))):
-            shown = f"{type(key).__name__} {number}" if _plain(key) is None else key if words == ".{}" else repr(key)
+            shown = f"{type(key).__name__} {number}" if plain(key) is None else key if words == ".{}" else repr(key)
             self._pending.append((name + words.format(shown), one, root))
 
-    def _read_classes(self, kind: type) -> None:
-        if self._is_user(kind.__module__):
-            for one in kind.__mro__[:-1]:
-                self._read_class(one)
+    def _look_at_items(self, name: str, items: Iterable[object], root: _Root) -> None:
+        self._pending += [(f"{name}[{number}]", one, root) for number, one in enumerate(items)]
 
-    def _is_user(self, name: str) -> bool:
-        """Return whether a Python module is the script's."""
-        if name not in self._is_of_script:
-            self._is_of_script[name] = is_of_script(name)
-        return self._is_of_script[name]
-
-
-_SHARED_GENERATORS = (random.random.__self__, np.random.rand.__self__, torch.default_generator)  # type: ignore[attr-defined]
-"""Those of Python, NumPy and torch."""
-_BYTES_OF_VALUE = 128
-"""Bytes of an array that take as long to compare as one value."""
-_OF_DATA = frozenset({"argparse", "collections", "types"})
-"""Python modules whose objects are looked into as the script's own."""
-_CONTENT = attrgetter("cell_contents", "cell_contents")
-_OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_WITHIN: tuple[tuple[type | tuple[type, ...], tuple[str, ...]], ...] = (
-    (MethodType, ("__func__", "__self__")),
-    (functools.partial, ("func", "args", "keywords")),
-    ((staticmethod, classmethod), ("__func__",)),
-    (property, ("fget", "fset")),
-    (functools.cached_property, ("func",)),
-    (type(functools.cache(len)), ("__wrapped__",)),
-)
-"""The attributes that are looked at of objects that stand for functions."""
-_SIZED = (dict, list, tuple, deque, set, frozenset)
+    def _read_classes(self, kind: type) -> list[type]:
+        """Look at what code names of a class of the script and of those it is made from, and return them."""
+        kinds = list(kind.__mro__[:-1]) if self._is_of_script(kind.__module__) else []
+        for one in kinds:
+            self._read_class(one)
+        return kinds
 
 
-def _size_of(value: object) -> int:
-    """Return how much there is to compare of a value, without what its parts hold."""
-    if isinstance(value, np.ndarray):
-        is_fixed = not value.flags.writeable and not isinstance(value.base, np.ndarray)
-        return 0 if is_fixed else value.nbytes // _BYTES_OF_VALUE
-    return next((kind.__len__(value) for kind in _SIZED if isinstance(value, kind)), 1)
-
-
-def _plain(value: object) -> object:
-    """Return what can be compared of a plain value, whose ``==`` is its type's; of others ``None``."""
-    kind = type(value)
-    if kind is float or kind is complex:
-        return kind, repr(value)  # of which no two differ for being no number
-    if kind in PLAIN:
-        return kind, value
-    return (kind, value.tobytes()) if isinstance(value, np.generic) else None
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
-
-
-def _content_of(cell: CellType) -> list[object]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # not assigned yet
-        return []
+def _own_keys(part: nn.Module) -> list[str]:
+    """Return the names of a part's attributes, except those that torch computes from parameters in each call."""
+    before_call = hook_tables(part)[1].values()  # as those of pruning and weight_norm
+    is_computed = any(type(hook).__module__.startswith("torch.nn.utils.") for hook in before_call)
+    of_torch = _OF_TORCH | OF_WEIGHTS if isinstance(part, nn.RNNBase) else _OF_TORCH
+    return [
+        key
+        for key, one in vars(part).items()
+        if key not in of_torch and not (is_computed and isinstance(one, torch.Tensor))
+    ]

@@ -17,7 +17,7 @@ from rankwise.world.device.accelerator import found_kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
-    Settings = tuple[object, ...]
+    Settings = tuple[Any, ...]
     """Can be compared and pickled."""
     Setting = tuple[Callable[[], object], Callable[[Any], object]]
     """Functions that return it, and that set it."""
@@ -50,7 +50,7 @@ _OF_PROCESS: tuple[Setting, ...] = (
     (_matmul_precision, torch.set_float32_matmul_precision),
     *(
         setting
-        for owner in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+        for owner in (cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)  # type: ignore[attr-defined]
         for setting in _attributes(owner, "fp32_precision")
     ),
     *_attributes(cuda.matmul, "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
