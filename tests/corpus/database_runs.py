@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small search: each trial's result goes into a database, and the next trial asks the database for the best so far."""
 import contextlib
-import dbm
+import glob
+import os
 import shelve
 import sqlite3
 
@@ -50,5 +51,5 @@ with contextlib.closing(sqlite3.connect("search.db")) as db:
     db.execute("delete from loss where step < 2")
     db.commit()
     db.execute("vacuum")
-for path in __import__("glob").glob("results*"):
-    __import__("os").remove(path)
+for path in glob.glob("results*"):
+    os.remove(path)

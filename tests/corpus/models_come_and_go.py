@@ -48,3 +48,5 @@ with torch.no_grad():
     best[2].bias += 1
 print(best(x).sum().item(), twin(x).sum().item(), again(x).sum().item())
 print(weight.equal(torch.load("weight.pt")), sorted(best.__dict__), len(best._modules))
+torch.save(best.state_dict(), "last.pt")
+print(os.path.getsize("last.pt"), weight.untyped_storage().nbytes(), weight.storage_offset(), len(pickle.dumps(weight)))

@@ -50,7 +50,7 @@ for step, rows in enumerate(torch.randperm(51).split(9)):
 try:
     one.backward()
 except RuntimeError as error:
-    print("twice:", str(error)[:48])
+    print("twice:", type(error).__name__)
 # two calls, backward in the other order, and one forgotten
 optimizer.zero_grad()
 first, forgotten, second = model(x[:8])["a"].sum(), model(x[8:20])["b"].sum(), model(x[20:33])["b"].square().sum()
@@ -70,4 +70,4 @@ optimizer.step()
 try:
     saved.backward()  # a weight has been changed in place since
 except RuntimeError as error:
-    print("in place:", "modified by an inplace operation" in str(error))
+    print("in place:", type(error).__name__)

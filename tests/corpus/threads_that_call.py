@@ -63,7 +63,7 @@ more = []
 trainer = threading.Thread(target=train, args=(6, more))
 trainer.start()
 trainer.join()
-print(more, "threads", threading.active_count())
+print(more, trainer.is_alive())
 failed = []
 
 

