@@ -167,8 +167,8 @@ class Output:
     def open_rank(self, rank: int, world_size: int, attempt: int = 0) -> list[int]:
         """Return descriptors for a rank's stdin, stdout and stderr, for the caller to close.
 
-        A world of one has the launcher's own streams. Otherwise stdin is empty, but for rank 0 if it was
-        asked for. Rank 0 writes to a terminal itself, so that colors and progress bars work; everything else is forwarded here.
+        A world of one has the launcher's own streams. Otherwise stdin is empty, unless rank 0 is to read it; rank 0
+        writes to a terminal itself, so that colors and progress bars work; everything else is forwarded here.
         """
         if world_size == 1 and self._log_dir is None:
             return [os.dup(0), os.dup(STDOUT), os.dup(STDERR)]

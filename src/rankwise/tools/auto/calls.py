@@ -3,8 +3,8 @@
 
 The outermost call of a module with parameters is split once it is proved that its samples do not see one another. The
 proof: the call runs whole, then a copy of the module runs on rows, on all ranks, and outputs, buffers and generators
-are compared; again at the second, fourth, eighth ... call. What cannot be split runs whole, and the modules in it are tried
-instead. So does a call that fails on rows: the script sees the error that it sees in plain Python.
+are compared; again at the second, fourth, eighth ... call. What cannot be split runs whole, and the modules in it are
+tried instead. A call that fails on rows runs whole too: the script sees the error that it sees in plain Python.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log
 from rankwise.parallel.randomness.source import draws_forgotten
 from rankwise.tools.auto.code_reads import noted_functions
+from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.effects import Effects
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.guards import Guard
@@ -200,7 +201,7 @@ class SplitCalls:
         return self._calls.whole(module, args, kwargs)[0]
 
     def _is_due(self, kind: KindOfCall, num_rows: int) -> bool:
-        """Return whether a call is to be proved again. With a single row, samples that meet are not told from others."""
+        """Return whether a call is to be proved again. In single rows, samples that meet are not told from others."""
         is_clear = num_rows >= 2 * self._servers.exchange.world_size
         return kind.num_calls >= kind.next_proof and is_clear and (kind.pace.is_split or self._splits_always)
 
@@ -227,7 +228,7 @@ class SplitCalls:
         before = GeneratorStates.now(self._device) if kind.is_random else None
         arguments = OwnArguments(call.leaves, batch.dims, call.tree)
         try:
-            ran = self._run_split(call, call.module, arguments, batch, before)
+            ran = self._run_split(call, call.module, arguments, batch, generators=before)
             whole = ran.whole(kind.outputs)
         except Exception as error:
             if self._servers.exchange.detector.error is not None:
@@ -256,12 +257,12 @@ class SplitCalls:
         module: nn.Module,
         arguments: OwnArguments,
         batch: BatchDims,
-        generators: GeneratorStates | None,
         *,
-        is_trial: bool = False,
+        generators: GeneratorStates | None,
+        watch: CouplingWatch | None = None,
     ) -> SplitCall:
         held = self._held(call)
-        if not is_trial:
+        if watch is None:  # else it is a trial of a call that has run
             self._table.copy(held)
         values, sent = self._table.message(held)
         request = Request(
@@ -276,7 +277,7 @@ class SplitCalls:
             generators,
         )
         call.kind.is_known = True
-        return self._servers.call(module, call.kind.draws, request, arguments, is_watched=is_trial)
+        return self._servers.call(module, call.kind.draws, request, arguments, watch)
 
     def _shipped(self, call: Call) -> bytes | None:
         """Return the module as it is to be sent; ``None`` if servers have it."""
@@ -403,9 +404,10 @@ class SplitCalls:
             for one, like in zip(given, call.leaves, strict=True)
         ]
         arguments = OwnArguments(leaves, batch.dims, call.tree)
+        watch = CouplingWatch(share.num)
         generators = whole_run.before if call.kind.is_random else None
         try:
-            ran = self._run_split(call, copy, arguments, batch, generators, is_trial=True)
+            ran = self._run_split(call, copy, arguments, batch, generators=generators, watch=watch)
         except Exception as error:
             if self._servers.exchange.detector.error is not None:
                 raise  # a rank has failed
@@ -414,7 +416,7 @@ class SplitCalls:
         if structure != ran.structure or len(whole) != len(ran.outputs):
             return Reason("it returns something else for a part of the batch"), ()
         whole_plain = [plain(one) for one in whole]
-        reason, places = difference(whole_plain, [plain(one) for one in ran.outputs], share, ran.watch.layout_of)
+        reason, places = difference(whole_plain, [plain(one) for one in ran.outputs], share, watch.layout_of)
         if reason is None:
             try:
                 reason = elsewhere(whole_plain, ran.whole(places))
@@ -423,11 +425,12 @@ class SplitCalls:
         if not all(is_alike(one, as_output(plain(one), call.given)) for one in whole):
             reason = Reason("it returns tensors of another type than torch's functions do for its arguments")
         # What is made of parameters alone would pass its gradient back once per rank.
-        watch = ran.watch
         kept = next((name for name, one in tensors_kept(copy) if one.requires_grad or watch.holds_samples(one)), None)
         if kept is not None:
             reason = Reason(f"it keeps tensors of its batch, in {kept}", is_wrong=True)
-        reason = reason or difference_beside(call.module, copy) or (watch.found and Reason(watch.found, is_wrong=True))
+        reason = reason or difference_beside(call.module, copy)
+        if reason is None and watch.found is not None:
+            reason = Reason(watch.found, is_wrong=True)
         if reason is None and not whole_run.after.are(GeneratorStates.now(self._device)):
             reason = Reason("it draws other random numbers for a part of the batch", is_wrong=True)
         return reason, places

@@ -32,7 +32,11 @@ CONTENTS: tuple[tuple[Kinds, Callable[[Any], object]], ...] = (
     (torch.Generator, lambda one: bytes(one.get_state().numpy())),  # its text leaves out the middle
 )
 """Functions that return what is compared of objects whose parts cannot be looked at, by type."""
-SHARED_GENERATORS: tuple[Any, ...] = (getattr(random.random, "__self__", None), np.random.rand.__self__, torch.default_generator)
+SHARED_GENERATORS: tuple[Any, ...] = (
+    getattr(random.random, "__self__", None),
+    np.random.rand.__self__,
+    torch.default_generator,
+)
 """Those of Python, NumPy and torch."""
 WITHIN: tuple[tuple[Kinds, tuple[str, ...]], ...] = (
     (MethodType, ("__func__", "__self__")),
@@ -73,7 +77,7 @@ def plain(value: object) -> object:
     return (kind, value.tobytes()) if isinstance(value, np.generic) else None
 
 
-def by_type(table: tuple[tuple[Kinds, Any], ...], value: object) -> Any:  # noqa: ANN401 - of any table
+def by_type(table: tuple[tuple[Kinds, Any], ...], value: object) -> Any:
     """Return what a table has for a value, ``None`` if nothing."""
     return next((found for kinds, found in table if isinstance(value, kinds)), None)
 

@@ -14,13 +14,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rankwise.health.call_site import user_call_site, words
-from rankwise.parallel.randomness.batch_tracer import TracedCall, identity_of, outputs_of
+from rankwise.parallel.randomness.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
 from rankwise.parallel.randomness.meeting_tracer import MeetingTracer
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
+    from rankwise.parallel.randomness.batch_tracer import Identity
     from rankwise.torch_private.kernels import Operator
 
 _READS = frozenset(
@@ -46,10 +47,9 @@ _LEAVES_TORCH = frozenset({torch.Tensor.__array__, torch.Tensor.numpy, torch.Ten
 class CouplingWatch(MeetingTracer):
     """Notes the first operation of a call in which samples meet, or that reads their values."""
 
-    def __init__(self, num_samples: int, inputs: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Start with the split inputs, and the dims of their rows."""
-        super().__init__(num_samples, [(one, [SampleLayout(dim)]) for one, dim in inputs])
-        self._of_samples = {identity_of(one) for one, _ in inputs}
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples, [])
+        self._of_samples: set[Identity] = set()
         self._is_paused = False
         self.found: str | None = None
         """What was found, in words that follow a colon."""
@@ -64,8 +64,11 @@ class CouplingWatch(MeetingTracer):
             self._is_paused = before
 
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Watch the calls inside the block."""
+    def watching(self, inputs: Sequence[tuple[torch.Tensor, int]]) -> Generator[None]:
+        """Watch the call inside the block, from its split inputs on; with the dims of their rows."""
+        for one, dim in inputs:
+            self.set_fact(one, KnownLayout(SampleLayout(dim), is_direct=True))
+        self._of_samples = {identity_of(one) for one, _ in inputs}
         with ExitStack() as stack:
             stack.enter_context(self)
             stack.enter_context(_LeavingTorch(self))

@@ -385,7 +385,7 @@ class _Reads:
             except Exception:  # noqa: BLE001 - whatever an object of the script raises when it is looked at
                 facts.append(Is(value))
 
-    def _fact_of(self, name: str, value: Any, root: _Root) -> object:  # noqa: ANN401 - any value
+    def _fact_of(self, name: str, value: Any, root: _Root) -> object:
         """Return what is compared of a value; what it holds is looked at later."""
         if (fact := plain(value)) is not None:
             root.num_left -= 1
@@ -411,7 +411,7 @@ class _Reads:
             return content(value)
         return self._fact_of_code(name, value) or self._fact_of_object(name, value, root)
 
-    def _fact_of_code(self, name: str, value: Any) -> object:  # noqa: ANN401 - any value
+    def _fact_of_code(self, name: str, value: Any) -> object:
         if isinstance(value, FunctionType):
             self._follow(name, value)
             return Is(value), Is(value.__code__)
@@ -427,7 +427,7 @@ class _Reads:
             return None
         return Is(value)
 
-    def _fact_of_object(self, name: str, value: Any, root: _Root) -> object:  # noqa: ANN401 - any value
+    def _fact_of_object(self, name: str, value: Any, root: _Root) -> object:
         kind, fact = type(value), None
         if isinstance(value, dict | MappingProxyType):
             fact = Is(kind), len(value)

@@ -24,7 +24,7 @@ from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.modules import check_input_dim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
     from contextlib import AbstractContextManager
 
     from rankwise.comm.backends.protocol import Exchange
@@ -81,7 +81,12 @@ class ModuleCalls:
             return self._call(module, *args, **kwargs), list(self._checkpoints)
 
     def on_rows(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: CouplingWatch | None = None
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        watch: CouplingWatch | None = None,
+        rows: Sequence[tuple[torch.Tensor, int]] = (),
     ) -> Any:
         """Call a module with this rank's rows. Called by: every rank.
 
@@ -89,11 +94,13 @@ class ModuleCalls:
             module: to call.
             args: positional ones.
             kwargs: named ones.
-            watch: sees the call, but for BatchNorm.
+            rows: the arguments with rows, and the dims of these.
+            watch: follows them through the call, but for BatchNorm.
+            rows: the arguments with rows, and the dims of these.
         """
         self._watch = watch
         try:
-            with self._inside(is_split=True), nullcontext() if watch is None else watch.watching():
+            with self._inside(is_split=True), nullcontext() if watch is None else watch.watching(rows):
                 return self._called_inside(module, args, kwargs)
         finally:
             self._watch = None

@@ -84,7 +84,7 @@ class OwnCalls:
         self._session.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
         draws.before(module, args, kwargs)
         try:
-            result = self._calls.on_rows(module, args, kwargs, watch)
+            result = self._calls.on_rows(module, args, kwargs, rows=arguments.rows, watch=watch)
         except BaseException as error:
             self.end_together(error, meets=meets)
             raise

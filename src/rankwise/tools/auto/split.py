@@ -12,7 +12,6 @@ import torch
 
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.parallel.randomness.scope import memory_order
-from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Rows
 from rankwise.tools.auto.own_call import OwnArguments, added, gradients
 from rankwise.tools.auto.rows import OutputRows, Share, joined, part_of
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.parallel.randomness.model_draws import DrawsOfModel
     from rankwise.tools.auto.connection import Connection
+    from rankwise.tools.auto.coupling import CouplingWatch
     from rankwise.tools.auto.generators import GeneratorStates
     from rankwise.tools.auto.messages import Values
     from rankwise.tools.auto.own_call import OwnCalls
@@ -92,8 +92,7 @@ class Servers:
         draws: DrawsOfModel,
         request: Request,
         arguments: OwnArguments,
-        *,
-        is_watched: bool = False,
+        watch: CouplingWatch | None = None,
     ) -> SplitCall:
         """Have every rank compute its rows of a call.
 
@@ -102,7 +101,7 @@ class Servers:
             draws: of this kind of calls.
             request: what servers are asked for.
             arguments: of the whole batch.
-            is_watched: whether to follow the samples through the call here.
+            watch: follows the samples through the call here.
 
         Raises:
             Exception: what the call raises here.
@@ -140,7 +139,6 @@ class Servers:
             for one, dim in pairs
         ]
         own = OwnArguments(leaves, arguments.dims, arguments.tree)
-        watch = CouplingWatch(share.num, own.rows) if is_watched else None
         try:
             result = self._own.run(module, draws, share, own, meets=request.meets, watch=watch)
         except Exception:
@@ -148,7 +146,16 @@ class Servers:
             raise
         outputs, structure = pytree.tree_flatten(result)
         others = [_filled(reply.leaves, tensors) for reply, tensors in self.replies()]
-        return SplitCall(self, self._num_calls, share, own, outputs, structure, others, watch, meets=request.meets)
+        return SplitCall(
+            self,
+            self._num_calls,
+            share=share,
+            own=own,
+            outputs=outputs,
+            structure=structure,
+            others=others,
+            meets=request.meets,
+        )
 
     def own_gradients(
         self,
@@ -227,19 +234,17 @@ class SplitCall:
         self,
         servers: Servers,
         number: int,
+        *,
         share: Share,
         own: OwnArguments,
         outputs: list[Any],
         structure: pytree.TreeSpec,
         others: list[list[Any]],
-        watch: CouplingWatch | None,
-        *,
         meets: bool,
     ) -> None:
         self.outputs = outputs
         """Rank zero's, flat."""
         self.structure = structure
-        self.watch = watch
         self._servers = servers
         self._number = number
         self._share = share
