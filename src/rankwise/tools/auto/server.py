@@ -15,7 +15,7 @@ from rankwise.tools.auto.own_call import OwnArguments, gradients
 from rankwise.tools.auto.parameters import ServerTensors
 from rankwise.tools.auto.proof import buffers_of, parameters_of
 from rankwise.tools.auto.rows import Share
-from rankwise.tools.auto.settings import restored
+from rankwise.tools.auto.settings import applied
 from rankwise.tools.auto.shipping import loaded, loaded_tree
 from rankwise.torch_private import tree as pytree
 
@@ -122,7 +122,7 @@ class Server:
             self._own.end_together(error, meets=message.meets)
             raise
         arguments = OwnArguments(leaves, message.dims, kind.tree)
-        with restored(message.settings):
+        with applied(message.settings):
             result = self._own.run(entry.module, kind.draws, share, arguments, meets=message.meets)
         outputs = pytree.tree_leaves(result)
         if message.has_graph and any(isinstance(one, torch.Tensor) and one.requires_grad for one in outputs):
