@@ -34,7 +34,6 @@ def _ways(which: str, folder: str) -> dict[str, Callable[[], nn.Module]]:
     return {
         "one": {
             "place": lambda: rw.place(_small(), {"": "cpu", "3": "disk"}, offload_folder=folder),
-            "data_parallel": lambda: rw.data_parallel(_small(), ["cpu", "cpu"]),
         },
         "replicas": {
             "replicate": lambda: rw.replicate(_small()),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-PICKLED = ("place", "data_parallel", "replicate", "sync_batchnorm", "compress", "horovod", "local_sgd")
+PICKLED = ("place", "replicate", "sync_batchnorm", "compress", "horovod", "local_sgd")
 OWN_LAYER = {"horovod": {"rankwise.compat.horovod.sync_batch_norm SyncBatchNorm"}}
 """Names of rankwise in a pickle: only of a layer that the user has put into the model."""
 
