@@ -21,7 +21,7 @@ from kept_pickles import values_by_class
 from kept_surroundings import plain_values
 
 import rankwise as rw
-from rankwise.checkpoint import lock_owner
+from rankwise.checkpoint import folder_lock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_checkpoint_by_save_is_read_as_trees(kept: Path) -> None:
 
 
 def test_the_lock_of_a_job_that_was_killed_is_read(kept: Path) -> None:
-    found = lock_owner.decode((kept / "lock").read_bytes())
+    found = folder_lock.decode((kept / "lock").read_bytes())
     assert found is not None
     wanted = told(kept, "surroundings")["owner"]
     assert {key: getattr(found, key, None) for key in wanted.keys() - {"signs_of_life"}} == {
