@@ -177,7 +177,7 @@ class FolderLock:
             others = {other: content for other, content in locks.items() if other != path}
             verdict = self._judge(others, own, watched)
             if verdict != []:
-                if path is not None:
+                if verdict and path is not None:
                     path.unlink(missing_ok=True)
                 return verdict
             if path is not None:
