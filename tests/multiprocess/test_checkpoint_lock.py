@@ -284,6 +284,13 @@ def test_a_fork_waits_until_the_lock_is_refreshed(tmp_path: Path, monkeypatch: p
         assert "forked" in steps
 
 
+def test_a_lock_file_is_of_the_process_that_created_it_first(tmp_path: Path) -> None:
+    path, first = tmp_path / f"{folder_lock.PREFIX}1", folder_lock.LockOwner.this_process()
+    for owner in (first, dataclasses.replace(first, token="another")):
+        folder_lock._create(path, owner)
+    assert folder_lock.decode(path.read_bytes()) == first
+
+
 def test_a_later_attempt_of_the_same_job_takes_the_lock_of_the_earlier_at_once() -> None:
     here = folder_lock.LockOwner.this_process()
 
