@@ -286,7 +286,7 @@ def test_a_fork_waits_until_the_lock_is_refreshed(tmp_path: Path, monkeypatch: p
 
 def test_a_lock_file_is_of_the_process_that_created_it_first(tmp_path: Path) -> None:
     path, first = tmp_path / f"{folder_lock.PREFIX}1", folder_lock.LockOwner.this_process()
-    for owner in (first, dataclasses.replace(first, token="another")):
+    for owner in (first, dataclasses.replace(first, attempt=7)):
         folder_lock._create(path, owner)
     assert folder_lock.decode(path.read_bytes()) == first
 

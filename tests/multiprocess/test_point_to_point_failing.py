@@ -229,7 +229,6 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
                 "NumPy array of object",
                 "on meta",
                 "sparse",
-                "one of 2 ranks",
                 "and the way is as it was",
             ),
             strict=True,
