@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankwise.errors import ConfigurationError
@@ -55,8 +56,6 @@ from rankwise.torch_private.modules import BatchNorm, hooks_of, own_parameters
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
-
-    from torch import nn
 
     from rankwise.parallel.randomness.model_draws import DrawsOfModel
     from rankwise.tools.auto.module_calls import ModuleCalls
@@ -483,7 +482,10 @@ def _modes_of(part: nn.Module) -> tuple[object, ...]:
     own = type(part).__module__.partition(".")[0] != "torch"
     plain_values = vars(part).items() if own else ()
     settings = [(key, value) for key, value in plain_values if isinstance(value, bool | str)]
-    return part.training, sum(1 for _ in hooks_of(part)), len(own_parameters(part)), *settings
+    parameters = [one for one in own_parameters(part).values() if one is not None]
+    # functional_call() replaces them for a call.
+    are_own = all(isinstance(one, nn.Parameter) for one in parameters)
+    return part.training, sum(1 for _ in hooks_of(part)), len(parameters), are_own, *settings
 
 
 def _setting(value: object) -> str:
