@@ -19,7 +19,7 @@ from rankwise.tensors.checksum import checksums_of_each, combined
 from rankwise.tools.auto.rows import OutputRows
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
-from rankwise.torch_private.modules import BatchNorm, hooks_of, own_buffers, own_parameters
+from rankwise.torch_private.modules import BatchNorm, has_hooks_of_all, hooks_of, own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,6 +89,8 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
     odd = next((one for one in leaves if not isinstance(one, PLAIN) and type(one) not in _TENSORS), None)
     if odd is not None:
         return f"it takes a {type(odd).__name__}, whose rows are unknown"
+    if has_hooks_of_all():
+        return "there are hooks on all modules, which would see a part of the batch"
     if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in leaves):
         return "it takes a sparse tensor"
     if is_compiled(uncompiled(module)):
