@@ -77,24 +77,26 @@ def settings() -> Settings:
     )
 
 
-_last: list[object] = []
-"""The settings of the process that were applied last."""
+class AppliedSettings:
+    """The settings that a server has taken over from rank zero."""
 
+    def __init__(self) -> None:
+        self._of_process: object = None
 
-@contextmanager
-def applied(values: Settings) -> Generator[None]:
-    """Compute as where ``settings()`` returned ``values`` inside the block; those of the process remain after it."""
-    has_grad, is_inference, has_cache, *autocasts, of_process = values
-    if _last != [of_process]:
-        for (read, write), value in zip(_OF_PROCESS, of_process, strict=True):
-            if value is not None and read() != value:
-                write(value)
-        _last[:] = [of_process]
-    with ExitStack() as stack:
-        if is_inference:
-            stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch.set_grad_enabled(has_grad))
-        for kind, is_enabled, dtype in autocasts:
-            if is_enabled:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=has_cache))
-        yield
+    @contextmanager
+    def applied(self, values: Settings) -> Generator[None]:
+        """Compute as where ``settings()`` returned ``values`` inside the block; those of the process remain after it."""
+        has_grad, is_inference, has_cache, *autocasts, of_process = values
+        if self._of_process != of_process:
+            for (read, write), value in zip(_OF_PROCESS, of_process, strict=True):
+                if value is not None and read() != value:
+                    write(value)
+            self._of_process = of_process
+        with ExitStack() as stack:
+            if is_inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(has_grad))
+            for kind, is_enabled, dtype in autocasts:
+                if is_enabled:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=has_cache))
+            yield
