@@ -43,6 +43,7 @@ from rankwise.tools.auto.proof import (
     obstacle,
     obstacle_after,
     parameters_of,
+    shares_memory,
     tensors_kept,
     uncompiled,
 )
@@ -392,6 +393,7 @@ class SplitCalls:
             (None if effects.found is None else Reason(effects.found))
             or (None if name is None else Reason(f"it changes {name}", is_wrong=True, may_pass=True))
             or gradient_elsewhere(module, call.given, result)
+            or shares_memory(result, leaves, module)
             or obstacle_after(
                 module,
                 checkpoints,

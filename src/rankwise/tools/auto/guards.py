@@ -189,9 +189,11 @@ class _Reads:
         self._unnamed: list[tuple[str, str, object, nn.Module]] = []
         """Attributes of parts that no code has named so far: name, key and value, and the part."""
         self._looked_at: defaultdict[int, set[str]] = defaultdict(set)
-        self._parts = list(module.modules())
-        self._seen: dict[int, object] = {id(part): part for part in self._parts}
-        kinds = dict.fromkeys(kind for part in self._parts for kind in type(part).__mro__[:-1])
+        parts = list(module.modules())
+        self._root = weakref.ref(module)  # what it holds must not keep the module itself
+        self._parts = parts[1:]
+        self._seen: dict[int, object] = {id(module): None, **{id(part): part for part in self._parts}}
+        kinds = dict.fromkeys(kind for part in parts for kind in type(part).__mro__[:-1])
         self._beside = {"__main__", *(kind.__module__ for kind in kinds if self._is_of_script(kind.__module__))}
 
         for name, part in module.named_modules():
@@ -210,8 +212,9 @@ class _Reads:
             if self._reads_by_any_name or not self._is_of_script(type(one[-1]).__module__):
                 self._look_at_attribute(one, is_named=False)
         self._look_into_pending()
-        for part in self._parts:
+        for part in parts:
             self._watch_attributes(part, self._looked_at[id(part)])
+        self._unnamed.clear()
         self._remember()
 
     # -- comparing, at every call ------------------------------------------------------------------
@@ -231,7 +234,10 @@ class _Reads:
     def _live(self) -> Iterable[object]:
         """Iterate over everything of which it matters that it is the same object."""
         return chain(
-            chain.from_iterable(self._views), map(type, self._parts), chain.from_iterable(map(call, *self._read_by))
+            (type(self._root()),),
+            chain.from_iterable(self._views),
+            map(type, self._parts),
+            chain.from_iterable(map(call, *self._read_by)),
         )
 
     def _states(self) -> list[object]:

@@ -264,6 +264,20 @@ def _layout(whole: torch.Tensor, own: torch.Tensor, share: Share, followed: Samp
     return alone if alone and alone.fits(own.shape, share.num) and alone.fits(whole.shape, share.num_global) else None
 
 
+def shares_memory(result: object, given: Sequence[Any], module: nn.Module) -> Reason | None:
+    """Return why a call must not be split that returns memory of its arguments or of the module."""
+    held = [one for one in (*given, *parameters_of(module), *buffers_of(module)) if isinstance(one, torch.Tensor)]
+    places = {_address(one) for one in held} - {0}
+    returned = (one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
+    shared = any(_address(one) in places for one in returned)
+    return Reason("it returns memory of its arguments or parameters, which the script could change") if shared else None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
 def elsewhere(whole: Sequence[Any], joined: Sequence[Any]) -> Reason | None:
     """Return why the rows of all ranks are not the whole outputs."""
     for one, other in zip(whole, joined, strict=True):

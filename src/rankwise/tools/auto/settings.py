@@ -85,7 +85,7 @@ class AppliedSettings:
 
     @contextmanager
     def applied(self, values: Settings) -> Generator[None]:
-        """Compute as where ``settings()`` returned ``values`` inside the block; those of the process remain after it."""
+        """Compute as where ``settings()`` returned ``values`` inside the block; those of the process stay after it."""
         has_grad, is_inference, has_cache, *autocasts, of_process = values
         if self._of_process != of_process:
             for (read, write), value in zip(_OF_PROCESS, of_process, strict=True):
