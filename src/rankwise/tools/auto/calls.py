@@ -341,9 +341,8 @@ class SplitCalls:
             result, _ = self._calls.whole(call.module, *call.arguments())
         finally:
             now.restore(self._device)
-            with torch.no_grad():
-                for one, value in buffers:
-                    one.copy_(value)
+            for one, value in buffers:
+                one.data.copy_(value)  # the graph that was made now may hold it, and does not read it
         return pytree.tree_leaves(result)  # type: ignore[no-any-return]
 
     # -- proofs ------------------------------------------------------------------------------------
