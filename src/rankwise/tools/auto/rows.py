@@ -80,14 +80,14 @@ def joined(parts: Sequence[torch.Tensor], rows: OutputRows, share: Share) -> tor
         rows: where they lie in each part.
         share: of any rank.
     """
-    placed = [one.detach() for one in parts]
+    placed = [one.detach() for one in parts]  # as below: a result of a node must be no view, to be changed in place
     dim, order = rows.layout.dim, rows.order
     if rows.layout.outer == rows.layout.inner == 1:
         back = [order.index(one) for one in range(len(order))]
-        return torch.cat([one.permute(order) for one in placed], order.index(dim)).permute(back)
+        return torch.cat([one.permute(order) for one in placed], order.index(dim)).permute(back).detach()
     layouts = [rows.fitting(one.shape, share.of(rank).num) or rows.layout for rank, one in enumerate(placed)]
     unfolded = [
         one.unflatten(dim, (at.outer, share.of(rank).num, at.inner))
         for rank, (one, at) in enumerate(zip(placed, layouts, strict=True))
     ]
-    return torch.cat(unfolded, dim + 1).flatten(dim, dim + 2)
+    return torch.cat(unfolded, dim + 1).flatten(dim, dim + 2).detach()
