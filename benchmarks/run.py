@@ -36,7 +36,6 @@ BENCHMARKS = (
     "shard_step.py",
     "shard_memory.py",
     "place_memory.py",
-    "data_parallel.py",
     "import_time.py",
 )
 

@@ -122,7 +122,8 @@ class WarmPython:
     def close(self) -> None:
         """End the process; commands that still run continue."""
         self._socket.close()
-        self._process.wait(20)
+        self._process.kill()  # On a busy machine it may still be importing.
+        self._process.wait()
 
 
 def variables() -> dict[str, str]:

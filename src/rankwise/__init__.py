@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from rankwise.log import log
     from rankwise.parallel.compress.methods import PowerSGD, TopK
     from rankwise.parallel.core.device_mesh import mesh
-    from rankwise.parallel.data_parallel import data_parallel
     from rankwise.parallel.local_sgd.local_sgd import local_sgd
     from rankwise.parallel.local_sgd.outer import DiLoCo
     from rankwise.parallel.no_sync_and_weight import no_sync, weight
@@ -79,7 +78,6 @@ _ROOM_OF = {
     "barrier": "comm.collectives",
     "broadcast": "comm.collectives",
     "broadcast_object": "comm.collectives",
-    "data_parallel": "parallel.data_parallel",
     "independent": "comm.optimizer_steps",
     "join": "comm.join",
     "launch": "launch.function.launch",
@@ -131,7 +129,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
-    "data_parallel",
     "independent",
     "join",
     "launch",

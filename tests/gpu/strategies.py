@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from promise import parameters_of
-from replicas import TOLERANCE, Net, Parameters, batches, built, largest_difference
+from replicas import TOLERANCE, Parameters, batches, built, largest_difference
 from setting import Check, NotPossible, compared
 from spread_training import train
 from torch import nn
@@ -58,23 +58,6 @@ def _spread(strategy: str, sizes: dict[str, int], setting: Setting) -> str:
         for found, whole in zip(result.get(), expected, strict=True):
             differences.append(largest_difference(found, {name: whole[name] for name in found}))
     return compared(max(differences), TOLERANCE)
-
-
-def _data_parallel(world: World) -> float:
-    torch.manual_seed(0)
-    x = torch.randn(7, 6, dtype=torch.float64, device=world.device)
-    gradients = []
-    for devices in (None, [world.device, world.device]):
-        model = built(Net).to(world.device)
-        if devices is not None:
-            rw.data_parallel(model, devices)
-        model(x).square().mean().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    return largest_difference(gradients[1], gradients[0])
-
-
-def _one_device_twice(setting: Setting) -> str:
-    return compared(setting.shared(_data_parallel, 1)[0], TOLERANCE)
 
 
 def _mixed(world: World, dtype: torch.dtype, wraps: bool) -> Parameters:
@@ -181,7 +164,6 @@ def _name(strategy: str, sizes: dict[str, int]) -> str:
 
 STRATEGIES = [
     *[Check(_name(*way), partial(_spread, *way)) for way in WAYS],
-    Check("data_parallel over one device twice", _one_device_twice),
 ]
 TOOLS = [
     *[Check(f"autocast {str(dtype)[6:]}", partial(_precision, dtype)) for dtype in (torch.bfloat16, torch.float16)],

@@ -71,21 +71,6 @@ def test_a_model_sharded_in_cpu_memory_trains_the_same() -> None:
     assert largest_difference(offloaded, kept) < TOLERANCE
 
 
-@pytest.mark.parametrize("devices", [[f"{KIND}:0", f"{KIND}:{NUM_GPUS - 1}"]])
-def test_two_devices_of_one_process_train_as_one(devices: list[str]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(7, 5, dtype=torch.float64)
-    plain = Net().double()
-    plain(x).square().mean().backward()
-    model = Net().double()
-    model.load_state_dict(plain.state_dict())
-    rw.data_parallel(model.to(devices[0]), devices)
-    model(x.to(devices[0])).square().mean().backward()
-    found = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert largest_difference(found, expected) < TOLERANCE
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("words", ["horovod", "megengine"])
 def test_scripts_in_other_libraries_words_train_as_on_one_cpu(words: str) -> None:

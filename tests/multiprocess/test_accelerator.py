@@ -354,30 +354,6 @@ def test_autocast_on_the_device() -> None:
         assert largest_difference(found, reference) < 0.02
 
 
-def _data_parallel(world: World) -> tuple[Parameters, Parameters, str]:
-    plain = built(Net)
-    (x, y) = batches([11])[0]
-    nn.functional.mse_loss(plain(x), y).backward()
-    model = _net("standin:1")
-    rw.data_parallel(model)
-    output = model(x.to("standin:1"))
-    nn.functional.mse_loss(output, y.to("standin:1")).backward()
-    with pytest.raises(ConfigurationError, match=r"given standin:9, but this process has 4 devices"):
-        rw.data_parallel(built(Net).to("standin:0"), ["standin:0", "standin:9"])
-    with pytest.raises(ConfigurationError, match=r'devices=\["standin:0", "standin:1"\]'):
-        rw.data_parallel(built(Net), "standin:0")  # type: ignore[arg-type]
-    expected, found = (
-        _on_cpu({name: p.grad for name, p in one.named_parameters() if p.grad is not None}) for one in (plain, model)
-    )
-    return expected, found, str(output.device)
-
-
-def test_one_process_spreads_a_batch_over_all_devices() -> None:
-    expected, found, device = on_standin(_data_parallel, 1)[0]
-    assert device == "standin:1"
-    assert largest_difference(found, expected) < TOLERANCE
-
-
 def _placed(world: World, plan: dict[str, str] | None) -> tuple[Parameters, set[str], Parameters]:
     def trained(model: nn.Module) -> Parameters:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import folder_lock, lock_owner
+from rankwise.checkpoint import folder_lock
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
 from rankwise.comm.join import join
@@ -38,7 +38,7 @@ ELSEWHERE = "gpu-07"
 def _be_on(hostname: str) -> None:
     """Have this process count as one of another machine, and see signs of life sooner than users do."""
     if hostname:
-        lock_owner.socket = _Named(hostname)  # type: ignore[assignment]
+        folder_lock.socket = _Named(hostname)  # type: ignore[assignment]
     folder_lock.REFRESH_SECONDS, folder_lock.WATCH_SECONDS = 0.2, 4.0
 
 
@@ -284,10 +284,17 @@ def test_a_fork_waits_until_the_lock_is_refreshed(tmp_path: Path, monkeypatch: p
         assert "forked" in steps
 
 
-def test_a_later_attempt_of_the_same_job_takes_the_lock_of_the_earlier_at_once() -> None:
-    here = lock_owner.LockOwner.this_process()
+def test_a_lock_file_is_of_the_process_that_created_it_first(tmp_path: Path) -> None:
+    path, first = tmp_path / f"{folder_lock.PREFIX}1", folder_lock.LockOwner.this_process()
+    for owner in (first, dataclasses.replace(first, attempt=7)):
+        folder_lock._create(path, owner)
+    assert folder_lock.decode(path.read_bytes()) == first
 
-    def of(job: str, attempt: int, hostname: str = ELSEWHERE) -> lock_owner.LockOwner:
+
+def test_a_later_attempt_of_the_same_job_takes_the_lock_of_the_earlier_at_once() -> None:
+    here = folder_lock.LockOwner.this_process()
+
+    def of(job: str, attempt: int, hostname: str = ELSEWHERE) -> folder_lock.LockOwner:
         return dataclasses.replace(here, hostname=hostname, job=job, attempt=attempt)
 
     assert of("a", 0).is_running(of("a", 1, "gpu-08")) is False
@@ -296,7 +303,7 @@ def test_a_later_attempt_of_the_same_job_takes_the_lock_of_the_earlier_at_once()
 
 
 def test_a_process_that_reuses_the_pid_of_a_dead_owner_is_not_mistaken_for_it() -> None:
-    here, parent = lock_owner.LockOwner.this_process(), os.getppid()
+    here, parent = folder_lock.LockOwner.this_process(), os.getppid()
     started = process_probe.start_time_of(parent)
     assert dataclasses.replace(here, pid=parent, start_time=started).is_running(here) is True
     assert dataclasses.replace(here, pid=parent, start_time=f"{started}0").is_running(here) is False

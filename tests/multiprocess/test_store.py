@@ -115,6 +115,35 @@ def test_a_store_keeps_the_values_that_were_set() -> None:
         setter.join()
 
 
+class _DeletedMeanwhile(dist.HashStore):
+    """Torch's store, in which another rank deletes a key between any two calls of this one."""
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        super().wait(keys, timeout or timedelta(seconds=300))
+        self.delete_key(keys[0])
+
+
+def test_a_key_of_torchs_store_that_is_deleted_meanwhile_is_not_waited_for_without_the_limit() -> None:
+    connection = _DeletedMeanwhile()
+    store = Store(connection)
+    ended: list[object] = []
+
+    def get() -> None:
+        try:
+            ended.append(store.get("key", 0.5))
+        except TimeoutError as error:
+            ended.append(error)
+
+    store.set("key", "value")
+    getter = threading.Thread(target=get, daemon=True)
+    getter.start()
+    getter.join(60)  # Torch's own limit is 300 s.
+    assert isinstance(ended[0], TimeoutError)
+    assert store.peek("key") is None
+    store.set("key", b"\0\xff")
+    assert store.peek("key") == b"\0\xff"
+
+
 def test_torch_uses_it_as_any_other_store() -> None:
     with served() as (store, _):
         kept = store.prefixed("group")

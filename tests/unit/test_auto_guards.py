@@ -149,6 +149,7 @@ class Net(nn.Module):
         self.total = 0.0
         self.weird = WEIRD
         self.step = 0
+        self.unknown = float("nan")
         self.history: list[float] = []
         vars(self)["itself"] = self  # not as a part
         self.layers[0].register_forward_hook(lambda *_: None)
@@ -161,7 +162,9 @@ class Net(nn.Module):
             return (
                 x
                 * SCHEDULE.value
-                * len((self.words, self.user, self.settings, self.queue, self.slots, self.weird, self.seen))
+                * len(
+                    (self.words, self.user, self.settings, self.unknown, self.queue, self.slots, self.weird, self.seen)
+                )
             )
         return self.hidden[0](activation(self.layers(x))) * self.read(self) * self.temperature + self.step * self.factor
 
@@ -223,6 +226,11 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
     "default": (
         lambda _: 1.0,
         lambda _: activation.__kwdefaults__.update(slope=0.5),
+        "a default of the global activation['slope']",
+    ),
+    "defaults replaced": (
+        lambda _: 1.0,
+        lambda _: setattr(activation, "__kwdefaults__", {"slope": 0.5}),
         "a default of the global activation['slope']",
     ),
     "class attribute": (lambda _: 1.0, lambda _: setattr(Net, "factor", 2.0), "Net.factor"),
@@ -336,7 +344,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:
     vars(WEIRD).clear()
     if hasattr(nn.Linear, "extra"):
         del nn.Linear.extra
-    activation.__kwdefaults__.update(slope=1.0)  # type: ignore[union-attr]
+    activation.__kwdefaults__ = {"slope": 1.0}
     nn.modules.module._global_forward_hooks.clear()
 
 
@@ -409,6 +417,7 @@ UNREAD: dict[str, Callable[[Net], Any]] = {
     "equal object of weird class": lambda net: setattr(net, "weird", Weird()),
     "equal settings": lambda net: setattr(net, "settings", copy.deepcopy(net.settings)),
     "equal number": lambda net: setattr(net, "temperature", float("1.0")),
+    "equal to no number": lambda net: setattr(net, "unknown", float("nan")),
     "values of parameters": lambda net: nn.init.zeros_(net.layers[3].weight),
     "values of buffers": lambda net: net.mask.zero_(),
     "class that is not used": lambda _: setattr(nn.Linear, "extra", 1),
@@ -425,7 +434,7 @@ def test_what_no_code_reads_may_change(change: Callable[[Net], Any]) -> None:
 
 
 def test_an_attribute_may_be_read_by_any_name() -> None:
-    net = Net(lambda net: getattr(net, "his" + "tory") or 1.0)
+    net = Net(lambda net: getattr(net, "yrotsih"[::-1]) or 1.0)
     guard = Guard.of(net)
     net.history.append(1.0)
     assert guard.changed() == ".history"
@@ -443,8 +452,14 @@ def make():
 alpha, unused = 1.0, 1.0
 inner, own = make()
 functions = {"inner": inner}
+class Holder:
+    def __init__(self):
+        self.inner, self.own = make()
+    def __reduce__(self):
+        return Holder, ()
+holder = Holder()
 def call(x):
-    return functions["inner"](x)
+    return functions["inner"](x) * holder.inner(x)
 """
     exec(text, vars(library))  # noqa: S102 - the test's own text
     net = Net(lambda _: library.call(1.0))
@@ -462,6 +477,10 @@ def call(x):
     assert guard.changed() is None
     library.own.append(1.0)
     assert guard.changed() == "the global functions of library['inner'] and its own"
+    guard = Guard.of(net)
+    guard.add(ran)
+    library.holder.own.append(1.0)
+    assert guard.changed() == "make.<locals>.inner and its own"
     guard = Guard.of(net)
     guard.add(ran)
     library.alpha = 3.0  # type: ignore[attr-defined]

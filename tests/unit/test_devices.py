@@ -330,14 +330,12 @@ def test_a_backend_that_cannot_be_had_is_an_error_with_a_fix(monkeypatch: pytest
     assert choice.known_backends() == ["gloo"]
 
 
-@pytest.mark.parametrize(
-    ("name", "listed"), [("xpu", '["xpu:0", "xpu:1"]'), (None, '["cuda:0", "cuda:1"]'), ("npu", '["npu:0", "npu:1"]')]
-)
+@pytest.mark.parametrize(("name", "shown"), [("xpu", "xpu:1"), (None, "cuda:1"), ("npu", "npu:1")])
 def test_examples_name_the_accelerator_that_is_here(
-    monkeypatch: pytest.MonkeyPatch, name: str | None, listed: str
+    monkeypatch: pytest.MonkeyPatch, name: str | None, shown: str
 ) -> None:
     Here(monkeypatch, name, 2)
-    assert accelerator.example_list() == listed
+    assert accelerator.example(1) == shown
 
 
 def test_ranks_to_start_on_other_accelerators() -> None:
@@ -348,11 +346,8 @@ def test_ranks_to_start_on_other_accelerators() -> None:
 def test_the_cpu_has_no_stream_and_its_batches_are_not_pinned() -> None:
     cpu = torch.device("cpu")
     assert streams.new_stream(cpu) is None
-    assert streams.stream_of_thread(cpu) is None
     assert not streams.pins(cpu)
     assert not streams.pins(torch.device("mps"))
-    with streams.on_stream(cpu, None):
-        assert torch.ones(1).item() == 1
 
 
 def test_versions_are_those_torch_was_built_with() -> None:

@@ -6,11 +6,21 @@ from __future__ import annotations
 import faulthandler
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rankwise.health import process_probe
 from rankwise.health.process_probe import is_there, lines_of_dump, stack_of, start_time_of, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    import pytest
 
 
 def test_a_process_that_has_ended_counts_as_exited_before_it_is_waited_for() -> None:
@@ -45,6 +55,20 @@ def test_the_innermost_frame_is_the_last(tmp_path: Path) -> None:
     assert f"{Path(__file__).name}:" in outer
 
 
+@contextmanager
+def _started(script: str, own: Path) -> Generator[subprocess.Popen[str]]:
+    """Start a process that offers its stack in the file ``own``; kill it in the end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(own)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "offered\n"
+            yield process
+        finally:
+            process.kill()
+
+
 OFFERS = """
 import sys
 from rankwise.health.process_probe import offer_stack
@@ -57,12 +81,67 @@ sys.stdin.read()
 def test_a_stack_is_asked_for_only_of_the_process_that_offers_it(tmp_path: Path) -> None:
     own, others = tmp_path / "own", tmp_path / "others"
     others.write_text("1\n")
-    with subprocess.Popen(
-        [sys.executable, "-c", OFFERS, str(own)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "offered\n"
+    with _started(OFFERS, own) as process:
         assert stack_of(process.pid, str(others)) == []
         assert own.read_text() == f"{process.pid}\n"
         assert stack_of(process.pid, str(own))[-1].endswith("in <module>")
-        process.kill()
+
+
+BUSY = """
+import signal, sys
+from rankwise.health.process_probe import STACK_SIGNAL, offer_stack
+offer_stack(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
+print("offered", flush=True)
+while STACK_SIGNAL not in signal.sigpending():
+    pass
+sum(range(10**7))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_waits_for_a_core_is_given_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own"
+    monkeypatch.setattr(process_probe, "DUMP_SECONDS", 0.0)
+    monkeypatch.setattr(process_probe, "CORE_SECONDS", 80.0)
+    with _started(BUSY, own) as process:
+        assert any(line.endswith("in <module>") for line in stack_of(process.pid, str(own)))
+
+
+MANY_THREADS = """
+import sys, threading
+from rankwise.health.process_probe import offer_stack
+
+def deep(depth):
+    deep(depth - 1) if depth else threading.Event().wait()
+
+offer_stack(sys.argv[1])
+for _ in range(60):
+    threading.Thread(target=deep, args=(90,), daemon=True).start()
+print("offered", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_stack_that_is_still_being_written_is_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process loses its core in mid-dump, for as many looks as a stack that has settled would get."""
+    own = tmp_path / "own"
+    looks = 0
+
+    def look_again(seconds: float) -> None:
+        nonlocal looks
+        if own.stat().st_size > size:
+            looks += 1
+            if looks in {1, 40}:
+                os.kill(process.pid, signal.SIGSTOP if looks == 1 else signal.SIGCONT)
+        sleep(seconds)
+
+    sleep = time.sleep
+    with _started(MANY_THREADS, own) as process:
+        size = own.stat().st_size
+        monkeypatch.setattr(process_probe, "DUMP_SECONDS", 80.0)
+        monkeypatch.setattr(time, "sleep", look_again)
+        assert stack_of(process.pid, str(own))[-1].endswith("in <module>")

@@ -29,7 +29,6 @@ PUBLIC = [
     "barrier",
     "broadcast",
     "broadcast_object",
-    "data_parallel",
     "independent",
     "join",
     "launch",

@@ -126,6 +126,17 @@ def check_graph_task() -> None:
     assert autograd.graph_task() == autograd.NO_GRAPH
 
 
+@canary("torch._C._autograd._get_current_graph_task_keep_graph")
+def check_keeps_graph() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda _: seen.append(autograd.keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert seen == [True, False]
+
+
 @canary("torch.autograd.Variable._execution_engine.queue_callback")
 def check_queue_callback() -> None:
     ways = [autograd.run_after_backward, torch.autograd.Variable._execution_engine.queue_callback]
@@ -734,6 +745,14 @@ def check_extra_state() -> None:
             return 3
 
     assert nn.Sequential(Module()).state_dict() == {f"0.{modules.EXTRA_STATE}": 3}
+
+
+@canary("torch.nn.modules.module._has_any_global_hook")
+def check_hooks_of_all() -> None:
+    assert not modules.has_hooks_of_all()
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert modules.has_hooks_of_all()
+    assert not modules.has_hooks_of_all()
 
 
 @canary("torch.nn.modules.batchnorm._BatchNorm", "torch.nn.modules.batchnorm._BatchNorm._check_input_dim")

@@ -151,7 +151,7 @@ class Checkpointer:
         _refuse_immutable(objects)
         self.wait()
         ranks = CollectiveRanks(current())
-        folder_lock.refuse_other_job(ranks, self._lock, objects.values(), lambda: None)
+        folder_lock.refuse_other_job(ranks, self._lock, objects.values())
         numbers = earlier_saves.numbers_on_ranks(ranks, self.directory)
         if fresh:
             self._ignored = earlier_saves.newest_to_ignore(ranks, self.directory, numbers)

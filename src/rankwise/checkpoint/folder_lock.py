@@ -10,28 +10,33 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import json
 import os
 import re
+import secrets
+import socket
+import sys
 import threading
 import time
-from typing import TYPE_CHECKING, TypeVar, cast
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
 
-from rankwise.checkpoint.lock_owner import LockOwner, decode, read
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
+from rankwise.health import process_probe
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
 from rankwise.tensors.synced_folders import make_folder
+from rankwise.world.environments.process import job_of_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
     from rankwise.checkpoint.phases import CheckpointRanks
-
 
 T = TypeVar("T")
 
@@ -42,14 +47,106 @@ WATCH_SECONDS = 20.0
 """How long the lock of another machine is watched for a change before its owner counts as dead."""
 POLL_SECONDS = 0.5
 """How often it is read meanwhile."""
-
+_REPORTED = ["EACCES", "EDQUOT", "EEXIST", "ENOENT", "ENOSPC", "ENOTDIR", "EPERM", "EROFS"]
+"""Errors that also keep a checkpoint from being written: the save reports them in clearer words."""
+_LATEST_SECONDS = 1e11
+"""The latest time that can be shown as a date."""
 _NUMBERED = re.compile(re.escape(PREFIX) + r"(\d{1,9})")
 
-LockVerdict = list[str] | None
-"""The result of a step of a claim: ``None`` to continue, an empty list once the folder is this job's, else a
-description of the owner and what to do."""
+Verdict = list[str] | None
+"""The result of a look: an empty list if the folder is free or this job's, else a description of the owner and what to
+do; ``None`` while the lock of another machine is being watched."""
+Watched = dict[tuple[str, object], tuple[bytes, int]]
+"""By the name and the owner of a lock: its content when it was first read, and how often it was read since."""
 
-_held: dict[str, _HeldLock] = {}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LockOwner:
+    """The process that holds a lock, as its lock file describes it. Later versions may add fields."""
+
+    hostname: str
+    machine: str
+    """Identifies the machine's current boot and the container, in which PIDs are unique. Empty if unknown."""
+    pid: int
+    start_time: str
+    """When the kernel started the process, in its own ticks; unique together with ``pid``. Empty if unknown."""
+    command: str
+    job: str
+    """Unique name of the launcher's job; empty without one."""
+    attempt: int
+    """Number of the job's restart."""
+    since: float
+    """When the lock was taken, in seconds since the epoch by the owner's clock. For display only."""
+    token: str
+    """Distinguishes this lock from every other one."""
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """Return this process as the owner of a new lock; its command without arguments, which may be private."""
+        job, attempt = job_of_process()
+        name = Path(sys.argv[0] if sys.argv else "").name.encode(errors="replace").decode()
+        return cls(
+            hostname=socket.gethostname(),
+            machine=process_probe.this_process().host,
+            pid=os.getpid(),
+            start_time=process_probe.start_time_of(os.getpid()),
+            command=" ".join(name.split())[:100],
+            job=job,
+            attempt=attempt,
+            since=time.time(),
+            token=secrets.token_hex(8),
+        )
+
+    def encode(self, num_refreshes: int) -> bytes:
+        """Return the content of the lock file, which does not get shorter from one refresh to the next."""
+        return (json.dumps({**asdict(self), "signs_of_life": num_refreshes}, indent=1) + "\n").encode()
+
+    def is_running(self, viewer: LockOwner) -> bool | None:
+        """Return whether the owner runs and its lock counts; ``None`` if ``viewer`` (this process) cannot know."""
+        if self.job and self.job == viewer.job and self.attempt < viewer.attempt:
+            return False  # The launcher starts an attempt only when the previous one has ended.
+        # Cloned machines may differ only in their name.
+        if not self.machine or (self.machine, self.hostname) != (viewer.machine, viewer.hostname):
+            return None
+        # With this PID: an earlier lock of this process, or of an earlier process.
+        return self.pid != viewer.pid and process_probe.is_there(self.pid, self.start_time)
+
+
+def decode(content: bytes) -> LockOwner | None:
+    """Return the owner that a lock file describes; ``None`` while it is being written, or for anything else."""
+    try:
+        saved = json.loads(content)
+        owner = LockOwner(**{each.name: saved[each.name] for each in fields(LockOwner)})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    # Annotations are texts here: "str", "int" and "float".
+    has_types = all(type(getattr(owner, each.name)).__name__ == each.type for each in fields(LockOwner))
+    return owner if has_types and owner.pid > 0 and 0 <= owner.since < _LATEST_SECONDS else None
+
+
+def _describe(owner: LockOwner | None) -> str:
+    if owner is None:
+        return "a process that its lock file does not name"
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner.since))
+    return f"process {owner.pid} on {owner.hostname} ({owner.command or 'python'}), since {since}"
+
+
+def _read_all(folder: Path) -> dict[Path, bytes]:
+    """Return the content of each lock file of a folder, the last that was created at the end.
+
+    Opens them again each time: network file systems then check with the server.
+    """
+    found: dict[Path, bytes] = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in sorted(filter(_number_of, folder.iterdir()), key=_number_of):
+            with contextlib.suppress(FileNotFoundError):
+                found[path] = path.read_bytes()
+    return found
+
+
+def _number_of(path: Path) -> int:
+    match = _NUMBERED.fullmatch(path.name)
+    return int(match[1]) if match else 0
 
 
 class FolderLock:
@@ -58,11 +155,11 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         """Read nothing yet."""
         self.folder = folder
-        self._dead: set[str] = set()
-        """Locks whose owners were found dead, by their content."""
+        self._dead: set[tuple[str, object]] = set()
+        """Locks whose owners were found dead, by name and owner."""
 
-    def acquire(self) -> Generator[LockVerdict]:
-        """Take the lock, a step at a time; the last step has the verdict.
+    def acquire(self, watched: Watched) -> Verdict:
+        """Take the lock, if no other job holds it; called again with the same ``watched`` until there is a verdict.
 
         Raises:
             CheckpointError: the disk on which this process holds the lock is no longer there.
@@ -70,109 +167,84 @@ class FolderLock:
         """
         key = os.path.realpath(self.folder)
         held = _held.get(key)
-        own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
-        if held is not None and own is held.owner and not _is_lock_of(held.path, own):
+        own = held.owner if held is not None else LockOwner.this_process()
+        if held is not None and not held.is_there():
             held.check_folder()
         make_folder(self.folder)
-        path = None
         while True:
-            locks = _locks(self.folder)
-            path = next((each for each in locks.values() if _is_lock_of(each, own)), None)
-            others = [each for each in locks.values() if each != path]
-            for other in others:
-                verdict = yield from self._judge(other, own)
-                if verdict:
-                    if path is not None:
-                        path.unlink(missing_ok=True)
-                    yield verdict
-                    return
+            locks = _read_all(self.folder)
+            path = next((path for path, content in locks.items() if decode(content) == own), None)
+            others = {other: content for other, content in locks.items() if other != path}
+            verdict = self._judge(others, own, watched)
+            if verdict != []:
+                if verdict and path is not None:
+                    path.unlink(missing_ok=True)
+                return verdict
             if path is not None:
                 break
             # One number above the dead locks: of several processes that get here, one creates the file.
-            _create(self.folder / f"{PREFIX}{max(locks, default=0) + 1}", own)
+            _create(self.folder / f"{PREFIX}{_number_of(max(locks, key=_number_of, default=Path())) + 1}", own)
         for other in others:
-            # One that cannot be removed is judged dead again by the next process.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # One that remains is judged dead again by the next process.
                 other.unlink()
-        # The same folder may have another name here.
-        if held is None or held.owner is not own or held.path.name != path.name:
-            users: set[FolderLock] = set()
-            if held is not None:
-                held.stop()
-                users = held.users if held.is_of_this_process else users
-            held = _held[key] = _HeldLock(path, own, users)
+        if held is None:
+            held = _held[key] = _HeldLock(path, own)
+        held.path = path
         held.users.add(self)
-        yield []
+        return []
 
-    def find_other_job(self, *, watches: bool) -> Generator[LockVerdict]:
-        """Check whether another job holds the lock, a step at a time; the last step has the verdict.
-
-        Args:
-            watches: watch the lock of another machine; otherwise ignore it.
-        """
+    def find_other_job(self, watched: Watched | None) -> Verdict:
+        """Check whether another job holds the lock, as :meth:`acquire`; ignore other machines' without ``watched``."""
         held = _held.get(os.path.realpath(self.folder))
-        own = held.owner if held is not None and held.is_of_this_process else LockOwner.this_process()
-        try:
-            locks = _locks(self.folder)
-        except OSError:
-            locks = {}  # reported where its checkpoints are listed
-        for path in locks.values():
-            if not _is_lock_of(path, own):
-                verdict = yield from self._judge(path, own, watches=watches)
-                if verdict:
-                    yield verdict
-                    return
-        yield []
+        own = held.owner if held is not None else LockOwner.this_process()
+        with contextlib.suppress(OSError):  # reported where its checkpoints are listed
+            locks = {path: content for path, content in _read_all(self.folder).items() if decode(content) != own}
+            return self._judge(locks, own, watched)
+        return []
 
     def release(self) -> None:
         """Release the lock, unless another Checkpointer of this process holds it too."""
         key = os.path.realpath(self.folder)
         held = _held.get(key)
-        if held is None or not held.is_of_this_process:
-            return
-        held.users.discard(self)
-        if not held.users:
-            del _held[key]
-            held.remove()
+        if held is not None:
+            held.users.discard(self)
+            if not held.users:
+                _held.pop(key).remove()
 
-    def _judge(self, path: Path, own: LockOwner, *, watches: bool = True) -> Generator[LockVerdict, None, list[str]]:
-        """Return who holds a lock and what to do about it; nothing where its owner is dead."""
-        content = read(path)
-        if content is None or (identity := _identity(path, content)) in self._dead:
-            return []
-        owner = decode(content)
-        runs = None if owner is None else owner.is_running(own)
-        if runs is None and watches:
-            log(f"{self.folder} may be in use by {_describe(owner)}: watching it for {WATCH_SECONDS:.0f} s")
-            runs = False
-            for _ in range(round(WATCH_SECONDS / POLL_SECONDS)):
-                time.sleep(POLL_SECONDS)
-                yield None
-                now = read(path)
-                if now is None:
-                    return []
-                if _identity(path, now) != identity:
-                    # It is another lock by now, or was still being written.
-                    return (yield from self._judge(path, own))
-                if now != content:
+    def _judge(self, locks: dict[Path, bytes], own: LockOwner, watched: Watched | None) -> Verdict:
+        """Return who holds one of ``locks`` and what to do about it; look at those of other machines once more."""
+        verdict: Verdict = []
+        for path, content in locks.items():
+            owner = decode(content)
+            identity = path.name, owner or content
+            runs = False if identity in self._dead else owner and owner.is_running(own)
+            if runs is None and watched is not None:
+                if identity not in watched:
+                    log(f"{self.folder} may be in use by {_describe(owner)}: watching it for {WATCH_SECONDS:.0f} s")
+                first, num_looks = watched.get(identity, (content, 0))
+                watched[identity] = first, num_looks + 1
+                if content != first:
                     runs = True
-                    break
-            else:
-                log(f"{self.folder} is free: {_describe(owner)} stopped refreshing its lock")
-        if runs:
-            return [f"{_describe(owner)}\nits lock is {path}", _what_to_do(owner, path)]
-        if runs is False:
-            self._dead.add(identity)
-        return []
+                elif num_looks < round(WATCH_SECONDS / POLL_SECONDS):
+                    verdict = None
+                else:
+                    log(f"{self.folder} is free: {_describe(owner)} stopped refreshing its lock")
+                    runs = False
+            if runs:
+                return [f"{_describe(owner)}\nits lock is {path}", _what_to_do(owner, path)]
+            if runs is False:
+                self._dead.add(identity)
+        if verdict is None:
+            time.sleep(POLL_SECONDS)
+        return verdict
 
 
 class _HeldLock:
     """A lock that this process holds, and the thread that refreshes it."""
 
-    def __init__(self, path: Path, owner: LockOwner, users: set[FolderLock]) -> None:
-        self.path = path
-        self.owner = owner
-        self.users = users
+    def __init__(self, path: Path, owner: LockOwner) -> None:
+        self.path, self.owner = path, owner
+        self.users: set[FolderLock] = set()
         self._disk = path.parent.stat().st_dev
         self._num_refreshes = 0
         self._ends = False
@@ -182,10 +254,11 @@ class _HeldLock:
         self._thread = threading.Thread(target=self._refresh_until_stopped, name="rankwise-folder-lock", daemon=True)
         self._thread.start()
 
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether it is not the lock of a process that this one was forked from."""
-        return self.owner.pid == os.getpid()
+    def is_there(self) -> bool:
+        """Return whether the lock file is still this lock's."""
+        with contextlib.suppress(FileNotFoundError):
+            return decode(self.path.read_bytes()) == self.owner
+        return False
 
     def check_folder(self) -> None:
         """Warn about a folder that was removed together with the lock; raise if its disk is not there either.
@@ -205,18 +278,14 @@ class _HeldLock:
                 f"{folder} was removed with its checkpoints while this job saves there: it is created and locked again"
             )
 
-    def stop(self) -> None:
-        """End the thread."""
+    def remove(self) -> None:
+        """End the thread, and remove the lock file if it is still this lock's."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
         self._thread.join()
-
-    def remove(self) -> None:
-        """Remove the lock file, if it is still this lock's."""
-        self.stop()
         with contextlib.suppress(OSError):
-            if _is_lock_of(self.path, self.owner):
+            if self.is_there():
                 self.path.unlink()
 
     def _refresh_until_stopped(self) -> None:
@@ -234,50 +303,29 @@ class _HeldLock:
                 file.write(self.owner.encode(self._num_refreshes))
 
 
+_held: dict[str, _HeldLock] = {}
+"""The locks of this process, by the real path of the folder. A fork of it holds none."""
+os.register_at_fork(after_in_child=_held.clear)
+
+
 @atexit.register
 def _remove_all() -> None:
-    for held in list(_held.values()):
-        if held.is_of_this_process:
-            held.remove()
-    _held.clear()
-
-
-def _locks(folder: Path) -> dict[int, Path]:
-    """Return the lock files of a folder by number, in order; the highest is the last that was created."""
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    return {int(match[1]): folder / match[0] for name in sorted(names) if (match := _NUMBERED.fullmatch(name))}
+    while _held:
+        _held.popitem()[1].remove()
 
 
 def _create(path: Path, own: LockOwner) -> None:
     """Create a lock file, unless another process has."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        file = path.open("xb")
     except FileExistsError:
         return
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with file:
             file.write(own.encode(0))
     except OSError:
         path.unlink(missing_ok=True)
         raise
-
-
-def _is_lock_of(path: Path, own: LockOwner) -> bool:
-    content = read(path)
-    return content is not None and decode(content) == own
-
-
-def _identity(path: Path, content: bytes) -> str:
-    """Return what distinguishes one lock from another, however often its owner has refreshed it."""
-    owner = decode(content)
-    return f"{path.name} {'' if owner is None else owner.token}"
-
-
-def _describe(owner: LockOwner | None) -> str:
-    return "a process that its lock file does not name" if owner is None else owner.description
 
 
 def _what_to_do(owner: LockOwner | None, path: Path) -> str:
@@ -289,19 +337,6 @@ def _what_to_do(owner: LockOwner | None, path: Path) -> str:
     )
 
 
-REPORTED_BY_THE_SAVE = {
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.ENOENT,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
-"""Errors that also keep a checkpoint from being written: the save reports them in clearer words."""
-
-
 def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[], T]) -> T:
     """Return once only this job saves into the folder, with rank zero's result of ``then``, which is JSON-able.
 
@@ -311,21 +346,19 @@ def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[],
         CheckpointError: another job saves there; on every rank.
     """
 
-    def steps() -> Generator[LockVerdict]:
+    def look(watched: Watched) -> Verdict:
         try:
-            yield from lock.acquire()
+            return lock.acquire(watched)
         except OSError as error:
-            if error.errno not in REPORTED_BY_THE_SAVE:
+            if errno.errorcode.get(error.errno or 0) not in _REPORTED:
                 warn(f"{lock.folder} cannot be locked ({error}): make sure that no other job saves there")
-            yield []
+            return []
 
-    return _conclude(ranks, lock, steps(), then)
+    return _conclude(ranks, lock, look, then)
 
 
-def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object], then: Callable[[], T]) -> T:
-    """Check whether another job saves where this one resumes from. Only reads; returns as :func:`acquire_for_job`.
-
-    Called by: every rank.
+def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object]) -> None:
+    """Check whether another job saves where this one resumes from. Only reads. Called by: every rank.
 
     With a loader among the restored objects this job saves there at the latest when it is stopped; with an optimizer
     it likely will; with neither it may only read.
@@ -334,25 +367,24 @@ def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable
         CheckpointError: another job saves there, and a loader is among the objects; on every rank.
     """
     objects = list(objects)
-    if any(isinstance(item, StepSource) for item in objects):
-        return _conclude(ranks, lock, lock.find_other_job(watches=True), then)
 
-    def mention() -> Generator[LockVerdict]:
-        if any(isinstance(item, torch.optim.Optimizer) for item in objects):
-            verdict = next(lock.find_other_job(watches=False))
-            if verdict:
-                owner = verdict[0].splitlines()[0]
-                warn(f"another job saves into {lock.folder}: {owner}. This job cannot save there until that one ends")
-        yield []
+    def mention(_: Watched) -> Verdict:
+        verdict = lock.find_other_job(None)
+        if verdict and any(isinstance(item, torch.optim.Optimizer) for item in objects):
+            owner = verdict[0].splitlines()[0]
+            warn(f"another job saves into {lock.folder}: {owner}. This job cannot save there until that one ends")
+        return []
 
-    return _conclude(ranks, lock, mention(), then)
+    resumes = any(isinstance(item, StepSource) for item in objects)
+    _conclude(ranks, lock, lock.find_other_job if resumes else mention, lambda: None)
 
 
-def _conclude(ranks: CheckpointRanks, lock: FolderLock, steps: Generator[LockVerdict], then: Callable[[], T]) -> T:
-    """Have rank zero run ``steps`` one at a time: the others must not wait long for it."""
+def _conclude(ranks: CheckpointRanks, lock: FolderLock, look: Callable[[Watched], Verdict], then: Callable[[], T]) -> T:
+    """Have rank zero look until there is a verdict, one look at a time: the others must not wait long for it."""
+    watched: Watched = {}
 
-    def step() -> tuple[LockVerdict, T | None]:
-        verdict = next(steps) if ranks.rank == 0 else []
+    def step() -> tuple[Verdict, T | None]:
+        verdict = look(watched) if ranks.rank == 0 else []
         return verdict, then() if verdict == [] else None
 
     while True:

@@ -27,8 +27,10 @@ STACK_SIGNAL = signal.SIGRTMIN + 5
 """The signal on which a rank writes its stack into its file, whatever holds the GIL."""
 DUMP_SECONDS = 1.0
 """How long a process may take to write its stack."""
+CORE_SECONDS = 5.0
+"""... and one that waits for a core of a busy machine: it will write it."""
 SETTLED_SECONDS = 0.05
-"""A stack that has not grown for this long is complete."""
+"""A stack that has not grown for this long, after its process handled the signal, is complete."""
 LONGEST_STACK_LINES = 24
 _STATES = {
     "T": "stopped (SIGSTOP or Ctrl-Z; `kill -CONT {pid}` resumes it)",
@@ -131,7 +133,7 @@ def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> 
 
     ``send`` sends it a signal of this number; by default ``kill`` does.
     """
-    if not path or offered_by(path) != pid or not _takes_signal(pid) or _letter_of(pid) in _STATES:
+    if not path or offered_by(path) != pid or not _has_signal(pid, "SigCgt") or _letter_of(pid) in _STATES:
         return []
     file = Path(path)
     try:
@@ -140,7 +142,7 @@ def stack_of(pid: int, path: str, send: Callable[[int], None] | None = None) -> 
             os.kill(pid, STACK_SIGNAL)
         else:
             send(STACK_SIGNAL)
-        _wait_until_whole(file, start)
+        _wait_until_whole(pid, file, start)
         with file.open("rb") as opened:
             opened.seek(start)
             return lines_of_dump(opened.read().decode(errors="replace"))
@@ -163,25 +165,32 @@ def lines_of_dump(text: str) -> list[str]:
     return lines[:LONGEST_STACK_LINES][::-1]
 
 
-def _takes_signal(pid: int) -> bool:
-    """Return whether a process handles the signal, which would kill it otherwise."""
+def _has_signal(pid: int, *masks: str) -> bool:
+    """Return whether ``STACK_SIGNAL`` is in one of these masks of a process. Source: proc_pid_status(5)."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+            name, _, mask = line.partition(":")
+            if name in masks and int(mask, 16) >> (STACK_SIGNAL - 1) & 1:
+                return True
     return False
 
 
-def _wait_until_whole(file: Path, start: int) -> None:
-    deadline = time.monotonic() + DUMP_SECONDS
-    size, since = start, time.monotonic()
-    while time.monotonic() < deadline:
-        time.sleep(0.005)
+def _wait_until_whole(pid: int, file: Path, start: int) -> None:
+    """Wait until a process has handled the signal: it is pending first, and blocked while the handler writes."""
+    begun = since = time.monotonic()
+    size = start
+    while True:
+        # Read before the size: what was written by then is counted.
+        is_due = _has_signal(pid, "SigPnd", "ShdPnd", "SigBlk")
+        waited = time.monotonic() - begun
         now = file.stat().st_size
         if now != size:
             size, since = now, time.monotonic()
-        elif size > start and time.monotonic() - since > SETTLED_SECONDS:
+        elif size > start and not is_due and time.monotonic() - since > SETTLED_SECONDS:
             return
+        if waited > (CORE_SECONDS if is_due and _letter_of(pid) == "R" else DUMP_SECONDS):
+            return
+        time.sleep(0.005)
 
 
 class Peers:

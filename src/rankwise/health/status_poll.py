@@ -50,9 +50,9 @@ def call(
     essential = pending if awaited is None else set(awaited)
     while True:
         for other in sorted(pending):
-            key = _key(number, other)
-            if store.check(key):
-                answers[other] = json.loads(store.get(key, ANSWER_SECONDS))
+            given = store.peek(_key(number, other))
+            if given is not None:
+                answers[other] = json.loads(given)
         pending -= set(answers)
         if not essential & pending or time.monotonic() > deadline:
             return answers
@@ -82,12 +82,8 @@ def is_introduced(store: Store, rank: int) -> bool:
 
 def process_of(store: Store, rank: int) -> Process | None:
     """Return the process of a rank that has joined and not left."""
-    if not is_introduced(store, rank):
-        return None
-    try:
-        return Process(**json.loads(store.get(_process_key(rank), ANSWER_SECONDS)))
-    except TimeoutError:  # it left just now
-        return None
+    introduced = store.peek(_process_key(rank))
+    return None if introduced is None else Process(**json.loads(introduced))
 
 
 def look_at(store: Store, ranks: Iterable[int]) -> Answers:

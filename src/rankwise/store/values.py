@@ -7,6 +7,7 @@ its own.
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ from rankwise.store.client import StoreConnection
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
+
+
+_ABSENT = "rankwise: this key is not set"
 
 
 class StoreLost(ConnectionError):
@@ -85,7 +89,7 @@ class Store:
             return self._connection.multi_get([self._key(key) for key in keys])
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
-        """Return the value of ``key``, waiting for it to be set.
+        """Return the value of ``key``, waiting for it to be set, and set again if it is deleted meanwhile.
 
         Raises:
             TimeoutError: it was not set within ``timeout_seconds``.
@@ -94,9 +98,21 @@ class Store:
         if isinstance(self._connection, StoreConnection):
             with translated(key):
                 return self._connection.get_within([self._key(key)], timeout_seconds)[0]
-        self.wait([key], timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self.wait([key], max(0.0, deadline - time.monotonic()))
+            value = self.peek(key)
+            if value is not None:
+                return value
+
+    def peek(self, key: str) -> bytes | None:
+        """Return the value of ``key`` now, ``None`` if it is not set: in one step.
+
+        Torch's own ``get`` would wait for a key that was deleted after ``check``, for as long as torch's limit.
+        """
         with translated(key):
-            return self._connection.get(self._key(key))
+            value = self._connection.compare_set(self._key(key), _ABSENT, _ABSENT)
+        return None if value == _ABSENT.encode() else value
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Wait until every key is set. Raises as :meth:`get` does."""

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, Module
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, Module, _has_any_global_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,6 +78,11 @@ def hide_backward_hooks(module: nn.Module) -> None:
 def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """Return the tables of the hooks that see a module's inputs, outputs or their gradients."""
     return module._forward_hooks, module._forward_pre_hooks, *backward_hooks(module)  # noqa: SLF001
+
+
+def has_hooks_of_all() -> bool:
+    """Return whether there are hooks on all modules."""
+    return bool(_has_any_global_hook())
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:

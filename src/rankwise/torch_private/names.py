@@ -103,6 +103,7 @@ NAMES = {
     "torch.nn.Module._compiled_call_impl": "wrap the call of one module; copies do not have it",
     "torch.nn.Module._call_impl": "call a module without that wrapper",
     "torch.nn.Module.state_dict._metadata": "keep the versions of modules in a checkpoint",
+    "torch.nn.modules.module._has_any_global_hook": "whether there are hooks on all modules",
     "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": "recognize a module's extra state by its key",
     "torch.nn.modules.batchnorm._BatchNorm": (
         "recognize BatchNorm layers; the public ones leave out lazy layers and other libraries' own"

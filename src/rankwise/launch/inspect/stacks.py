@@ -28,7 +28,7 @@ STORE_SECONDS = 3.0
 
 
 def of_ranks(ranks: LocalRanks) -> Answers:
-    """Return what ranks do: all that answer, and those of this machine that do not. Takes up to 4 seconds.
+    """Return what ranks do: all that answer, and those of this machine that do not. Takes up to 8 seconds.
 
     Raises:
         OSError: the job's store cannot be reached.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 LARGEST_AHEAD = 2**16
 """Elements of the largest mask that is drawn ahead: in larger ones, drawing itself dominates the time."""
+_PASSED_AT_ONCE = 2**14
+"""Numbers that stay in the cache of a core."""
 MOST_AHEAD = 2**22
 """Elements of all masks that are drawn ahead."""
 
@@ -62,7 +65,8 @@ def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any],
     """Fill a tensor with random numbers of ``source``: by position if that is possible, else with torch's kernel."""
     if source.key is None or operation not in SAMPLERS or out.is_complex():
         with drawing():
-            _fill_whole(kernel, out, args, source)
+            if operation != "bernoulli_.float" or not _fill_own(kernel, out, args, source):
+                _fill_whole(kernel, out, args, source)
     elif out.numel():
         out.copy_(_by_position(operation, out, args, source))
 
@@ -79,6 +83,46 @@ def _by_position(operation: str, like: torch.Tensor, args: Sequence[Any], source
     if layout is None or rows is None or (layout.dim == 0 and layout.outer == 1):
         return numbers.view(like.shape)
     return layout.from_samples(numbers.view(layout.by_sample(like.shape, rows.num)))
+
+
+def _fill_own(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> bool:
+    """Draw this rank's rows of a mask, and pass over the numbers of the others: in less time than drawing them takes.
+
+    Returns:
+        Whether it could: the rows must lie in memory one after the other, and torch must draw as it is known to.
+    """
+    layout, rows = source.layout, source.rows
+    if layout is None or rows is None or not source.is_part or source.part is not None or not rows.num:
+        return False
+    is_in_order = layout.outer == 1 and source.order[:1] == (layout.dim,) and out.movedim(layout.dim, 0).is_contiguous()
+    if not is_in_order or out.device.type != "cpu" or not _takes_two_words(out.dtype):
+        return False
+    generator, each = source.own_generator(out.device), out.numel() // rows.num
+    _pass_over(each * rows.start, generator)
+    kernel(out, *args, generator=generator)
+    _pass_over(each * (rows.num_global - rows.start - rows.num), generator)
+    return True
+
+
+def _pass_over(num: int, generator: torch.Generator | None) -> None:
+    """Advance a generator of the CPU by the numbers of a mask of ``num`` elements."""
+    passed = torch.empty(min(num, _PASSED_AT_ONCE), dtype=torch.int64)
+    for _ in range(num // _PASSED_AT_ONCE):
+        passed.random_(generator=generator)
+    passed[: num % _PASSED_AT_ONCE].random_(generator=generator)
+
+
+@cache
+def _takes_two_words(dtype: torch.dtype) -> bool:
+    """Return whether torch takes as many random bits for an element of a mask as for an integer of 64 bits."""
+    states: list[torch.Tensor] = []
+    for filled in (torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=torch.int64)):
+        generator = torch.Generator().manual_seed(0)
+        filled.bernoulli_(0.5, generator=generator) if filled.is_floating_point() else filled.random_(
+            generator=generator
+        )
+        states.append(generator.get_state())
+    return torch.equal(*states)
 
 
 def _fill_whole(kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankwise.errors import ConfigurationError
@@ -42,6 +43,7 @@ from rankwise.tools.auto.proof import (
     obstacle,
     obstacle_after,
     parameters_of,
+    shares_memory,
     tensors_kept,
     uncompiled,
 )
@@ -50,13 +52,11 @@ from rankwise.tools.auto.shipping import dumped, dumped_tree
 from rankwise.tools.auto.split import Request, ResultChanged, ServerFailed, SplitCall
 from rankwise.tools.auto.subclasses import as_output, is_alike, plain
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.modules import BatchNorm, hooks_of, own_parameters
+from rankwise.torch_private.modules import BatchNorm, has_hooks_of_all, hooks_of, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
-
-    from torch import nn
 
     from rankwise.parallel.randomness.model_draws import DrawsOfModel
     from rankwise.tools.auto.module_calls import ModuleCalls
@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 64
 """Kinds of calls of a module that are proved."""
+CHANGES_PROVED = 4
+"""Changes of numbers after which calls are proved; of later ones, as of a schedule, the eighth, sixteenth, ... one."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,8 @@ class KindOfCall:
     """Where the rows lie; ``None``: not proved."""
     outputs: tuple[OutputRows | None, ...] = ()
     """Per leaf of the outputs; ``None``: the same for every row."""
+    is_doubtful: bool = False
+    """Whether something has changed that such calls read, since they were proved."""
     is_random: bool = False
     is_known: bool = False
     """Whether servers know the structure of its arguments."""
@@ -111,6 +115,8 @@ class KnownModule:
     pickled: bytes | None = None
     """As it is to be sent to them."""
     kinds: dict[Kind, KindOfCall] = field(default_factory=dict)
+    num_changes: int = 0
+    """How often something has changed that its calls read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +185,7 @@ class SplitCalls:
             self._num_modules += 1
             known = self._modules[module] = KnownModule(self._num_modules, Guard.of(module), _modes(module))
         elif known.guard.changed() is not None:
+            self._note_change(known)
             known.guard, known.modes = known.guard.renewed(), _modes(module)
             known.held, known.is_shipped = None, False
         kind = self._kind(known, given, tree, type(module).__name__)
@@ -192,7 +199,11 @@ class SplitCalls:
             return self._calls.whole(module, args, kwargs)[0]
         call = Call(module, known, kind, given, leaves, tree)
         kind.num_calls += 1
-        if kind.batch is None or self._is_due(kind, batches[0].num_global):
+        # In single rows, samples that meet are not told from others.
+        is_clear = batches[0].num_global >= 2 * num_ranks
+        if kind.is_doubtful and not is_clear:
+            return self._calls.whole(module, args, kwargs)[0]
+        if kind.batch is None or kind.is_doubtful or (is_clear and self._is_due(kind)):
             kind.pace.interrupted()
             kind.next_proof = 2 * kind.num_calls
             return self._proved(call, batches)
@@ -200,10 +211,16 @@ class SplitCalls:
             return self._in_parts(call, batches[0])
         return self._calls.whole(module, args, kwargs)[0]
 
-    def _is_due(self, kind: KindOfCall, num_rows: int) -> bool:
-        """Return whether a call is to be proved again. In single rows, samples that meet are not told from others."""
-        is_clear = num_rows >= 2 * self._servers.exchange.world_size
-        return kind.num_calls >= kind.next_proof and is_clear and (kind.pace.is_split or self._splits_always)
+    def _note_change(self, known: KnownModule) -> None:
+        """Note that something has changed that calls of a module read: they are proved again, if not each time."""
+        known.num_changes += 1
+        is_rare = known.num_changes <= CHANGES_PROVED or known.num_changes & (known.num_changes - 1) == 0
+        if is_rare or not known.guard.is_of_numbers:
+            for kind in known.kinds.values():
+                kind.is_doubtful = kind.batch is not None
+
+    def _is_due(self, kind: KindOfCall) -> bool:
+        return kind.num_calls >= kind.next_proof and (kind.pace.is_split or self._splits_always)
 
     def _pays(self, call: Call) -> bool:
         """Return whether the call that begins now is to be split: whether that saves time, or is being measured."""
@@ -316,6 +333,8 @@ class SplitCalls:
     def _proved(self, call: Call, batches: Sequence[BatchDims]) -> Any:
         """Run a call whole, and try copies of the module on rows; return its outputs."""
         kind = call.kind
+        if kind.is_doubtful:
+            kind.is_doubtful, kind.num_split = False, 0  # the calls before the change were as they were proved
         copies, given = self._copies(call, len(batches))
         reason = self._prepared(call, can_be_copied=bool(copies))
         whole_run = self._run_whole(call)
@@ -374,6 +393,7 @@ class SplitCalls:
             (None if effects.found is None else Reason(effects.found))
             or (None if name is None else Reason(f"it changes {name}", is_wrong=True, may_pass=True))
             or gradient_elsewhere(module, call.given, result)
+            or shares_memory(result, leaves, module)
             or obstacle_after(
                 module,
                 checkpoints,
@@ -466,6 +486,7 @@ def _kind_of(modes: tuple[object, ...], leaves: Sequence[Any], tree: pytree.Tree
     )
     return (
         modes,
+        has_hooks_of_all(),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled(),
         torch.is_autocast_enabled("cpu"),
@@ -483,7 +504,10 @@ def _modes_of(part: nn.Module) -> tuple[object, ...]:
     own = type(part).__module__.partition(".")[0] != "torch"
     plain_values = vars(part).items() if own else ()
     settings = [(key, value) for key, value in plain_values if isinstance(value, bool | str)]
-    return part.training, sum(1 for _ in hooks_of(part)), len(own_parameters(part)), *settings
+    parameters = [one for one in own_parameters(part).values() if one is not None]
+    # functional_call() replaces them for a call.
+    are_own = all(isinstance(one, nn.Parameter) for one in parameters)
+    return part.training, sum(1 for _ in hooks_of(part)), len(parameters), are_own, *settings
 
 
 def _setting(value: object) -> str:

@@ -8,7 +8,7 @@ import random
 from collections import deque
 from io import BytesIO, StringIO
 from itertools import count
-from types import MemberDescriptorType, MethodType
+from types import MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +47,7 @@ WITHIN: tuple[tuple[Kinds, tuple[str, ...]], ...] = (
     (type(functools.cache(len)), ("__wrapped__",)),
 )
 """The attributes that matter of objects that stand for functions, by type."""
+_DECIDING = (bool, str, type(None), None)
 _LENGTHS: Any = tuple((kind, kind.__len__) for kind in (dict, list, tuple, deque, set, frozenset))
 _BYTES_OF_VALUE = 128
 """Bytes of an array that take as long to compare as one value."""
@@ -65,6 +66,18 @@ class Is:
 
     def __hash__(self) -> int:
         return id(self._value)
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it is no code, and nothing that is made of parts that run."""
+        return not (callable(self._value) or isinstance(self._value, ModuleType))
+
+
+def is_of_numbers(fact: object) -> bool:
+    """Return whether what is compared are numbers, not code, flags or texts, which decide."""
+    if isinstance(fact, list | tuple):
+        return all(map(is_of_numbers, fact))
+    return fact.is_data if isinstance(fact, Is) else fact not in _DECIDING
 
 
 def plain(value: object) -> object:

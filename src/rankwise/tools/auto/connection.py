@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from rankwise.comm.session import Session
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.store.values import Store
+    from rankwise.tools.auto.memory import Ticket
 
 _PURPOSE = "auto"
 _KEY = "rankwise/auto/address"
-_HEAD = struct.Struct(">QQ")
+_HEAD = struct.Struct(">Q")
+_BUFFER_BYTES = 2**16
 _LEAST_BYTES = 2**20
 _LOOK_SECONDS = 1.0
 """How often a waiting rank looks whether the job has failed: a host that is lost closes no connection."""
@@ -45,6 +47,8 @@ class Connection:
         sock.settimeout(_LOOK_SECONDS)
         self._sock = sock
         self._detector = detector
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._unread = self._buffer[:0]
         self._sent: SharedBytes | None = None
         self._received: SharedBytes | None = None
         self.is_local = False
@@ -56,15 +60,14 @@ class Connection:
             self._sent = SharedBytes(_LEAST_BYTES)
         except OSError:
             self._sent = None
-        self._send_head((None if self._sent is None else self._sent.ticket), b"")
-        ticket, _ = self._receive_head()
+        self._send_pickled(None if self._sent is None else self._sent.ticket)
+        ticket = self._receive_pickled()
         try:
             self._received = None if ticket is None else SharedBytes(0, ticket)
         except OSError:
             self._received = None
-        self._send_head(self._received is not None, b"")
-        can_read = self._receive_head()[0]
-        self.is_local = bool(can_read) and self._received is not None
+        self._send_pickled(self._received is not None)
+        self.is_local = self._receive_pickled() and self._received is not None
 
     def send(self, message: object, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message. The tensors are copied at once.
@@ -73,14 +76,14 @@ class Connection:
             ConnectionError: the other end is gone.
         """
         places, num_bytes = lay_out(tensors)
-        data = pickle.dumps((message, places), pickle.HIGHEST_PROTOCOL)
         ticket = self._make_room(num_bytes) if self.is_local else None
-        if self.is_local and self._sent is not None and self._sent.num_bytes >= num_bytes:
+        memory = self._sent if self.is_local else None
+        if memory is not None and memory.num_bytes >= num_bytes:
             for place, one in zip(places, tensors, strict=True):
-                self._sent.at(place).copy_(one.detach())
-            self._send_head((True, ticket), data)
+                memory.at(place).copy_(one.detach())
+            self._send_pickled((message, places, True, ticket))
             return
-        self._send_head((False, None), data)
+        self._send_pickled((message, places, False, None))
         for (_, shape, strides, dtype), one in zip(places, tensors, strict=True):
             flat = torch.empty(one.numel(), dtype=dtype)
             flat.as_strided(shape, strides).copy_(one.detach())
@@ -93,10 +96,9 @@ class Connection:
             ConnectionError: the other end is gone.
             RankwiseError: the job has failed.
         """
-        (is_shared, ticket), data = self._receive_head()
+        message, places, is_shared, ticket = self._receive_pickled()
         if ticket is not None:
             self._received = SharedBytes(0, ticket)
-        message, places = pickle.loads(data)  # noqa: S301 - the other end holds the job's secret
         if is_shared and self._received is not None:
             return message, [self._received.at(place) for place in places]
         tensors: list[torch.Tensor] = []
@@ -110,7 +112,7 @@ class Connection:
         """End it."""
         self._sock.close()
 
-    def _make_room(self, num_bytes: int) -> object:
+    def _make_room(self, num_bytes: int) -> Ticket | None:
         """Return the ticket of larger memory, if a message needs it."""
         if self._sent is None or num_bytes <= self._sent.num_bytes:
             return None
@@ -120,17 +122,16 @@ class Connection:
             return None
         return self._sent.ticket
 
-    def _send_head(self, head: object, data: bytes) -> None:
-        first = pickle.dumps(head)
-        self._send_all(memoryview(_HEAD.pack(len(first), len(data)) + first + data))
+    def _send_pickled(self, value: object) -> None:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        self._send_all(memoryview(_HEAD.pack(len(data)) + data))
 
-    def _receive_head(self) -> tuple[Any, bytes]:
-        sizes = bytearray(_HEAD.size)
-        self._fill(memoryview(sizes))
-        num_first, num_data = _HEAD.unpack(sizes)
-        both = bytearray(num_first + num_data)
-        self._fill(memoryview(both))
-        return pickle.loads(both[:num_first]), bytes(both[num_first:])  # noqa: S301 - as above
+    def _receive_pickled(self) -> Any:
+        head = bytearray(_HEAD.size)
+        self._fill(memoryview(head))
+        data = bytearray(_HEAD.unpack(head)[0])
+        self._fill(memoryview(data))
+        return pickle.loads(data)  # noqa: S301 - the other end holds the job's secret
 
     def _send_all(self, memory: memoryview) -> None:
         done = 0
@@ -141,16 +142,27 @@ class Connection:
                 self._check()
 
     def _fill(self, memory: memoryview) -> None:
-        done = 0
-        while done < memory.nbytes:
+        while memory.nbytes:
+            if not self._unread and memory.nbytes < _BUFFER_BYTES:
+                self._unread = self._buffer[: self._received_into(self._buffer)]
+            if self._unread:
+                count = min(len(self._unread), memory.nbytes)
+                memory[:count] = self._unread[:count]
+                self._unread = self._unread[count:]
+            else:
+                count = self._received_into(memory)
+            memory = memory[count:]
+
+    def _received_into(self, memory: memoryview) -> int:
+        while True:
             try:
-                count = self._sock.recv_into(memory[done:])
+                count = self._sock.recv_into(memory)
             except TimeoutError:
                 self._check()
                 continue
             if not count:
                 raise ConnectionError("the other rank closed the connection")
-            done += count
+            return count
 
     def _check(self) -> None:
         if self._detector.error is not None:

@@ -33,6 +33,7 @@ from rankwise.tools.auto.comparable import (
     Is,
     by_type,
     is_data,
+    is_of_numbers,
     keeps_to_attributes,
     plain,
     size_of,
@@ -83,6 +84,8 @@ class Guard:
         self._ran: Ran = {}
         self._functions: list[FunctionType] = []
         self._change: str | None = None
+        self.is_of_numbers = False
+        """Whether what :meth:`changed` has found are numbers of the script, not code, flags, or parts of the module."""
         self._now = _Reads(module, self._ran, self._functions)
 
     @classmethod
@@ -123,9 +126,14 @@ class Guard:
             return self._change
         now = _Reads(module, self._ran, self._functions)
         before, after = self._now.facts, now.facts
-        for name in (*after, *before):
-            if name not in before or name not in after or before[name] != after[name]:
-                return name
+        differing = [name for name in {**after, **before} if before.get(name) != after.get(name)]
+        if differing:
+            foreign = self._now.foreign | now.foreign
+            self.is_of_numbers = all(
+                name not in foreign and is_of_numbers(before.get(name)) and is_of_numbers(after.get(name))
+                for name in differing
+            )
+            return differing[0]
         self._now = now  # equal values, which are other objects
         return None
 
@@ -161,6 +169,8 @@ class _Reads:
         self.obstacle: str | None = None
         self.facts: dict[str, list[object]] = {}
         """By name, which several may have."""
+        self.foreign: set[str] = set()
+        """Names of what libraries hold."""
         self.codes: dict[int, CodeType] = {}
         """That is followed, by its ``id``."""
         self._views: list[Iterable[object]] = []
@@ -179,9 +189,11 @@ class _Reads:
         self._unnamed: list[tuple[str, str, object, nn.Module]] = []
         """Attributes of parts that no code has named so far: name, key and value, and the part."""
         self._looked_at: defaultdict[int, set[str]] = defaultdict(set)
-        self._parts = list(module.modules())
-        self._seen: dict[int, object] = {id(part): part for part in self._parts}
-        kinds = dict.fromkeys(kind for part in self._parts for kind in type(part).__mro__[:-1])
+        parts = list(module.modules())
+        self._root = weakref.ref(module)  # what it holds must not keep the module itself
+        self._parts = parts[1:]
+        self._seen: dict[int, object] = {id(module): None, **{id(part): part for part in self._parts}}
+        kinds = dict.fromkeys(kind for part in parts for kind in type(part).__mro__[:-1])
         self._beside = {"__main__", *(kind.__module__ for kind in kinds if self._is_of_script(kind.__module__))}
 
         for name, part in module.named_modules():
@@ -200,8 +212,9 @@ class _Reads:
             if self._reads_by_any_name or not self._is_of_script(type(one[-1]).__module__):
                 self._look_at_attribute(one, is_named=False)
         self._look_into_pending()
-        for part in self._parts:
+        for part in parts:
             self._watch_attributes(part, self._looked_at[id(part)])
+        self._unnamed.clear()
         self._remember()
 
     # -- comparing, at every call ------------------------------------------------------------------
@@ -221,7 +234,10 @@ class _Reads:
     def _live(self) -> Iterable[object]:
         """Iterate over everything of which it matters that it is the same object."""
         return chain(
-            chain.from_iterable(self._views), map(type, self._parts), chain.from_iterable(map(call, *self._read_by))
+            (type(self._root()),),
+            chain.from_iterable(self._views),
+            map(type, self._parts),
+            chain.from_iterable(map(call, *self._read_by)),
         )
 
     def _states(self) -> list[object]:
@@ -346,6 +362,8 @@ class _Reads:
     def _read(self, space: _Space, names: set[str]) -> None:
         for key in sorted(names & space.names.keys() - space.read):
             space.read.add(key)
+            if not self._is_of_script(space.home):
+                self.foreign.add(space.words.format(key))  # other ranks have their own
             self._look(space.words.format(key), space.names[key])
 
     def _follow(self, name: str, function: FunctionType) -> None:

@@ -40,6 +40,7 @@ class ModuleCalls:
     def __init__(self, exchange: Exchange) -> None:
         self._ranks = _AllRanks(exchange)
         self._process = os.getpid()
+        self._thread = threading.get_ident()
         self._call: Callable[..., Any] = nn.Module.__call__
         self._is_inside = self._is_split = False
         self._checkpoints: list[bool] = []
@@ -52,11 +53,15 @@ class ModuleCalls:
         plain_call, plain_checkpoint = self._call, checkpoint.checkpoint
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return plain_call(module, *args, **kwargs)
             if self._is_inside:
                 return self._called_inside(module, args, kwargs)
             return outermost(module, args, kwargs) if self._counts(module) else plain_call(module, *args, **kwargs)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return plain_checkpoint(*args, **kwargs)
             self._checkpoints.append(kwargs.get("use_reentrant") is not False)
             if self._is_split:
                 return plain_checkpoint(*args, **kwargs)
@@ -85,8 +90,9 @@ class ModuleCalls:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        watch: CouplingWatch | None = None,
-        rows: Sequence[tuple[torch.Tensor, int]] = (),
+        *,
+        rows: Sequence[tuple[torch.Tensor, int]],
+        watch: CouplingWatch | None,
     ) -> Any:
         """Call a module with this rank's rows. Called by: every rank.
 
@@ -96,7 +102,6 @@ class ModuleCalls:
             kwargs: named ones.
             rows: the arguments with rows, and the dims of these.
             watch: follows them through the call, but for BatchNorm.
-            rows: the arguments with rows, and the dims of these.
         """
         self._watch = watch
         try:
@@ -108,7 +113,6 @@ class ModuleCalls:
     def _counts(self, module: nn.Module) -> bool:
         return (
             next(module.parameters(), None) is not None
-            and threading.current_thread() is threading.main_thread()
             and os.getpid() == self._process  # no worker of a loader
             and not in_backward()  # not a recomputation
             and not is_transforming()

@@ -84,6 +84,7 @@ class TensorTable:
         known = self._known.get(id(thing)) if isinstance(thing, torch.Tensor) else None
         return None if known is None else known.number
 
+    @torch.inference_mode(mode=False)
     def copy_of(self, tensor: torch.Tensor) -> _Copy:
         """Return what servers have of a tensor: something new if its shape, dtype or device is."""
         known, facts = self._known.get(id(tensor)), _FACTS(tensor)
@@ -99,6 +100,7 @@ class TensorTable:
         self._new.append(tensor)
         return copied
 
+    @torch.inference_mode(mode=False)
     @torch.no_grad()
     def copy(self, held: TensorsOfModule) -> None:
         """Copy the values of a module's tensors as they are now."""

@@ -19,7 +19,7 @@ from rankwise.tensors.checksum import checksums_of_each, combined
 from rankwise.tools.auto.rows import OutputRows
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
-from rankwise.torch_private.modules import BatchNorm, hooks_of, own_buffers, own_parameters
+from rankwise.torch_private.modules import BatchNorm, has_hooks_of_all, hooks_of, own_buffers, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,6 +89,8 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
     odd = next((one for one in leaves if not isinstance(one, PLAIN) and type(one) not in _TENSORS), None)
     if odd is not None:
         return f"it takes a {type(odd).__name__}, whose rows are unknown"
+    if has_hooks_of_all():
+        return "there are hooks on all modules, which would see a part of the batch"
     if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in leaves):
         return "it takes a sparse tensor"
     if is_compiled(uncompiled(module)):
@@ -260,6 +262,20 @@ def _layout(whole: torch.Tensor, own: torch.Tensor, share: Share, followed: Samp
         return followed
     alone = SampleLayout(apart[0]) if len(apart) == 1 else None
     return alone if alone and alone.fits(own.shape, share.num) and alone.fits(whole.shape, share.num_global) else None
+
+
+def shares_memory(result: object, given: Sequence[Any], module: nn.Module) -> Reason | None:
+    """Return why a call must not be split that returns memory of its arguments or of the module."""
+    held = [one for one in (*given, *parameters_of(module), *buffers_of(module)) if isinstance(one, torch.Tensor)]
+    places = {_address(one) for one in held} - {0}
+    returned = (one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
+    shared = any(_address(one) in places for one in returned)
+    return Reason("it returns memory of its arguments or parameters, which the script could change") if shared else None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def elsewhere(whole: Sequence[Any], joined: Sequence[Any]) -> Reason | None:

@@ -80,14 +80,15 @@ def joined(parts: Sequence[torch.Tensor], rows: OutputRows, share: Share) -> tor
         rows: where they lie in each part.
         share: of any rank.
     """
-    placed = [one.detach() for one in parts]  # as below: a result of a node must be no view, to be changed in place
-    dim, order = rows.layout.dim, rows.order
-    if rows.layout.outer == rows.layout.inner == 1:
-        back = [order.index(one) for one in range(len(order))]
-        return torch.cat([one.permute(order) for one in placed], order.index(dim)).permute(back).detach()
-    layouts = [rows.fitting(one.shape, share.of(rank).num) or rows.layout for rank, one in enumerate(placed)]
+    dim = rows.layout.dim
+    layouts = [rows.fitting(one.shape, share.of(rank).num) or rows.layout for rank, one in enumerate(parts)]
+    shape = list(parts[0].shape)
+    shape[dim] = layouts[0].outer * share.num_global * layouts[0].inner
+    # Not a view of what cat() returns: autograd would forbid the script to change it in place.
+    whole = torch.empty_permuted(shape, rows.order, dtype=parts[0].dtype, device=parts[0].device)
     unfolded = [
-        one.unflatten(dim, (at.outer, share.of(rank).num, at.inner))
-        for rank, (one, at) in enumerate(zip(placed, layouts, strict=True))
+        one.detach().unflatten(dim, (at.outer, share.of(rank).num, at.inner))
+        for rank, (one, at) in enumerate(zip(parts, layouts, strict=True))
     ]
-    return torch.cat(unfolded, dim + 1).flatten(dim, dim + 2).detach()
+    torch.cat(unfolded, dim + 1, out=whole.unflatten(dim, (layouts[0].outer, share.num_global, layouts[0].inner)))
+    return whole

@@ -15,7 +15,7 @@ from rankwise.tools.auto.own_call import OwnArguments, gradients
 from rankwise.tools.auto.parameters import ServerTensors
 from rankwise.tools.auto.proof import buffers_of, parameters_of
 from rankwise.tools.auto.rows import Share
-from rankwise.tools.auto.settings import restored
+from rankwise.tools.auto.settings import AppliedSettings
 from rankwise.tools.auto.shipping import loaded, loaded_tree
 from rankwise.torch_private import tree as pytree
 
@@ -63,6 +63,7 @@ class Server:
         self._exchange = exchange
         self._own = own
         self._device = device
+        self._settings = AppliedSettings()
         self._tensors = ServerTensors(device)
         self._modules: dict[int, _Module] = {}
         self._kinds: dict[int, _Kind] = {}
@@ -122,7 +123,7 @@ class Server:
             self._own.end_together(error, meets=message.meets)
             raise
         arguments = OwnArguments(leaves, message.dims, kind.tree)
-        with restored(message.settings):
+        with self._settings.applied(message.settings):
             result = self._own.run(entry.module, kind.draws, share, arguments, meets=message.meets)
         outputs = pytree.tree_leaves(result)
         if message.has_graph and any(isinstance(one, torch.Tensor) and one.requires_grad for one in outputs):

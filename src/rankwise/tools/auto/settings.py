@@ -77,25 +77,26 @@ def settings() -> Settings:
     )
 
 
-@contextmanager
-def restored(values: Settings) -> Generator[None]:
-    """Compute as where ``settings()`` returned ``values`` inside the block."""
-    has_grad, is_inference, has_cache, *autocasts, of_process = values
-    before = settings()[-1]
-    _set(of_process)
-    try:
+class AppliedSettings:
+    """The settings that a server has taken over from rank zero."""
+
+    def __init__(self) -> None:
+        self._of_process: object = None
+
+    @contextmanager
+    def applied(self, values: Settings) -> Generator[None]:
+        """Compute as where ``settings()`` returned ``values`` inside the block; those of the process stay after it."""
+        has_grad, is_inference, has_cache, *autocasts, of_process = values
+        if self._of_process != of_process:
+            for (read, write), value in zip(_OF_PROCESS, of_process, strict=True):
+                if value is not None and read() != value:
+                    write(value)
+            self._of_process = of_process
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(is_inference))
+            if is_inference:
+                stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(has_grad))
             for kind, is_enabled, dtype in autocasts:
-                stack.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=has_cache))
+                if is_enabled:
+                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=has_cache))
             yield
-    finally:
-        _set(before)
-
-
-def _set(values: Any) -> None:
-    """Change the settings of the process that are others."""
-    for (read, write), value in zip(_OF_PROCESS, values, strict=True):
-        if value is not None and read() != value:
-            write(value)

@@ -69,8 +69,8 @@ _STRATEGIES = (
 """Modules of rankwise's with a function of the same name that takes a model."""
 _ABOUT_RESULTS = ("rankwise.parallel.", "rankwise.comm.optimizer_steps")
 """Modules whose warnings name what makes results depend on the number of ranks."""
-_ABOUT_SPEED = ("rankwise.parallel.randomness.philox", "rankwise.parallel.data_parallel")
-"""And those of them whose warnings do not."""
+_ABOUT_SPEED = "rankwise.parallel.randomness.philox"
+"""And that of them whose warnings do not."""
 
 
 class StepsTaken(SystemExit):
@@ -724,7 +724,7 @@ class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgu
         while frame is not None and frame.f_globals["__name__"] in {"logging", "rankwise.log"}:
             frame = frame.f_back
         source = "" if frame is None else frame.f_globals["__name__"]
-        if record.levelno >= logging.WARNING and source.startswith(_ABOUT_RESULTS) and source not in _ABOUT_SPEED:
+        if record.levelno >= logging.WARNING and source.startswith(_ABOUT_RESULTS) and source != _ABOUT_SPEED:
             self._note(record.getMessage())
         super().emit(record)
 

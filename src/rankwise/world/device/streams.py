@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from rankwise.torch_private.streams import stream_of
 from rankwise.world.device.kinds import is_accelerator, kind_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
 
 def pins(device: torch.device) -> bool:
@@ -132,19 +131,3 @@ def wait_for_copies(device: torch.device) -> Callable[[], None]:
     if not kind_named(device.type).has_streams:
         return lambda: torch.accelerator.synchronize(device)
     return recorded(current_stream(device)).synchronize
-
-
-def stream_of_thread(device: torch.device) -> torch.Stream | None:
-    """Return the stream for :func:`on_stream` in another thread, so that it continues on this thread's stream."""
-    return current_stream(device) if is_accelerator(device.type) and kind_named(device.type).has_streams else None
-
-
-@contextlib.contextmanager
-def on_stream(device: torch.device, stream: torch.Stream | None) -> Generator[None]:
-    """Have this thread's calls go to ``device`` and ``stream``; the CPU has neither."""
-    with contextlib.ExitStack() as stack:
-        if is_accelerator(device.type):
-            stack.enter_context(torch.accelerator.device_index(device.index))
-        if stream is not None:
-            stack.enter_context(stream)
-        yield
