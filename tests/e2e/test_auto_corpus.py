@@ -36,28 +36,8 @@ TOLERANCE = {
 EXIT_CODE = {"background_writers": 1, "early_exit": 3, "interrupted_and_finally": 130, "uncaught_error": 1}
 ON_EACH = {"digits_mlp", "carried_state_lstm", "short_cuts", "wgan_gp", "resume_training"}
 """Scripts that run on 2, 3 and 4 ranks; the others on 2 or 3."""
-NOT_YET = {
-    "background_writers",
-    "database_runs",
-    "dated_folder",
-    "errors_caught",
-    "evaluate_elsewhere",
-    "outputs_in_place",
-    "own_processes",
-    "own_subprocess",
-    "process_and_time_names",
-    "shared_processes",
-    "spawn_workers",
-    "sqlite_log",
-    "threads_that_call",
-    "time_budget",
-    "unseeded_initialisation",
-    "unseeded_numpy",
-    "unseeded_torch",
-}
-"""Scripts that are refused, or end in another way at times, as long as every rank runs the script."""
 CASES = [
-    pytest.param(name, ranks, marks=[pytest.mark.xfail(strict=False)] if name in NOT_YET else [])
+    (name, ranks)
     for name in SCRIPTS
     for ranks in ([2, 3, 4] if name in ON_EACH else [2 + zlib.crc32(name.encode()) % 2])
 ]
@@ -119,20 +99,9 @@ PARTLY_WHOLE = {
     "words_nearby",
 }
 """Scripts with a module that runs whole on some number of ranks; of the others every call is split."""
-PROGRAM = "ConfigurationError: The script starts a program"
-DIFFER = "ReplicasDiffer: Linear has different arguments on different ranks"
-REFUSED = {
-    "dated_folder": "ConfigurationError: mkdir names different files on different ranks",
-    "own_process_group": "ConfigurationError: The script opens a process group of its own",
-    "own_subprocess": PROGRAM,
-    "shared_processes": PROGRAM,
-    "spawn_workers": PROGRAM,
-    "sqlite_log": "ConfigurationError: The script opens a database with sqlite3",
-    "time_budget": DIFFER,
-    "unseeded_initialisation": "ReplicasDiffer: Linear has different parameters on different ranks",
-    "unseeded_numpy": DIFFER,
-    "unseeded_torch": "ReplicasDiffer: Sequential has different arguments on different ranks",
-}
+REFUSED = {"own_process_group": "ConfigurationError: The script opens a process group of its own"}
+ALWAYS = {"RANKWISE_AUTO_SPLIT": "always"}
+"""Split calls of small models too, which saves no time."""
 
 
 def _put(name: str, folder: Path) -> None:
@@ -152,12 +121,11 @@ def test_a_script_gives_what_plain_python_gives(command: Command, name: str, ran
     _put(name, auto.folder)
     expected = plain.python(f"{name}.py", env={"OMP_NUM_THREADS": "1"})
     assert expected.returncode == EXIT_CODE.get(name, 0), expected.stderr
-    found = auto.run("-n", str(ranks), "--auto", f"{name}.py")
+    found = auto.run("-n", str(ranks), "--auto", f"{name}.py", env=ALWAYS)
     assert differences(_result(plain, expected), _result(auto, found), TOLERANCE.get(name, 1e-10)) == [], found.stderr
     assert name in PARTLY_WHOLE or "runs whole" not in found.stderr, found.stderr
 
 
-@pytest.mark.xfail(reason="standard input of several ranks is empty")
 def test_standard_input_belongs_to_the_script(command: Command) -> None:
     results = []
     for name, words in ("plain", []), ("auto", ["-m", "rankwise", "run", "-n", "2", "--auto"]):
@@ -168,7 +136,7 @@ def test_standard_input_belongs_to_the_script(command: Command) -> None:
             input="3\n0.2\n5\n0.1 0.5 -0.7 0.3 0.9\n-0.2 -0.4 0.6 0.8\n",
             capture_output=True,
             cwd=ours.folder,
-            env=ours.environment(OMP_NUM_THREADS="1"),
+            env=ours.environment(OMP_NUM_THREADS="1", **ALWAYS),
             text=True,
             check=False,
             timeout=80,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.tools.auto.coupling import CouplingWatch
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ ROWS, LENGTH, WIDTH = 4, 4, 6
 
 def _watched(call: Callable[[torch.Tensor], object], *, dim: int = 0) -> str | None:
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
-    watch = CouplingWatch(ROWS, [(x, dim)])
-    with watch.watching():
+    watch = CouplingWatch(ROWS)
+    with watch.watching([(x, dim)]):
         call(x)
     return watch.found
 
@@ -86,10 +87,24 @@ def test_rows_may_lie_in_the_second_dim() -> None:
 
 def test_nothing_is_noted_while_the_watch_is_paused() -> None:
     x = torch.ones(ROWS, 2)
-    watch = CouplingWatch(ROWS, [(x, 0)])
-    with watch.watching():
+    watch = CouplingWatch(ROWS)
+    with watch.watching([(x, 0)]):
         with watch.paused():
             centred = x - x.mean(0)
         assert watch.found is None
         centred.sum()
     assert watch.found is not None
+
+
+def test_rows_are_followed_into_dims_that_they_share() -> None:
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    watch = CouplingWatch(ROWS)
+    with watch.watching([(x, 0)]):
+        flat = x.tanh().reshape(-1, WIDTH)
+        time_first = x.transpose(0, 1).reshape(-1, WIDTH)
+        of_none = torch.ones(3) * 2
+    assert watch.layout_of(flat) == SampleLayout(0, inner=LENGTH)
+    assert watch.layout_of(time_first) == SampleLayout(0, outer=LENGTH)
+    assert watch.layout_of(of_none) is None
+    assert watch.holds_samples(flat)
+    assert not watch.holds_samples(of_none)

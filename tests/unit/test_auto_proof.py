@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,31 +11,28 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from rankwise.errors import ConfigurationError
+from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.tools.auto.proof import (
-    OutputRows,
+    Reason,
     agree,
     batch_dims,
-    check_device,
     copy_of,
     difference,
     difference_beside,
+    elsewhere,
+    gradient_elsewhere,
     obstacle,
     obstacle_after,
     parameters_of,
     tensors_kept,
 )
-from rankwise.tools.auto.rows import Share
-
-
-def _share(num_global: int, rank: int, num_ranks: int) -> Share:
-    return Share(cast("Any", SimpleNamespace(rank=rank, world_size=num_ranks)), num_global)
+from rankwise.tools.auto.rows import OutputRows, Share
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_global", [4, 5, 17])
 def test_shares_cover_a_batch_once_and_differ_by_one_row_at_most(num_global: int, num_ranks: int) -> None:
-    shares = [_share(num_global, rank, num_ranks) for rank in range(num_ranks)]
+    shares = [Share(rank, num_ranks, num_global) for rank in range(num_ranks)]
     rows = [row for share in shares for row in range(share.start, share.start + share.num)]
     assert rows == list(range(num_global))
     assert max(share.num for share in shares) - min(share.num for share in shares) <= 1
@@ -108,17 +104,6 @@ class _Keeps(nn.Module):
         return x
 
 
-def test_a_device_of_another_rank_is_named() -> None:
-    # There may be no accelerator here.
-    parameter = SimpleNamespace(device=torch.device("cuda:0"))
-    module = cast("nn.Module", SimpleNamespace(parameters=lambda: iter([parameter])))
-    for device in ("cuda:0", "cuda", "cpu"):
-        check_device(module, torch.device(device))
-    with pytest.raises(ConfigurationError, match="is on cuda:0, but the device of this rank is cuda:1") as raised:
-        check_device(module, torch.device("cuda:1"))
-    assert raised.value.do == 'write "cuda" in the script, not "cuda:0": that is the device of each rank'
-
-
 def test_tensors_kept_in_attributes_are_found() -> None:
     module = nn.Sequential(_Keeps())
     assert tensors_kept(module) == []
@@ -148,7 +133,8 @@ def test_what_a_whole_call_did_can_forbid_splitting(
         "changes_parameters": False,
         "is_random": False,
     }
-    assert obstacle_after(module, **(none | facts)) == expected
+    reason = obstacle_after(module, **(none | facts))
+    assert (None if reason is None else reason.text) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -158,8 +144,8 @@ def test_compiled_modules_are_split_only_without_what_is_replaced_in_python() ->
     assert obstacle(compiled, [torch.zeros(3, 2)]) is None
     assert obstacle_after(compiled, [], **facts, is_random=False) is None
     expected = "it is compiled, with BatchNorm or random numbers in it"
-    assert obstacle_after(compiled, [], **facts, is_random=True) == expected
-    assert obstacle_after(normed, [], **facts, is_random=False) == expected
+    assert obstacle_after(compiled, [], **facts, is_random=True) == Reason(expected)
+    assert obstacle_after(normed, [], **facts, is_random=False) == Reason(expected)
     assert obstacle(nn.Sequential(compiled), [torch.zeros(3, 2)]) == "a part of it is compiled by torch.compile"
 
 
@@ -169,20 +155,44 @@ def test_a_copy_shares_parameters_and_nothing_else() -> None:
     assert all(one is other for one, other in zip(parameters_of(module), parameters_of(copy), strict=True))
     copy(torch.arange(6.0).view(3, 2))
     assert cast("_Keeps", module[0]).features == []
-    assert difference_beside(module, copy) == "its buffers depend on the rows"
+    assert difference_beside(module, copy) == Reason("its buffers depend on the rows", is_wrong=True)
     module(torch.arange(6.0).view(3, 2))
     assert difference_beside(module, copy) is None
 
 
+def _not_followed(_: torch.Tensor) -> None:
+    return None
+
+
 def test_rows_of_outputs_are_found_by_their_shapes_and_compared() -> None:
-    share = _share(5, 1, 2)
+    share = Share(1, 2, 5)
     rows_first, rows_second = torch.arange(10.0).view(5, 2), torch.arange(20).view(2, 5, 2)
     whole = [rows_first, rows_second, "words", torch.ones(3)]
     own = [rows_first[3:], rows_second[:, 3:], "words", torch.ones(3)]
-    rows = (OutputRows(0, (0, 1)), OutputRows(1, (0, 1, 2)), None, None)
-    assert difference(whole, own, share) == (None, rows)
+    rows = (OutputRows(SampleLayout(0), (0, 1)), OutputRows(SampleLayout(1), (0, 1, 2)), None, None)
+    assert difference(whole, own, share, _not_followed) == (None, rows)
     transposed = [rows_first.T.contiguous().T], [rows_first[3:]]
-    assert difference(*transposed, share) == (None, (OutputRows(0, (1, 0)),))
+    assert difference(*transposed, share, _not_followed) == (None, (OutputRows(SampleLayout(0), (1, 0)),))
+
+
+@pytest.mark.parametrize("layout", [SampleLayout(0, inner=3), SampleLayout(0, outer=3)], ids=["inner", "outer"])
+def test_rows_flattened_with_another_dim_are_where_they_were_followed_to(layout: SampleLayout) -> None:
+    whole = torch.arange(30.0).view(15, 2)
+    by_row = whole.view(5, 3, 2) if layout.inner == 3 else whole.view(3, 5, 2)
+    own = (by_row[3:] if layout.inner == 3 else by_row[:, 3:]).reshape(6, 2)
+    found = difference([whole], [own], Share(1, 2, 5), lambda _: layout)
+    assert found == (None, (OutputRows(layout, (0, 1)),))
+    reason, _ = difference([whole], [own.flip(0)], Share(1, 2, 5), lambda _: layout)
+    assert reason is not None
+    assert reason.text.startswith("samples see one another")
+
+
+def test_a_layout_that_does_not_fit_the_shapes_is_not_believed() -> None:
+    whole = torch.arange(10.0).view(5, 2)
+    assert difference([whole], [whole[3:]], Share(1, 2, 5), lambda _: SampleLayout(1)) == (
+        None,
+        (OutputRows(SampleLayout(0), (0, 1)),),
+    )
 
 
 @dataclass
@@ -204,7 +214,32 @@ class _Output:
     ids=["values", "scalar", "pairs", "multiple", "dims", "number", "object"],
 )
 def test_a_difference_of_outputs_is_named(whole: object, own: object, expected: str) -> None:
-    assert difference([whole], [own], _share(5, 1, 2)) == (expected, ())
+    reason, places = difference([whole], [own], Share(1, 2, 5), _not_followed)
+    assert reason is not None
+    assert (reason.text, places) == (expected, ())
+    # Earlier calls, whose outputs fitted together, may have been wrong in values only.
+    assert reason.is_wrong == expected.startswith(("samples see", "the output depends"))
+
+
+def test_rows_of_other_ranks_are_compared_too() -> None:
+    whole = torch.arange(6.0).view(3, 2)
+    assert elsewhere([whole, "word"], [whole + 1e-7, "word"]) is None
+    for wrong in (whole.flip(0), whole[:2]):
+        reason = elsewhere([whole], [wrong])
+        assert reason is not None
+        assert reason.is_wrong
+
+
+def test_a_trained_tensor_of_no_module_forbids_splitting() -> None:
+    module, prompt = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    x = torch.ones(3, 2, requires_grad=True)
+    assert gradient_elsewhere(module, [x], module(x).tanh()) is None
+    hidden = x.exp()
+    assert gradient_elsewhere(module, [hidden], {"out": [module(hidden), 3]}) is None
+    assert gradient_elsewhere(module, [x], module(x + prompt)) == Reason(
+        "it computes gradients of a tensor that is none of its parameters", is_wrong=True
+    )
+    assert gradient_elsewhere(module, [x, prompt], module(x + prompt)) is None
 
 
 @pytest.mark.parametrize(

@@ -178,11 +178,12 @@ class ServerTensors:
             if one.memory is not None:
                 self._shared[id(own)] = copied
         for number, value in zip(values.sent, sent, strict=True):
-            self._tensors[number].copy_(value)
+            self._tensors[number].data.copy_(value)
 
     @torch.no_grad()
     def reset(self, buffers: Sequence[torch.Tensor]) -> None:
         """Give buffers the values that they have on rank zero before a call."""
         pairs = [(one, shared) for one in buffers if (shared := self._shared.get(id(one))) is not None]
         if pairs:
-            foreach.copy_([one for one, _ in pairs], [shared for _, shared in pairs])
+            # Of an earlier call's graph rank zero's own backward says whether torch lets values change.
+            foreach.copy_([one.data for one, _ in pairs], [shared for _, shared in pairs])
