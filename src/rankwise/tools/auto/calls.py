@@ -117,6 +117,8 @@ class KnownModule:
     pickled: bytes | None = None
     """As it is to be sent to them."""
     kinds: dict[Kind, KindOfCall] = field(default_factory=dict)
+    resting: dict[tuple[bool, bool], int] = field(default_factory=dict)
+    """By training mode and whether gradients are enabled: how many calls run whole without a look at them."""
     num_changes: int = 0
     """How often something has changed that its calls read."""
 
@@ -178,9 +180,13 @@ class SplitCalls:
         return self._calls.replacing(self._called)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = self._modules.get(module)
+        mode = module.training, torch.is_grad_enabled()
+        if known is not None and known.resting.get(mode):
+            known.resting[mode] -= 1
+            return self._calls.whole(module, args, kwargs)[0]
         given, tree = pytree.tree_flatten((args, kwargs))
         leaves = [plain(one) for one in given]
-        known = self._modules.get(module)
         if known is None:
             if any(map(is_lazy, module.parameters())):
                 return self._calls.whole(module, args, kwargs)[0]  # parameters and class are made in this call
@@ -230,6 +236,8 @@ class SplitCalls:
         before, is_split = pace.ratio, pace.next_is_split()
         if pace.ratio is not None and pace.ratio != before:
             ranks = f"{self._servers.exchange.world_size} ranks"
+            if not pace.is_split:
+                call.known.resting[call.module.training, torch.is_grad_enabled()] = pace.take_rest()
             what = "is split over" if pace.is_split else "runs whole on one rank: it would be slower on"
             self._log(f"auto: {call.name} {what} {ranks}", f": its loop takes {pace.ratio:.2f} of the time on one")
         return is_split
