@@ -27,7 +27,7 @@ from torch.nn.utils import prune
 
 from rankwise.tools.auto.code_reads import noted_functions
 from rankwise.tools.auto.guards import Guard
-from rankwise.tools.auto.settings import restored, settings
+from rankwise.tools.auto.settings import AppliedSettings, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -557,13 +557,15 @@ def test_settings_travel() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.benchmark = False
     assert settings() == before != there
-    with restored(pickle.loads(pickle.dumps(there))):  # noqa: S301 - its own
+    server = AppliedSettings()
+    with server.applied(pickle.loads(pickle.dumps(there))):  # noqa: S301 - its own
         assert settings() == there
         assert torch.ones(1).device.type == "meta"
-    assert settings() == before
+    with server.applied(before):
+        assert settings() == before
     with torch.inference_mode():
         there = settings()
-    with restored(there):
+    with server.applied(there):
         assert settings() == there
         assert torch.ones(1).is_inference()
     assert settings() == before

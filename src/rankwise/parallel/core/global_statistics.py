@@ -59,10 +59,11 @@ def _track(layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: 
     if momentum is None:
         momentum = _share_of_latest(layer.num_batches_tracked, mean)  # type: ignore[arg-type]
     unbiased = variance * (count / (count - 1).clamp(min=1))
+    # By data, as torch's own kernel does: a graph of an earlier call may hold the statistics, and does not read them.
     if layer.running_mean is not None:
-        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+        layer.running_mean.data.lerp_(mean.to(layer.running_mean.dtype), momentum)
     if layer.running_var is not None:
-        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
+        layer.running_var.data.lerp_(unbiased.to(layer.running_var.dtype), momentum)
 
 
 def _share_of_latest(num_batches: torch.Tensor, mean: torch.Tensor) -> float | torch.Tensor:

@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 
 MOST_KINDS = 64
 """Kinds of calls of a module that are proved."""
+LARGE_OUTPUT_BYTES = 2**24
+"""Outputs of which it is said that they are large, if they are larger than the arguments."""
 CHANGES_PROVED = 4
 """Changes of numbers after which calls are proved; of later ones, as of a schedule, the eighth, sixteenth, ... one."""
 
@@ -241,32 +243,48 @@ class SplitCalls:
         return kind
 
     def _in_parts(self, call: Call, batch: BatchDims) -> Any:
-        kind = call.kind
-        before = GeneratorStates.now(self._device) if kind.is_random else None
+        kind, known = call.kind, call.known
+        may_draw = kind.is_random or known.num_changes
+        before = GeneratorStates.now(self._device) if may_draw else None
         arguments = OwnArguments(call.leaves, batch.dims, call.tree)
         try:
-            ran = self._run_split(call, call.module, arguments, batch, generators=before)
+            ran = self._run_split(call, call.module, arguments, batch, generators=before if kind.is_random else None)
             whole = ran.whole(kind.outputs)
         except Exception as error:
             if self._servers.exchange.detector.error is not None:
                 raise  # a rank has failed
-            return self._failed(call, before, error)
+            result = self._whole_again(call, before)
+            on = f" on rank {error.rank}" if isinstance(error, ServerFailed) else ""
+            self._runs_whole(call, f"it fails for a part of the batch{on} ({_first_line(error)})")
+            return result
+        if before is not None and not kind.is_random and not before.are(GeneratorStates.now(self._device)):
+            kind.is_doubtful = True  # it draws since something has changed: each rank has drawn numbers of its own
+            return self._whole_again(call, before)
         kind.num_split += 1
+        self._note_sizes(call, whole)
         if torch.is_grad_enabled():
             again = _Again(self, call, before)
             whole = ran.with_graph(whole, kind.outputs, arguments, parameters_of(call.module), again)
         return pytree.tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
 
-    def _failed(self, call: Call, before: GeneratorStates | None, error: Exception) -> Any:
+    def _whole_again(self, call: Call, before: GeneratorStates | None) -> Any:
         """Run a call whole that has failed on rows: it raises where plain Python raises."""
         if call.known.held is not None:
             call.known.held.restore_buffers()
         if before is not None:
             before.restore(self._device)
-        result, _ = self._calls.whole(call.module, *call.arguments())
-        on = f" on rank {error.rank}" if isinstance(error, ServerFailed) else ""
-        self._runs_whole(call, f"it fails for a part of the batch{on} ({_first_line(error)})")
-        return result
+        return self._calls.whole(call.module, *call.arguments())[0]
+
+    def _note_sizes(self, call: Call, outputs: Sequence[Any]) -> None:
+        """Say so where what travels is mostly outputs."""
+        num_bytes, num_given = (
+            sum(one.nbytes for one in leaves if isinstance(one, torch.Tensor)) for leaves in (outputs, call.leaves)
+        )
+        if num_bytes > max(LARGE_OUTPUT_BYTES, num_given):
+            self._log(
+                f"auto: {call.name} returns {num_bytes >> 20} MiB for {max(1, num_given >> 20)} MiB of arguments, "
+                "which travel to rank 0: return less, or take the mean over what each sample has inside the model"
+            )
 
     def _run_split(
         self,
@@ -323,9 +341,8 @@ class SplitCalls:
             result, _ = self._calls.whole(call.module, *call.arguments())
         finally:
             now.restore(self._device)
-            with torch.no_grad():
-                for one, value in buffers:
-                    one.copy_(value)
+            for one, value in buffers:
+                one.data.copy_(value)  # the graph that was made now may hold it, and does not read it
         return pytree.tree_leaves(result)  # type: ignore[no-any-return]
 
     # -- proofs ------------------------------------------------------------------------------------

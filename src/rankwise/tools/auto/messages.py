@@ -84,6 +84,9 @@ class Backward:
     given: list[int]
     """Numbers of the outputs whose gradients are sent with the message."""
     meets: bool
+    """Whether ranks exchange something in it: then each tells the others how its part ended."""
+    adds: bool
+    """Whether all ranks add the gradients of parameters; otherwise rank zero gets them, and adds them."""
 
 
 @dataclass(frozen=True, slots=True)

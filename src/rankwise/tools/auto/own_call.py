@@ -161,3 +161,31 @@ def added(
         if into:
             foreach.add_(into, [other.to(one.device) for one, other in zip(into, (o for _, o in pairs), strict=True)])
     return sums
+
+
+def added_together(
+    own: Sequence[torch.Tensor | None], likes: Sequence[torch.Tensor], exchange: Exchange
+) -> list[torch.Tensor | None]:
+    """Return the sums of gradients over ranks; ``None`` where no rank has one. Called by: every rank.
+
+    Args:
+        own: the gradients of this rank.
+        likes: tensors of the same shapes, dtypes and devices.
+        exchange: adds them, with one message per dtype.
+    """
+    sums: list[torch.Tensor | None] = [None] * len(own)
+    for kind in dict.fromkeys((one.dtype, one.device) for one in likes):
+        places = [place for place, one in enumerate(likes) if (one.dtype, one.device) == kind]
+        sizes = [likes[place].numel() for place in places]
+        sent = torch.zeros(sum(sizes) + len(places), dtype=kind[0], device=kind[1])
+        *parts, used = sent.split([*sizes, len(places)])
+        for number, place in enumerate(places):
+            gradient = own[place]
+            if gradient is not None:
+                parts[number].copy_(gradient.reshape(-1))
+                used[number] = 1
+        *parts, used = exchange.all_reduce(sent, what="gradients of a split call").split([*sizes, len(places)])
+        for place, part, is_used in zip(places, parts, used.tolist(), strict=True):
+            if is_used:
+                sums[place] = part.view(likes[place].shape)
+    return sums

@@ -58,11 +58,10 @@ class TensorsOfModule:
         """Return whether each has the shape, dtype and device that it had."""
         return list(map(_FACTS, self.all)) == self._facts
 
-    @torch.no_grad()
     def restore_buffers(self) -> None:
         """Give the script's buffers their values from before the call."""
         for own, copied in zip(self.buffers, self.copies[len(self.parameters) :], strict=True):
-            own.copy_(copied.values)
+            own.data.copy_(copied.values)  # a graph of an earlier call may hold it, and does not read it
 
 
 class TensorTable:

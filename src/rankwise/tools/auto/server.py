@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Outputs, Rows
-from rankwise.tools.auto.own_call import OwnArguments, gradients
+from rankwise.tools.auto.own_call import OwnArguments, added_together, gradients
 from rankwise.tools.auto.parameters import ServerTensors
 from rankwise.tools.auto.proof import buffers_of, parameters_of
 from rankwise.tools.auto.rows import Share
@@ -152,6 +152,9 @@ class Server:
             self._own.end_together(error, meets=message.meets)
             raise
         self._own.end_together(None, meets=message.meets)
-        return Outputs([None if one is None else Rows(False) for one in found]), [
-            one for one in found if one is not None
-        ]
+        if message.adds:
+            num_shared = len(graph.shared)
+            added_together(found[:num_shared], graph.shared, self._exchange)
+            found[:num_shared] = [None] * num_shared
+        sent = [one for one in found if one is not None]
+        return Outputs([None if one is None else Rows(False) for one in found]), sent

@@ -13,7 +13,7 @@ import torch
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.parallel.randomness.scope import memory_order
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Rows
-from rankwise.tools.auto.own_call import OwnArguments, added, gradients
+from rankwise.tools.auto.own_call import OwnArguments, added, added_together, gradients
 from rankwise.tools.auto.rows import OutputRows, Share, joined, part_of
 from rankwise.tools.auto.settings import settings
 from rankwise.torch_private import tree as pytree
@@ -82,6 +82,11 @@ class Servers:
         self._num_pending = [0] * len(connections)
         self._num_calls = 0
         self._forgotten: list[int] = []
+
+    @property
+    def add_together(self) -> bool:
+        """Whether all ranks add gradients. For two that share memory it is least work if rank zero does."""
+        return len(self._connections) > 1 or not self.share_memory
 
     @property
     def share_memory(self) -> bool:
@@ -322,7 +327,8 @@ class SplitCall:
         keeps = keeps_graph()
         self._is_freed = not keeps
         placed = {place: at for place in given if (at := rows[place]) is not None}
-        message = Backward(self._number, keeps, list(placed), self._meets)
+        adds = self._servers.add_together
+        message = Backward(self._number, keeps, list(placed), self._meets or adds, adds)
         self._servers.backward(
             message, lambda rank: [part_of(given[place], at, self._share.of(rank)) for place, at in placed.items()]
         )
@@ -337,10 +343,11 @@ class SplitCall:
                 own_given,
                 [*shared, *(one for one, _ in own_rows)],
                 keeps_graph=keeps,
-                meets=self._meets,
+                meets=message.meets,
             )
+        sums = added_together(found[: len(shared)], shared, self._servers.exchange) if adds else []
         others = [_filled(reply.leaves, tensors) for reply, tensors in self._servers.replies()]
-        sums = added([one[: len(shared)] for one in (found, *others)], own_given)
+        sums = sums or added([one[: len(shared)] for one in (found, *others)], own_given)
         parts = [[one[number] for one in (found, *others)] for number in range(len(shared), len(found))]
         joined_parts = [_joined_gradient(part, *one, self._share) for part, one in zip(parts, own_rows, strict=True)]
         if not keeps:
