@@ -42,14 +42,14 @@ class SharedBytes:
                 os.posix_fallocate(self._descriptor, 0, _LINE_BYTES + num_bytes)
                 os.pwrite(self._descriptor, token, 0)
             except BaseException:
-                os.close(self._descriptor)
+                self.close()
                 raise
             self.ticket: Ticket = (os.getpid(), self._descriptor, num_bytes, token)
         else:
             process, descriptor, num_bytes, token = self.ticket = ticket
             self._descriptor = os.open(f"/proc/{process:d}/fd/{descriptor:d}", os.O_RDWR | os.O_CLOEXEC)
             if os.pread(self._descriptor, _TOKEN_BYTES, 0) != token:
-                os.close(self._descriptor)
+                self.close()
                 message = f"/proc/{process}/fd/{descriptor} is other memory"
                 raise OSError(message)
         self.num_bytes = num_bytes
@@ -71,8 +71,8 @@ class SharedBytes:
             self._descriptor = -1
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
+        if hasattr(self, "_descriptor"):
+            self.close()
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:
