@@ -180,22 +180,11 @@ class SplitCalls:
         return self._calls.replacing(self._called)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self._modules.get(module)
-        mode = module.training, torch.is_grad_enabled()
-        if known is not None and known.resting.get(mode):
-            known.resting[mode] -= 1
+        known = None if self._rests(module) else self._known(module)
+        if known is None:
             return self._calls.whole(module, args, kwargs)[0]
         given, tree = pytree.tree_flatten((args, kwargs))
         leaves = [plain(one) for one in given]
-        if known is None:
-            if any(map(is_lazy, module.parameters())):
-                return self._calls.whole(module, args, kwargs)[0]  # parameters and class are made in this call
-            self._num_modules += 1
-            known = self._modules[module] = KnownModule(self._num_modules, Guard.of(module), _modes(module))
-        elif known.guard.changed() is not None:
-            self._note_change(known)
-            known.guard, known.modes = known.guard.renewed(), _modes(module)
-            known.held, known.is_shipped = None, False
         kind = self._kind(known, given, tree, type(module).__name__)
         if kind is None:
             return self._calls.whole(module, args, kwargs)[0]
@@ -218,6 +207,29 @@ class SplitCalls:
         if self._splits_always or self._pays(call):
             return self._in_parts(call, batches[0])
         return self._calls.whole(module, args, kwargs)[0]
+
+    def _rests(self, module: nn.Module) -> bool:
+        """Return whether a call is one of those that run whole without a look at them."""
+        known = self._modules.get(module)
+        mode = module.training, torch.is_grad_enabled()
+        if known is None or not known.resting.get(mode):
+            return False
+        known.resting[mode] -= 1
+        return True
+
+    def _known(self, module: nn.Module) -> KnownModule | None:
+        """Return what is known of a module as it is now; ``None``: its parameters and class are made in this call."""
+        known = self._modules.get(module)
+        if known is None:
+            if any(map(is_lazy, module.parameters())):
+                return None
+            self._num_modules += 1
+            known = self._modules[module] = KnownModule(self._num_modules, Guard.of(module), _modes(module))
+        elif known.guard.changed() is not None:
+            self._note_change(known)
+            known.guard, known.modes = known.guard.renewed(), _modes(module)
+            known.held, known.is_shipped = None, False
+        return known
 
     def _note_change(self, known: KnownModule) -> None:
         """Note that something has changed that calls of a module read: they are proved again, if not each time."""
