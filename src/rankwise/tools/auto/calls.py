@@ -26,7 +26,7 @@ from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.effects import Effects
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.guards import Guard
-from rankwise.tools.auto.own_call import OwnArguments
+from rankwise.tools.auto.own_call import OwnArguments, is_interruption
 from rankwise.tools.auto.pace import Pace
 from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable
 from rankwise.tools.auto.proof import (
@@ -175,6 +175,8 @@ class SplitCalls:
         return self._calls.replacing(self._called)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._servers.are_there():
+            return self._calls.whole(module, args, kwargs)[0]
         given, tree = pytree.tree_flatten((args, kwargs))
         leaves = [plain(one) for one in given]
         known = self._modules.get(module)
@@ -247,8 +249,8 @@ class SplitCalls:
             ran = self._run_split(call, call.module, arguments, batch, generators=before)
             whole = ran.whole(kind.outputs)
         except Exception as error:
-            if self._servers.exchange.detector.error is not None:
-                raise  # a rank has failed
+            if self._servers.exchange.detector.error is not None or is_interruption(error):
+                raise
             return self._failed(call, before, error)
         kind.num_split += 1
         if torch.is_grad_enabled():
@@ -280,19 +282,21 @@ class SplitCalls:
         held = self._held(call)
         if watch is None:  # else it is a trial of a call that has run
             self._table.copy(held)
+        shipped, structure = self._shipped(call), None if call.kind.is_known else dumped_tree(call.tree)
+        self._servers.prepare()
         values, sent = self._table.message(held)
         request = Request(
             call.known.number,
             call.kind.number,
-            self._shipped(call),
+            shipped,
             values,
             sent,
-            None if call.kind.is_known else dumped_tree(call.tree),
+            structure,
             batch.num_global,
             any(isinstance(one, BatchNorm) and one.training for one in module.modules()),
             generators,
         )
-        call.kind.is_known = True
+        call.known.is_shipped = call.kind.is_known = True
         return self._servers.call(module, call.kind.draws, request, arguments, watch)
 
     def _shipped(self, call: Call) -> bytes | None:
@@ -301,7 +305,6 @@ class SplitCalls:
         if known.is_shipped:
             return None
         pickled, known.pickled = known.pickled or dumped(call.module, self._table.number_of), None
-        known.is_shipped = True
         return pickled
 
     def _held(self, call: Call) -> TensorsOfModule:
@@ -427,8 +430,8 @@ class SplitCalls:
         try:
             ran = self._run_split(call, copy, arguments, batch, generators=generators, watch=watch)
         except Exception as error:
-            if self._servers.exchange.detector.error is not None:
-                raise  # a rank has failed
+            if self._servers.exchange.detector.error is not None or is_interruption(error):
+                raise
             return Reason(f"it fails for a part of the batch ({_first_line(error)})"), ()
         whole, structure = pytree.tree_flatten(whole_run.result)
         if structure != ran.structure or len(whole) != len(ran.outputs):

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
+from rankwise.errors import RankwiseError
+from rankwise.health.call_site import user_call_site
+from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
+from rankwise.health.event_log import post_departure
+from rankwise.health.flight_recorder import Ticket
+from rankwise.health.status_poll import process_of
+from rankwise.log import log
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.parallel.randomness.scope import memory_order
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Rows
-from rankwise.tools.auto.own_call import OwnArguments, added, gradients
+from rankwise.tools.auto.own_call import OwnArguments, added, gradients, is_interruption
 from rankwise.tools.auto.rows import OutputRows, Share, joined, part_of
 from rankwise.tools.auto.settings import settings
 from rankwise.torch_private import tree as pytree
@@ -78,8 +86,12 @@ class Servers:
         self._own = own
         self._connections = list(connections)
         self._num_pending = [0] * len(connections)
+        self._is_in_step = True
+        """Whether servers know what they must, and no message has been interrupted half way."""
+        self._has_given_up = False
         self._num_calls = 0
         self._forgotten: list[int] = []
+        os.register_at_fork(after_in_child=self._leave_to_parent)
 
     @property
     def share_memory(self) -> bool:
@@ -132,6 +144,7 @@ class Servers:
             of_rank = share.of(rank)
             rows = [_rows_of(one.detach(), dim, of_rank) for one, dim in pairs if isinstance(one, torch.Tensor)]
             self._send(rank, message, [*request.sent, *rows])
+        self._is_in_step = True
         leaves = [
             _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and has_graph)
             if isinstance(one, torch.Tensor)
@@ -141,8 +154,8 @@ class Servers:
         own = OwnArguments(leaves, arguments.dims, arguments.tree)
         try:
             result = self._own.run(module, draws, share, own, meets=request.meets, watch=watch)
-        except Exception:
-            self.drain()
+        except BaseException as error:
+            self._note_interruption(error, meets=request.meets)
             raise
         outputs, structure = pytree.tree_flatten(result)
         others = [_filled(reply.leaves, tensors) for reply, tensors in self.replies()]
@@ -171,15 +184,17 @@ class Servers:
             found = gradients(outputs, given, inputs, keeps_graph=keeps_graph)
         except BaseException as error:
             self._own.end_together(error, meets=meets)
-            self.drain()
+            self._note_interruption(error, meets=meets)
             raise
         self._own.end_together(None, meets=meets)
         return found
 
     def backward(self, message: Backward, tensors: Callable[[int], list[torch.Tensor]]) -> None:
         """Start the backward of a call on servers; ``tensors`` returns what goes to a rank."""
+        self.prepare()
         for rank in range(1, self.exchange.world_size):
             self._send(rank, message, tensors(rank))
+        self._is_in_step = True
 
     def replies(self) -> list[tuple[Any, list[torch.Tensor]]]:
         """Return what servers reply, by rank.
@@ -193,15 +208,40 @@ class Servers:
                 raise ServerFailed(rank, reply)
         return replies
 
-    def drain(self) -> None:
-        """Take in the replies to what has failed here, or was interrupted."""
+    def are_there(self) -> bool:
+        """Return whether they can be asked: not once the script was interrupted while a message was on its way.
+
+        Raises:
+            RankwiseError: the job has failed.
+        """
+        if self._is_in_step:
+            if self.exchange.detector.error is not None:
+                raise self.exchange.detector.error
+        elif not self._has_given_up:
+            self._has_given_up = True
+            log("auto: calls run whole on one rank from here on: one was interrupted while ranks exchanged data")
+            post_departure(self.exchange.detector.store, rank=0)  # for servers that wait in a collective
+        return self._is_in_step
+
+    def prepare(self) -> None:
+        """Take in the replies to what has failed here or was interrupted, before something else is asked for."""
         for place, num in enumerate(self._num_pending):
             for _ in range(num):
                 self._receive(place)
+        self._is_in_step = False  # until all servers have been asked
+
+    def _note_interruption(self, error: BaseException, *, meets: bool) -> None:
+        """Note that a call or backward has raised here: servers may wait for this rank in a collective."""
+        self._is_in_step = self._is_in_step and not (meets and is_interruption(error))
 
     def forget(self, call: int) -> None:
         """Note that no backward of a call will follow. Called by garbage collection, at any moment."""
         self._forgotten.append(call)
+
+    def _leave_to_parent(self) -> None:
+        """Close what a forked process has of the connections: servers notice when its parent ends."""
+        while self._connections:
+            self._connections.pop().close()
 
     def __enter__(self) -> Self:
         return self
@@ -211,20 +251,40 @@ class Servers:
     ) -> None:
         # After an error the end of the connection says all: servers have nothing to report.
         for connection in self._connections:
-            if error is None:
-                connection.send(End())
+            if error is None and self._is_in_step:
+                with suppress(ConnectionError):  # its launcher says what has become of it
+                    connection.send(End())
             connection.close()
 
     def _send(self, rank: int, message: object, tensors: Sequence[torch.Tensor]) -> None:
-        while self._num_pending[rank - 1]:
-            self._receive(rank - 1)
-        self._connections[rank - 1].send(message, tensors)
+        try:
+            self._connections[rank - 1].send(message, tensors)
+        except ConnectionError:
+            self._raise_loss(rank)
         self._num_pending[rank - 1] += 1
 
     def _receive(self, place: int) -> tuple[Any, list[torch.Tensor]]:
-        reply = self._connections[place].receive()
+        self._connections[place].wait()
+        self._is_in_step = False
+        try:
+            reply = self._connections[place].receive()
+        except ConnectionError:
+            self._raise_loss(place + 1)
         self._num_pending[place] -= 1
+        self._is_in_step = True
         return reply
+
+    def _raise_loss(self, rank: int) -> NoReturn:
+        """Raise what has become of a server that has closed its connection."""
+        detector = self.exchange.detector
+        process = process_of(detector.store, rank)
+        try:
+            with CollectiveWait(detector, Ticket(0, "a split call", site=user_call_site())):
+                raise PeerEnded(rank, 0 if process is None else process.pid)
+        except RankwiseError as error:
+            self._is_in_step = True  # no call may run whole instead
+            detector.refuse_all(error)
+            raise
 
 
 class SplitCall:
