@@ -26,7 +26,7 @@ from rankwise.tools.auto.coupling import CouplingWatch
 from rankwise.tools.auto.effects import Effects
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.guards import Guard
-from rankwise.tools.auto.own_call import OwnArguments, is_interruption
+from rankwise.tools.auto.own_call import OwnArguments
 from rankwise.tools.auto.pace import Pace
 from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable
 from rankwise.tools.auto.proof import (
@@ -48,7 +48,7 @@ from rankwise.tools.auto.proof import (
 )
 from rankwise.tools.auto.rows import Share
 from rankwise.tools.auto.shipping import dumped, dumped_tree
-from rankwise.tools.auto.split import Request, ResultChanged, ServerFailed, SplitCall
+from rankwise.tools.auto.split import Request, ResultChanged, SplitCall, first_line
 from rankwise.tools.auto.subclasses import as_output, is_alike, plain
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import BatchNorm, has_hooks_of_all, hooks_of, own_parameters
@@ -175,8 +175,12 @@ class SplitCalls:
         return self._calls.replacing(self._called)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._servers.are_there():
-            return self._calls.whole(module, args, kwargs)[0]
+        if self._servers.are_there():
+            return self._split(module, args, kwargs)
+        return self._calls.whole(module, args, kwargs)[0]
+
+    def _split(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Split a call if it can be."""
         given, tree = pytree.tree_flatten((args, kwargs))
         leaves = [plain(one) for one in given]
         known = self._modules.get(module)
@@ -249,7 +253,7 @@ class SplitCalls:
             ran = self._run_split(call, call.module, arguments, batch, generators=before)
             whole = ran.whole(kind.outputs)
         except Exception as error:
-            if self._servers.exchange.detector.error is not None or is_interruption(error):
+            if self._servers.is_final(error):
                 raise
             return self._failed(call, before, error)
         kind.num_split += 1
@@ -265,8 +269,7 @@ class SplitCalls:
         if before is not None:
             before.restore(self._device)
         result, _ = self._calls.whole(call.module, *call.arguments())
-        on = f" on rank {error.rank}" if isinstance(error, ServerFailed) else ""
-        self._runs_whole(call, f"it fails for a part of the batch{on} ({_first_line(error)})")
+        self._runs_whole(call, f"it fails for a part of the batch ({first_line(error)})")
         return result
 
     def _run_split(
@@ -314,15 +317,16 @@ class SplitCalls:
             known.held, known.is_shipped = TensorsOfModule(call.module, self._table), False
         return known.held
 
-    def differentiated_again(self, call: Call, before: GeneratorStates | None) -> list[Any]:
-        """Return the outputs of a call, run whole: gradients of its gradients are computed."""
-        self._runs_whole(call, "gradients of its gradients are computed")
+    def differentiated_again(self, call: Call, before: GeneratorStates | None, reason: str) -> list[Any]:
+        """Return the outputs of a call, run whole with a graph: its gradients cannot be split, for a reason."""
+        self._runs_whole(call, reason)
         now = GeneratorStates.now(self._device)
         buffers = [(one, one.detach().clone()) for one in buffers_of(call.module)]
         if before is not None:
             before.restore(self._device)
         try:
-            result, _ = self._calls.whole(call.module, *call.arguments())
+            with torch.enable_grad():
+                result, _ = self._calls.whole(call.module, *call.arguments())
         finally:
             now.restore(self._device)
             with torch.no_grad():
@@ -368,7 +372,7 @@ class SplitCalls:
             if not call.known.is_shipped:
                 call.known.pickled = dumped(call.module, self._table.number_of)
         except Exception as error:  # noqa: BLE001 - whatever a class raises
-            return Reason(f"it cannot be sent to other ranks ({_first_line(error)})")
+            return Reason(f"it cannot be sent to other ranks ({first_line(error)})")
         self._table.copy(held)
         return None
 
@@ -430,9 +434,9 @@ class SplitCalls:
         try:
             ran = self._run_split(call, copy, arguments, batch, generators=generators, watch=watch)
         except Exception as error:
-            if self._servers.exchange.detector.error is not None or is_interruption(error):
+            if self._servers.is_final(error):
                 raise
-            return Reason(f"it fails for a part of the batch ({_first_line(error)})"), ()
+            return Reason(f"it fails for a part of the batch ({first_line(error)})"), ()
         whole, structure = pytree.tree_flatten(whole_run.result)
         if structure != ran.structure or len(whole) != len(ran.outputs):
             return Reason("it returns something else for a part of the batch"), ()
@@ -468,14 +472,14 @@ class SplitCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """Runs a call whole when gradients of its gradients are computed."""
+    """Runs a call whole when its gradients cannot be split."""
 
     calls: SplitCalls
     call: Call
     before: GeneratorStates | None
 
-    def __call__(self) -> list[Any]:
-        return self.calls.differentiated_again(self.call, self.before)
+    def __call__(self, reason: str) -> list[Any]:
+        return self.calls.differentiated_again(self.call, self.before, reason)
 
 
 def _kind_of(modes: tuple[object, ...], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Kind:
@@ -523,10 +527,6 @@ def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:
     """Return where the rows lie in other arguments of the same kind; nothing if they do not fit."""
     sizes = {one.shape[dim] for one, dim in zip(leaves, batch.dims, strict=True) if dim is not None}
     return [replace(batch, num_global=size) for size in sizes] if len(sizes) == 1 else []
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _no_longer(call: Call, how: str) -> ConfigurationError:

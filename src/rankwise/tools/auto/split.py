@@ -52,9 +52,7 @@ class ServerFailed(Exception):
     """A server has raised where rank zero has not."""
 
     def __init__(self, rank: int, failed: Failed) -> None:
-        super().__init__(f"{failed.kind}: {failed.text}")
-        self.rank = rank
-        self.failed = failed
+        super().__init__(f"{failed.kind} on rank {rank}: {failed.text}")
 
 
 class ResultChanged(Exception):
@@ -230,6 +228,10 @@ class Servers:
                 self._receive(place)
         self._is_in_step = False  # until all servers have been asked
 
+    def is_final(self, error: BaseException) -> bool:
+        """Return whether an error of a split call is the script's: whole, the call would not tell."""
+        return self.exchange.detector.error is not None or is_interruption(error)
+
     def _note_interruption(self, error: BaseException, *, meets: bool) -> None:
         """Note that a call or backward has raised here: servers may wait for this rank in a collective."""
         self._is_in_step = self._is_in_step and not (meets and is_interruption(error))
@@ -305,7 +307,7 @@ class SplitCall:
         self.outputs = outputs
         """Rank zero's, flat."""
         self.structure = structure
-        self._servers = servers
+        self.servers = servers
         self._number = number
         self._share = share
         self._own = own
@@ -344,7 +346,7 @@ class SplitCall:
         rows: Sequence[OutputRows | None],
         arguments: OwnArguments,
         parameters: Sequence[torch.Tensor],
-        again: Callable[[], list[Any]],
+        again: Callable[[str], list[Any]],
     ) -> list[Any]:
         """Return the outputs of the whole batch as results of one node of the graph.
 
@@ -353,7 +355,7 @@ class SplitCall:
             rows: where the rows of each lie.
             arguments: of the whole batch.
             parameters: of the module, in an order that servers know.
-            again: calls the module whole and returns its outputs, for gradients of gradients.
+            again: calls the module whole and returns its outputs, if gradients cannot be split for a reason.
         """
         places = [place for place, one in enumerate(self.outputs) if _has_graph(one)]
         if not places:
@@ -365,6 +367,11 @@ class SplitCall:
             whole[place] = one
         return whole
 
+    def refuse_twice(self) -> None:
+        """Raise what torch raises if the graph has been freed."""
+        if self._is_freed:
+            raise RuntimeError(_TWICE)
+
     def gradients(
         self, given: dict[int, torch.Tensor], rows: Sequence[OutputRows | None], parameters: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
@@ -375,13 +382,13 @@ class SplitCall:
             rows: where the rows of each output lie.
             parameters: that require a gradient.
         """
-        if self._is_freed:
-            raise RuntimeError(_TWICE)
+        if not self.servers.are_there():
+            raise ResultChanged("an earlier call was interrupted")
         keeps = keeps_graph()
         self._is_freed = not keeps
         placed = {place: at for place in given if (at := rows[place]) is not None}
         message = Backward(self._number, keeps, list(placed), self._meets)
-        self._servers.backward(
+        self.servers.backward(
             message, lambda rank: [part_of(given[place], at, self._share.of(rank)) for place, at in placed.items()]
         )
         shared = [*parameters, *(one for one in self._own.whole if one.requires_grad)]
@@ -390,14 +397,14 @@ class SplitCall:
             part_of(one, placed[place], self._share) if place in placed else one for place, one in given.items()
         ]
         with _hooks_off(parameters):
-            found = self._servers.own_gradients(
+            found = self.servers.own_gradients(
                 [self.outputs[place] for place in given],
                 own_given,
                 [*shared, *(one for one, _ in own_rows)],
                 keeps_graph=keeps,
                 meets=self._meets,
             )
-        others = [_filled(reply.leaves, tensors) for reply, tensors in self._servers.replies()]
+        others = [_filled(reply.leaves, tensors) for reply, tensors in self.servers.replies()]
         sums = added([one[: len(shared)] for one in (found, *others)], own_given)
         parts = [[one[number] for one in (found, *others)] for number in range(len(shared), len(found))]
         joined_parts = [_joined_gradient(part, *one, self._share) for part, one in zip(parts, own_rows, strict=True)]
@@ -418,7 +425,7 @@ class _Node:
     rows: Sequence[OutputRows | None]
     """Of all outputs."""
     parameters: Sequence[torch.Tensor]
-    again: Callable[[], list[Any]]
+    again: Callable[[str], list[Any]]
 
 
 class _Whole(torch.autograd.Function):
@@ -433,21 +440,29 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         node: _Node = ctx.node
-        if torch.is_grad_enabled():
-            # An argument may be a parameter of the module: its gradient is returned once.
-            inputs = {id(one): one for one in ctx.saved_tensors}
-            outputs = node.again()
+        reason = "gradients of its gradients are computed"
+        if not torch.is_grad_enabled():
+            by_place = {place: one for place, one in zip(node.places, given, strict=True) if one is not None}
+            node.call.refuse_twice()
+            try:
+                return None, *node.call.gradients(by_place, node.rows, node.parameters)
+            except Exception as error:
+                if node.call.servers.is_final(error):
+                    raise
+                reason = f"its backward fails for a part of the batch ({first_line(error)})"
+        # An argument may be a parameter of the module: its gradient is returned once.
+        inputs = {id(one): one for one in ctx.saved_tensors}
+        with _hooks_off(node.parameters):
+            outputs = node.again(reason)
             found = gradients(
                 [outputs[place] for place in node.places],
                 given,
                 list(inputs.values()),
                 keeps_graph=True,
-                has_graph=True,
+                has_graph=torch.is_grad_enabled(),
             )
-            by_id = dict(zip(inputs, found, strict=True))
-            return None, *(by_id.pop(id(one), None) for one in ctx.saved_tensors)
-        by_place = {place: one for place, one in zip(node.places, given, strict=True) if one is not None}
-        return None, *node.call.gradients(by_place, node.rows, node.parameters)
+        by_id = dict(zip(inputs, found, strict=True))
+        return None, *(by_id.pop(id(one), None) for one in ctx.saved_tensors)
 
 
 def _rows_of(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
@@ -458,6 +473,11 @@ def _filled(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]
     """Return flat values with tensors that came beside them in their places."""
     received = iter(tensors)
     return [next(received) if isinstance(one, Rows) else one for one in leaves]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _has_graph(value: object) -> bool:
