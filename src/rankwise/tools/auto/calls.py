@@ -304,7 +304,7 @@ class SplitCalls:
         if num_bytes > max(LARGE_OUTPUT_BYTES, num_given):
             self._log(
                 f"auto: {call.name} returns {num_bytes >> 20} MiB for {max(1, num_given >> 20)} MiB of arguments, "
-                "which travel to rank 0: return less, or take the mean over what each sample has inside the model"
+                "which travel to rank 0 in each call: return only what the loss needs"
             )
 
     def _run_split(
