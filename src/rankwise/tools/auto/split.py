@@ -336,6 +336,9 @@ class SplitCall:
                 raise ResultChanged(f"it returned {len(one)} values instead of {len(rows)}")
         made: list[Any] = []
         for number, (own, at) in enumerate(zip(self.outputs, rows, strict=True)):
+            if self._first(number) < number:
+                made.append(made[self._first(number)])
+                continue
             if at is None:
                 made.append(own.detach().clone() if isinstance(own, torch.Tensor) else own)
                 continue
@@ -364,7 +367,7 @@ class SplitCall:
             parameters: of the module, in an order that servers know.
             again: calls the module whole and returns its outputs, if gradients cannot be split for a reason.
         """
-        places = [place for place, one in enumerate(self.outputs) if _has_graph(one)]
+        places = [place for place, one in enumerate(self.outputs) if _has_graph(one) and self._first(place) == place]
         if not places:
             return whole
         used = [one for one in parameters if one.requires_grad]
@@ -372,7 +375,12 @@ class SplitCall:
         node = _Node(self, [whole[place] for place in places], places, rows, used, again)
         for place, one in zip(places, _Whole.apply(node, *used, *leaves), strict=True):
             whole[place] = one
-        return whole
+        return [whole[self._first(place)] for place in range(len(whole))]
+
+    def _first(self, number: int) -> int:
+        """Return the number of the first output that is the same tensor."""
+        own = self.outputs[number]
+        return next((place for place, one in enumerate(self.outputs[:number]) if one is own), number)
 
     def refuse_twice(self) -> None:
         """Raise what torch raises if the graph has been freed."""
