@@ -82,13 +82,13 @@ class Back(torch.autograd.Function):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.norm, self.last = nn.Embedding(10, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.table, self.norm, self.last = nn.Embedding(10, 6), NORM, nn.Linear(6, 3)
 
     def forward(self, numbers, marks):
-        if numbers.max() > 20:
-            raise Odd(numbers.argmax().item(), len(numbers))
-        hidden = self.table(numbers)
-        return self.last(Back.apply(self.norm(hidden) if {norm} else hidden, marks))
+        try:
+            return self.last(Back.apply(self.norm(self.table(numbers)), marks))
+        except IndexError as error:
+            raise Odd(0, len(numbers)) from error
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -98,8 +98,6 @@ for step in range(12):
         numbers[7] = 10
     if step == 6:
         numbers += 5
-    if step == {odd}:
-        numbers[6] = 30
     if step == 9:
         marks[5] = 1
     if step == 10:
@@ -109,18 +107,16 @@ for step in range(12):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        print(step, f"{{loss.item():.9f}}")
+        print(step, f"{loss.item():.9f}")
     except (IndexError, Odd) as error:
         print(step, type(error).__name__, error, error.__traceback__.tb_lineno, getattr(error, "place", ""))
 """
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("norm", [False, True])
-def test_an_error_in_a_served_call_is_the_scripts_own(command: Command, norm: bool) -> None:
-    # Reading values of samples (numbers.max()) lets the model run whole: without it, errors come of rows.
-    text = (HEAD + ERRORS).format(norm=norm, odd=99).replace("if numbers.max() > 20", "if False")
-    said = _as_plain(command, text)
+@pytest.mark.parametrize("norm", ["nn.Identity()", "nn.BatchNorm1d(6)"])
+def test_an_error_in_a_served_call_is_the_scripts_own(command: Command, norm: str) -> None:
+    said = _as_plain(command, HEAD + ERRORS.replace("NORM", norm))
     assert "its backward fails for a part of the batch" in said
 
 
@@ -404,6 +400,7 @@ def test_processes_of_the_script_do_not_disturb_the_servers(command: Command) ->
             capture_output=True,
             text=True,
             timeout=120,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
