@@ -218,16 +218,37 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = self.layer(x).tanh()
-        return out, out, out[:, :2], out.detach()
+        return out, out, out.exp()
 
 
 def same_output_twice() -> object:
     model, found = Twice(), []
     for _ in range(STEPS):
-        one, two, part, alone = model(_batch())
+        one, two, other = model(_batch())
         (one * two).sum().backward(retain_graph=True)
+        (two.sum() + (other * one).sum()).backward()
+        one.detach().mul_(2)
+        found += [one.detach(), two.detach(), other.detach(), one is two]
+    return found, _facts(model)
+
+
+class ReturnsParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = self.layer(x).tanh()
+        return out, out[:, :2], out.detach()
+
+
+def parts_of_an_output() -> object:
+    model, found = ReturnsParts(), []
+    for _ in range(STEPS):
+        one, part, alone = model(_batch())
         (part.sum() + (alone * one).sum()).backward()
-        found += [one.detach(), two.detach(), part.detach(), alone]
+        alone.mul_(2)
+        found += [one.detach(), part.detach(), alone]
     return found, _facts(model)
 
 
@@ -687,6 +708,7 @@ SITUATIONS: dict[str, Callable[[], object]] = {
         frozen_parameters,
         outputs_in_place,
         same_output_twice,
+        parts_of_an_output,
         an_input_returned,
         without_gradients,
         autocast,
@@ -722,10 +744,11 @@ TOLERANCE = {"autocast": 0.05, "another_dtype_half_way": 1e-5}
 """Of 16 and 32 bits; of the others 1e-10."""
 RUNS_WHOLE = {
     "an_input_returned": "it returns memory of its arguments or parameters, which the script could change",
+    "parts_of_an_output": "it returns two tensors of one memory",
     "gradients_of_gradients": "gradients of its gradients are computed",
 }
 """Situations in which calls run whole from some moment on, and why."""
-NEVER_SPLIT = {"an_input_returned"}
+NEVER_SPLIT = {"an_input_returned", "parts_of_an_output"}
 
 
 def _started(situation: Callable[[], object]) -> object:

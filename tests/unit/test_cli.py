@@ -40,8 +40,8 @@ options:
                         send (RANKWISE_CHECK=1)
   --guard               have the ranks of a torch.distributed script compare parameters and
                         learning rates during training
-  --auto                run an unedited script for one device: each rank runs all of it, and its
-                        models on a part of each batch
+  --auto                run an unedited script for one device on rank 0; each rank computes its
+                        models for a part of each batch
   --report DIR | off    record in DIR where the time of each step goes, for `rankwise report DIR`;
                         off measures nothing (RANKWISE_REPORT)
   --progress            show one line about the whole job, on the machine with rank 0: its pace,

@@ -192,7 +192,7 @@ def _launch_options(options: argparse.Namespace, nodes: tuple[int, int]) -> Laun
         nodes=nodes,
         torch_store=options.torch_store or asked_torch_store(),
         report=_report_folder(options.report or asked_report()),
-        stdin=options.auto,
+        controller=options.auto,
     )
 
 

@@ -83,6 +83,8 @@ class FailureDetector:
         """The oldest collective on this rank's device that has not completed."""
         self._has_raised = False
         """Whether the training thread has raised the reason why ranks cannot continue."""
+        self._is_raising = False
+        """Whether it has been made to."""
         self.next_event = 1
         """A number below which the log is full."""
         self._optional: set[int] = set()
@@ -180,7 +182,9 @@ class FailureDetector:
 
     def _leave_to_raise(self) -> None:
         self._has_raised = True
-        raise_in_thread(self._main_thread_id, None)
+        # Only then: Python 3.11 never forgets that there was something to look for, and hangs in a profiled function.
+        if self._is_raising:
+            raise_in_thread(self._main_thread_id, None)
 
     def raise_unraised(self) -> None:
         """Raise the reason why ranks cannot continue, unless the training thread has raised it before."""
@@ -197,6 +201,7 @@ class FailureDetector:
             self.error = self.error or error
             self.changed.notify_all()
         if are_pending and not self._has_raised:
+            self._is_raising = True
             raise_in_thread(self._main_thread_id, self.error)
             self._has_raised = True
 

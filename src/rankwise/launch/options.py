@@ -47,8 +47,8 @@ class LaunchOptions:
     """The folder in which ranks record their steps; ``"off"`` measures nothing. Absolute: scripts may change theirs."""
     progress: bool = False
     """Whether one line about the whole job is shown while it runs."""
-    stdin: bool = False
-    """Whether rank 0 reads this process's stdin, also if there are several ranks."""
+    controller: bool = False
+    """Whether rank 0 alone runs the script (--auto): it reads this process's stdin and receives its signals."""
     torch_store: TorchStoreChoice = "auto"
     """Whether MASTER_ADDR and MASTER_PORT point to torch's own store; ``"auto"``: on one machine only."""
 

@@ -110,6 +110,7 @@ class Agent:
         self._hosts_job = hosts_job
         self._can_return = options.can_restart and not hosts_job
         self._can_restart = options.max_restarts > 0
+        self._has_controller = options.controller
         self._saves_on_terminate = saves_on_terminate
         self._link: ControllerLink | LocalLink | None = None
         self._is_attempt_on = False
@@ -343,6 +344,10 @@ class Agent:
     # -- signals, and a lost coordinator -----------------------------------------------------------
 
     def _handle_signal(self, number: signal.Signals) -> None:
+        if self._has_controller and 0 in self._ranks.running and self._ending is None:
+            # The job ends when the script does, as long as it may take to clean up.
+            self._ranks.send_signal(0, number)
+            return
         asks = number == signal.SIGUSR2 or (number == signal.SIGTERM and self._saves_on_terminate)
         if not asks or not self._is_attempt_on or self._link is None:
             raise Interrupted(number)

@@ -43,7 +43,7 @@ RETURN_SECONDS = 30.0
 """How long a job that cannot continue without a lost machine waits for it."""
 LAST_CALL_SECONDS = 30.0
 """How long a job that has enough machines waits for more at its start."""
-PEERS_SECONDS = 5.0
+PEERS_SECONDS = 4.0
 """How long the other ranks may take to exit by themselves after a failure, if no restart follows."""
 CAUSE_SECONDS = 0.5
 """How long to wait for the cause of a failure that is only an echo, if a restart follows."""

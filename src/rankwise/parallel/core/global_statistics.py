@@ -161,6 +161,8 @@ def normalise(
 
 def sums(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Return [2, C], this rank's sums of ``dy`` and of ``dy`` times the normalised input."""
+    if not x.numel():
+        return mean.new_zeros((2, len(mean)))
     # In evaluation torch's BatchNorm takes the statistics that it is given; here they are those of all ranks.
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         dy.to(mean.dtype), x.to(mean.dtype), None, mean, inverse**-2, None, None, False, 0.0, [False, True, True]

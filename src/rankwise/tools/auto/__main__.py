@@ -11,7 +11,7 @@ from rankwise.tools.auto.script import AutoScript
 
 
 def main() -> None:
-    """Run the script named by the arguments as one of the ranks."""
+    """Run the script named by the arguments on rank zero, and serve on the other ranks."""
     words = sys.argv[1:]
     is_module = words[:1] == ["-m"]
     name, *arguments = words[is_module:] or [""]

@@ -49,7 +49,7 @@ from rankwise.tools.auto.proof import (
 )
 from rankwise.tools.auto.rows import Share
 from rankwise.tools.auto.shipping import dumped, dumped_tree
-from rankwise.tools.auto.split import Request, ResultChanged, ServerFailed, SplitCall
+from rankwise.tools.auto.split import Request, ResultChanged, SplitCall, first_line
 from rankwise.tools.auto.subclasses import as_output, is_alike, plain
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import BatchNorm, has_hooks_of_all, hooks_of, own_parameters
@@ -117,6 +117,8 @@ class KnownModule:
     pickled: bytes | None = None
     """As it is to be sent to them."""
     kinds: dict[Kind, KindOfCall] = field(default_factory=dict)
+    resting: dict[tuple[bool, bool], int] = field(default_factory=dict)
+    """By training mode and whether gradients are enabled: how many calls run whole without a look at them."""
     num_changes: int = 0
     """How often something has changed that its calls read."""
 
@@ -178,18 +180,13 @@ class SplitCalls:
         return self._calls.replacing(self._called)
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._servers.are_there() or self._rests(module):
+            return self._calls.whole(module, args, kwargs)[0]
+        known = self._known(module)
+        if known is None:
+            return self._calls.whole(module, args, kwargs)[0]
         given, tree = pytree.tree_flatten((args, kwargs))
         leaves = [plain(one) for one in given]
-        known = self._modules.get(module)
-        if known is None:
-            if any(map(is_lazy, module.parameters())):
-                return self._calls.whole(module, args, kwargs)[0]  # parameters and class are made in this call
-            self._num_modules += 1
-            known = self._modules[module] = KnownModule(self._num_modules, Guard.of(module), _modes(module))
-        elif known.guard.changed() is not None:
-            self._note_change(known)
-            known.guard, known.modes = known.guard.renewed(), _modes(module)
-            known.held, known.is_shipped = None, False
         kind = self._kind(known, given, tree, type(module).__name__)
         if kind is None:
             return self._calls.whole(module, args, kwargs)[0]
@@ -213,6 +210,29 @@ class SplitCalls:
             return self._in_parts(call, batches[0])
         return self._calls.whole(module, args, kwargs)[0]
 
+    def _rests(self, module: nn.Module) -> bool:
+        """Return whether a call is one of those that run whole without a look at them."""
+        known = self._modules.get(module)
+        mode = module.training, torch.is_grad_enabled()
+        if known is None or not known.resting.get(mode):
+            return False
+        known.resting[mode] -= 1
+        return True
+
+    def _known(self, module: nn.Module) -> KnownModule | None:
+        """Return what is known of a module as it is now; ``None``: its parameters and class are made in this call."""
+        known = self._modules.get(module)
+        if known is None:
+            if any(map(is_lazy, module.parameters())):
+                return None
+            self._num_modules += 1
+            known = self._modules[module] = KnownModule(self._num_modules, Guard.of(module), _modes(module))
+        elif known.guard.changed() is not None:
+            self._note_change(known)
+            known.guard, known.modes = known.guard.renewed(), _modes(module)
+            known.held, known.is_shipped = None, False
+        return known
+
     def _note_change(self, known: KnownModule) -> None:
         """Note that something has changed that calls of a module read: they are proved again, if not each time."""
         known.num_changes += 1
@@ -230,6 +250,8 @@ class SplitCalls:
         before, is_split = pace.ratio, pace.next_is_split()
         if pace.ratio is not None and pace.ratio != before:
             ranks = f"{self._servers.exchange.world_size} ranks"
+            if not pace.is_split:
+                call.known.resting[call.module.training, torch.is_grad_enabled()] = pace.take_rest()
             what = "is split over" if pace.is_split else "runs whole on one rank: it would be slower on"
             self._log(f"auto: {call.name} {what} {ranks}", f": its loop takes {pace.ratio:.2f} of the time on one")
         return is_split
@@ -251,11 +273,10 @@ class SplitCalls:
             ran = self._run_split(call, call.module, arguments, batch, generators=before if kind.is_random else None)
             whole = ran.whole(kind.outputs)
         except Exception as error:
-            if self._servers.exchange.detector.error is not None:
-                raise  # a rank has failed
+            if self._servers.is_final(error):
+                raise
             result = self._whole_again(call, before)
-            on = f" on rank {error.rank}" if isinstance(error, ServerFailed) else ""
-            self._runs_whole(call, f"it fails for a part of the batch{on} ({_first_line(error)})")
+            self._runs_whole(call, f"it fails for a part of the batch ({first_line(error)})")
             return result
         if before is not None and not kind.is_random and not before.are(GeneratorStates.now(self._device)):
             kind.is_doubtful = True  # it draws since something has changed: each rank has drawn numbers of its own
@@ -283,7 +304,7 @@ class SplitCalls:
         if num_bytes > max(LARGE_OUTPUT_BYTES, num_given):
             self._log(
                 f"auto: {call.name} returns {num_bytes >> 20} MiB for {max(1, num_given >> 20)} MiB of arguments, "
-                "which travel to rank 0: return less, or take the mean over what each sample has inside the model"
+                "which travel to rank 0 in each call: return only what the loss needs"
             )
 
     def _run_split(
@@ -299,19 +320,21 @@ class SplitCalls:
         held = self._held(call)
         if watch is None:  # else it is a trial of a call that has run
             self._table.copy(held)
+        shipped, structure = self._shipped(call), None if call.kind.is_known else dumped_tree(call.tree)
+        self._servers.prepare()
         values, sent = self._table.message(held)
         request = Request(
             call.known.number,
             call.kind.number,
-            self._shipped(call),
+            shipped,
             values,
             sent,
-            None if call.kind.is_known else dumped_tree(call.tree),
+            structure,
             batch.num_global,
             any(isinstance(one, BatchNorm) and one.training for one in module.modules()),
             generators,
         )
-        call.kind.is_known = True
+        call.known.is_shipped = call.kind.is_known = True
         return self._servers.call(module, call.kind.draws, request, arguments, watch)
 
     def _shipped(self, call: Call) -> bytes | None:
@@ -320,7 +343,6 @@ class SplitCalls:
         if known.is_shipped:
             return None
         pickled, known.pickled = known.pickled or dumped(call.module, self._table.number_of), None
-        known.is_shipped = True
         return pickled
 
     def _held(self, call: Call) -> TensorsOfModule:
@@ -330,15 +352,16 @@ class SplitCalls:
             known.held, known.is_shipped = TensorsOfModule(call.module, self._table), False
         return known.held
 
-    def differentiated_again(self, call: Call, before: GeneratorStates | None) -> list[Any]:
-        """Return the outputs of a call, run whole: gradients of its gradients are computed."""
-        self._runs_whole(call, "gradients of its gradients are computed")
+    def differentiated_again(self, call: Call, before: GeneratorStates | None, reason: str) -> list[Any]:
+        """Return the outputs of a call, run whole with a graph: its gradients cannot be split, for a reason."""
+        self._runs_whole(call, reason)
         now = GeneratorStates.now(self._device)
         buffers = [(one, one.detach().clone()) for one in buffers_of(call.module)]
         if before is not None:
             before.restore(self._device)
         try:
-            result, _ = self._calls.whole(call.module, *call.arguments())
+            with torch.enable_grad():
+                result, _ = self._calls.whole(call.module, *call.arguments())
         finally:
             now.restore(self._device)
             for one, value in buffers:
@@ -383,7 +406,7 @@ class SplitCalls:
             if not call.known.is_shipped:
                 call.known.pickled = dumped(call.module, self._table.number_of)
         except Exception as error:  # noqa: BLE001 - whatever a class raises
-            return Reason(f"it cannot be sent to other ranks ({_first_line(error)})")
+            return Reason(f"it cannot be sent to other ranks ({first_line(error)})")
         self._table.copy(held)
         return None
 
@@ -446,9 +469,9 @@ class SplitCalls:
         try:
             ran = self._run_split(call, copy, arguments, batch, generators=generators, watch=watch)
         except Exception as error:
-            if self._servers.exchange.detector.error is not None:
-                raise  # a rank has failed
-            return Reason(f"it fails for a part of the batch ({_first_line(error)})"), ()
+            if self._servers.is_final(error):
+                raise
+            return Reason(f"it fails for a part of the batch ({first_line(error)})"), ()
         whole, structure = pytree.tree_flatten(whole_run.result)
         if structure != ran.structure or len(whole) != len(ran.outputs):
             return Reason("it returns something else for a part of the batch"), ()
@@ -484,14 +507,14 @@ class SplitCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """Runs a call whole when gradients of its gradients are computed."""
+    """Runs a call whole when its gradients cannot be split."""
 
     calls: SplitCalls
     call: Call
     before: GeneratorStates | None
 
-    def __call__(self) -> list[Any]:
-        return self.calls.differentiated_again(self.call, self.before)
+    def __call__(self, reason: str) -> list[Any]:
+        return self.calls.differentiated_again(self.call, self.before, reason)
 
 
 def _kind_of(modes: tuple[object, ...], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Kind:
@@ -539,10 +562,6 @@ def _fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:
     """Return where the rows lie in other arguments of the same kind; nothing if they do not fit."""
     sizes = {one.shape[dim] for one, dim in zip(leaves, batch.dims, strict=True) if dim is not None}
     return [replace(batch, num_global=size) for size in sizes] if len(sizes) == 1 else []
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _no_longer(call: Call, how: str) -> ConfigurationError:

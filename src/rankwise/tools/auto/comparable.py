@@ -8,7 +8,7 @@ import random
 from collections import deque
 from io import BytesIO, StringIO
 from itertools import count
-from types import MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +40,7 @@ SHARED_GENERATORS: tuple[Any, ...] = (
 """Those of Python, NumPy and torch."""
 WITHIN: tuple[tuple[Kinds, tuple[str, ...]], ...] = (
     (MethodType, ("__func__", "__self__")),
+    (BuiltinMethodType, ("__self__",)),  # of a class that is written in Python, such as a torch.autograd.Function
     (functools.partial, ("func", "args", "keywords")),
     ((staticmethod, classmethod), ("__func__",)),
     (property, ("fget", "fset")),

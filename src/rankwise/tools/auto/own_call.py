@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from rankwise.comm.session import CurrentBatch
 from rankwise.errors import CollectiveMismatch
+from rankwise.health.diagnosis import is_of_a_signal_handler
 from rankwise.parallel.randomness.model_draws import DrawsOfModel
 from rankwise.torch_private import foreach
 from rankwise.torch_private import tree as pytree
@@ -96,12 +98,19 @@ class OwnCalls:
 
     def end_together(self, error: BaseException | None, *, meets: bool) -> None:
         """Free the ranks that wait for one whose call or backward has raised. Called by: every rank, at its end."""
-        if not meets or isinstance(error, CollectiveMismatch):
+        if not meets or isinstance(error, CollectiveMismatch) or (error is not None and is_interruption(error)):
             return
-        note = b"" if error is None else b"raised"
-        notes = self._exchange.gather_notes(note, what="the end of a split call")
-        if error is None and any(one.rstrip(b"\0") for one in notes):
+        what = "the end of a split call"
+        if error is not None:
+            with suppress(CollectiveMismatch):  # others wait in another collective
+                self._exchange.gather_notes(b"raised", what)
+        elif any(one.rstrip(b"\0") for one in self._exchange.gather_notes(b"", what)):
             raise CollectiveMismatch("The call has raised on another rank.")
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return whether a signal has raised an error: KeyboardInterrupt, or what a handler of the script raises."""
+    return not isinstance(error, Exception) or is_of_a_signal_handler(error)
 
 
 def gradients(

@@ -48,6 +48,11 @@ class Pace:
             return self.is_split
         return is_next
 
+    def take_rest(self) -> int:
+        """Return how many calls are not to be timed, which the caller counts."""
+        num, self._num_until_timed = self._num_until_timed, 0
+        return num
+
     def interrupted(self) -> None:
         """Leave out the time since the last call."""
         self._started = None

@@ -265,12 +265,14 @@ def _layout(whole: torch.Tensor, own: torch.Tensor, share: Share, followed: Samp
 
 
 def shares_memory(result: object, given: Sequence[Any], module: nn.Module) -> Reason | None:
-    """Return why a call must not be split that returns memory of its arguments or of the module."""
+    """Return why a call must not be split that returns memory of its arguments or the module, or some memory twice."""
     held = [one for one in (*given, *parameters_of(module), *buffers_of(module)) if isinstance(one, torch.Tensor)]
     places = {_address(one) for one in held} - {0}
-    returned = (one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor))
-    shared = any(_address(one) in places for one in returned)
-    return Reason("it returns memory of its arguments or parameters, which the script could change") if shared else None
+    returned = {id(one): one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
+    addresses = [address for one in returned.values() if (address := _address(one))]
+    if any(one in places for one in addresses):
+        return Reason("it returns memory of its arguments or parameters, which the script could change")
+    return Reason("it returns two tensors of one memory") if len(set(addresses)) < len(addresses) else None
 
 
 def _address(tensor: torch.Tensor) -> int:

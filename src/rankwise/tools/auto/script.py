@@ -55,6 +55,9 @@ class AutoScript:
 
 def _control(script: AutoScript, session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:
     """Run the script. Called by: rank zero."""
+    import os  # noqa: PLC0415
+    import signal  # noqa: PLC0415
+
     import torch  # noqa: PLC0415
 
     from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
@@ -65,7 +68,11 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
     from rankwise.world.environments.process import of_one_process, splits_always  # noqa: PLC0415
 
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
-    session.on_close()  # signals do what they do in plain Python
+    session.on_close()
+    if "RANKWISE_ERROR_FILE" in os.environ:
+        # Its launcher passes them on. They do what they do in plain Python.
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
     with Servers(accept_servers(session, session.store, session.detector), exchange, own) as servers:
         split = SplitCalls(
             servers,
@@ -93,4 +100,5 @@ def _serve(session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCal
         has_ended_well = Server(connection, exchange, own, torch.device(session.world.device)).serve()
     if not has_ended_well:
         # Rank zero says what has happened.
+        session.detector.leave(wait_for_peers=False)
         os._exit(0)

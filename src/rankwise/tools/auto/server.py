@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.errors import RankwiseError
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Outputs, Rows
 from rankwise.tools.auto.own_call import OwnArguments, added_together, gradients
 from rankwise.tools.auto.parameters import ServerTensors
@@ -77,17 +78,17 @@ class Server:
         while True:
             try:
                 message, tensors = self._connection.receive()
-            except ConnectionError:
+            except (ConnectionError, RankwiseError):
                 return False
             if isinstance(message, End):
                 return True
             try:
                 reply, sent = self._done(message, tensors)
-            except Exception as error:  # noqa: BLE001 - whatever a module raises
+            except BaseException as error:  # noqa: BLE001 - whatever a module raises
                 reply, sent = Failed(type(error).__name__, str(error), traceback.format_exc()), []
             try:
                 self._connection.send(reply, sent)
-            except ConnectionError:
+            except (ConnectionError, RankwiseError):
                 return False
 
     def _done(self, message: object, tensors: list[torch.Tensor]) -> tuple[object, list[torch.Tensor]]:

@@ -35,13 +35,20 @@ def _matmul_precision() -> str | None:
         return None
 
 
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.9, once a default has been removed
+        return torch.device("cpu")
+
+
 def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # a mode, which costs time in each function
 
 
 _OF_PROCESS: tuple[Setting, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, _set_default_device),
+    (_default_device, _set_default_device),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     *_attributes(deterministic, "fill_uninitialized_memory"),
     (backends.mha.get_fastpath_enabled, backends.mha.set_fastpath_enabled),

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
+from rankwise.errors import RankwiseError
+from rankwise.health.call_site import user_call_site
+from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
+from rankwise.health.event_log import post_departure
+from rankwise.health.flight_recorder import Ticket
+from rankwise.health.status_poll import process_of
+from rankwise.log import log
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.parallel.randomness.scope import memory_order
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Rows
-from rankwise.tools.auto.own_call import OwnArguments, added, added_together, gradients
+from rankwise.tools.auto.own_call import OwnArguments, added, added_together, gradients, is_interruption
 from rankwise.tools.auto.rows import OutputRows, Share, joined, part_of
 from rankwise.tools.auto.settings import settings
 from rankwise.torch_private import tree as pytree
@@ -46,9 +54,7 @@ class ServerFailed(Exception):
     """A server has raised where rank zero has not."""
 
     def __init__(self, rank: int, failed: Failed) -> None:
-        super().__init__(f"{failed.kind}: {failed.text}")
-        self.rank = rank
-        self.failed = failed
+        super().__init__(f"{failed.kind} on rank {rank}: {failed.text}")
 
 
 class ResultChanged(Exception):
@@ -80,8 +86,12 @@ class Servers:
         self._own = own
         self._connections = list(connections)
         self._num_pending = [0] * len(connections)
+        self._is_in_step = True
+        """Whether servers know what they must, and no message has been interrupted half way."""
+        self._has_given_up = False
         self._num_calls = 0
         self._forgotten: list[int] = []
+        os.register_at_fork(after_in_child=self._leave_to_parent)
 
     @property
     def add_together(self) -> bool:
@@ -139,6 +149,7 @@ class Servers:
             of_rank = share.of(rank)
             rows = [_rows_of(one.detach(), dim, of_rank) for one, dim in pairs if isinstance(one, torch.Tensor)]
             self._send(rank, message, [*request.sent, *rows])
+        self._is_in_step = True
         leaves = [
             _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and has_graph)
             if isinstance(one, torch.Tensor)
@@ -148,8 +159,8 @@ class Servers:
         own = OwnArguments(leaves, arguments.dims, arguments.tree)
         try:
             result = self._own.run(module, draws, share, own, meets=request.meets, watch=watch)
-        except Exception:
-            self.drain()
+        except BaseException as error:
+            self._note_interruption(error, meets=request.meets)
             raise
         outputs, structure = pytree.tree_flatten(result)
         others = [_filled(reply.leaves, tensors) for reply, tensors in self.replies()]
@@ -178,15 +189,17 @@ class Servers:
             found = gradients(outputs, given, inputs, keeps_graph=keeps_graph)
         except BaseException as error:
             self._own.end_together(error, meets=meets)
-            self.drain()
+            self._note_interruption(error, meets=meets)
             raise
         self._own.end_together(None, meets=meets)
         return found
 
     def backward(self, message: Backward, tensors: Callable[[int], list[torch.Tensor]]) -> None:
         """Start the backward of a call on servers; ``tensors`` returns what goes to a rank."""
+        self.prepare()
         for rank in range(1, self.exchange.world_size):
             self._send(rank, message, tensors(rank))
+        self._is_in_step = True
 
     def replies(self) -> list[tuple[Any, list[torch.Tensor]]]:
         """Return what servers reply, by rank.
@@ -200,15 +213,44 @@ class Servers:
                 raise ServerFailed(rank, reply)
         return replies
 
-    def drain(self) -> None:
-        """Take in the replies to what has failed here, or was interrupted."""
+    def are_there(self) -> bool:
+        """Return whether they can be asked: not once the script was interrupted while a message was on its way.
+
+        Raises:
+            RankwiseError: the job has failed.
+        """
+        if self._is_in_step:
+            if self.exchange.detector.error is not None:
+                raise self.exchange.detector.error
+        elif not self._has_given_up:
+            self._has_given_up = True
+            log("auto: calls run whole on one rank from here on: one was interrupted while ranks exchanged data")
+            post_departure(self.exchange.detector.store, rank=0)  # for servers that wait in a collective
+        return self._is_in_step
+
+    def prepare(self) -> None:
+        """Take in the replies to what has failed here or was interrupted, before something else is asked for."""
         for place, num in enumerate(self._num_pending):
             for _ in range(num):
                 self._receive(place)
+        self._is_in_step = False  # until all servers have been asked
+
+    def is_final(self, error: BaseException) -> bool:
+        """Return whether an error of a split call is the script's: whole, the call would not tell."""
+        return self.exchange.detector.error is not None or is_interruption(error)
+
+    def _note_interruption(self, error: BaseException, *, meets: bool) -> None:
+        """Note that a call or backward has raised here: servers may wait for this rank in a collective."""
+        self._is_in_step = self._is_in_step and not (meets and is_interruption(error))
 
     def forget(self, call: int) -> None:
         """Note that no backward of a call will follow. Called by garbage collection, at any moment."""
         self._forgotten.append(call)
+
+    def _leave_to_parent(self) -> None:
+        """Close what a forked process has of the connections: servers notice when its parent ends."""
+        while self._connections:
+            self._connections.pop().close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,20 +260,40 @@ class Servers:
     ) -> None:
         # After an error the end of the connection says all: servers have nothing to report.
         for connection in self._connections:
-            if error is None:
-                connection.send(End())
+            if error is None and self._is_in_step:
+                with suppress(ConnectionError):  # its launcher says what has become of it
+                    connection.send(End())
             connection.close()
 
     def _send(self, rank: int, message: object, tensors: Sequence[torch.Tensor]) -> None:
-        while self._num_pending[rank - 1]:
-            self._receive(rank - 1)
-        self._connections[rank - 1].send(message, tensors)
+        try:
+            self._connections[rank - 1].send(message, tensors)
+        except ConnectionError:
+            self._raise_loss(rank)
         self._num_pending[rank - 1] += 1
 
     def _receive(self, place: int) -> tuple[Any, list[torch.Tensor]]:
-        reply = self._connections[place].receive()
+        self._connections[place].wait()
+        self._is_in_step = False
+        try:
+            reply = self._connections[place].receive()
+        except ConnectionError:
+            self._raise_loss(place + 1)
         self._num_pending[place] -= 1
+        self._is_in_step = True
         return reply
+
+    def _raise_loss(self, rank: int) -> NoReturn:
+        """Raise what has become of a server that has closed its connection."""
+        detector = self.exchange.detector
+        process = process_of(detector.store, rank)
+        try:
+            with CollectiveWait(detector, Ticket(0, "a split call", site=user_call_site())):
+                raise PeerEnded(rank, 0 if process is None else process.pid)
+        except RankwiseError as error:
+            self._is_in_step = True  # no call may run whole instead
+            detector.refuse_all(error)
+            raise
 
 
 class SplitCall:
@@ -252,7 +314,7 @@ class SplitCall:
         self.outputs = outputs
         """Rank zero's, flat."""
         self.structure = structure
-        self._servers = servers
+        self.servers = servers
         self._number = number
         self._share = share
         self._own = own
@@ -274,6 +336,9 @@ class SplitCall:
                 raise ResultChanged(f"it returned {len(one)} values instead of {len(rows)}")
         made: list[Any] = []
         for number, (own, at) in enumerate(zip(self.outputs, rows, strict=True)):
+            if self._first(number) < number:
+                made.append(made[self._first(number)])
+                continue
             if at is None:
                 made.append(own.detach().clone() if isinstance(own, torch.Tensor) else own)
                 continue
@@ -291,7 +356,7 @@ class SplitCall:
         rows: Sequence[OutputRows | None],
         arguments: OwnArguments,
         parameters: Sequence[torch.Tensor],
-        again: Callable[[], list[Any]],
+        again: Callable[[str], list[Any]],
     ) -> list[Any]:
         """Return the outputs of the whole batch as results of one node of the graph.
 
@@ -300,9 +365,9 @@ class SplitCall:
             rows: where the rows of each lie.
             arguments: of the whole batch.
             parameters: of the module, in an order that servers know.
-            again: calls the module whole and returns its outputs, for gradients of gradients.
+            again: calls the module whole and returns its outputs, if gradients cannot be split for a reason.
         """
-        places = [place for place, one in enumerate(self.outputs) if _has_graph(one)]
+        places = [place for place, one in enumerate(self.outputs) if _has_graph(one) and self._first(place) == place]
         if not places:
             return whole
         used = [one for one in parameters if one.requires_grad]
@@ -310,7 +375,17 @@ class SplitCall:
         node = _Node(self, [whole[place] for place in places], places, rows, used, again)
         for place, one in zip(places, _Whole.apply(node, *used, *leaves), strict=True):
             whole[place] = one
-        return whole
+        return [whole[self._first(place)] for place in range(len(whole))]
+
+    def _first(self, number: int) -> int:
+        """Return the number of the first output that is the same tensor."""
+        own = self.outputs[number]
+        return next((place for place, one in enumerate(self.outputs[:number]) if one is own), number)
+
+    def refuse_twice(self) -> None:
+        """Raise what torch raises if the graph has been freed."""
+        if self._is_freed:
+            raise RuntimeError(_TWICE)
 
     def gradients(
         self, given: dict[int, torch.Tensor], rows: Sequence[OutputRows | None], parameters: Sequence[torch.Tensor]
@@ -322,14 +397,14 @@ class SplitCall:
             rows: where the rows of each output lie.
             parameters: that require a gradient.
         """
-        if self._is_freed:
-            raise RuntimeError(_TWICE)
+        if not self.servers.are_there():
+            raise ResultChanged("an earlier call was interrupted")
         keeps = keeps_graph()
         self._is_freed = not keeps
         placed = {place: at for place in given if (at := rows[place]) is not None}
-        adds = self._servers.add_together
+        adds = self.servers.add_together
         message = Backward(self._number, keeps, list(placed), self._meets or adds, adds)
-        self._servers.backward(
+        self.servers.backward(
             message, lambda rank: [part_of(given[place], at, self._share.of(rank)) for place, at in placed.items()]
         )
         shared = [*parameters, *(one for one in self._own.whole if one.requires_grad)]
@@ -338,15 +413,15 @@ class SplitCall:
             part_of(one, placed[place], self._share) if place in placed else one for place, one in given.items()
         ]
         with _hooks_off(parameters):
-            found = self._servers.own_gradients(
+            found = self.servers.own_gradients(
                 [self.outputs[place] for place in given],
                 own_given,
                 [*shared, *(one for one, _ in own_rows)],
                 keeps_graph=keeps,
                 meets=message.meets,
             )
-        sums = added_together(found[: len(shared)], shared, self._servers.exchange) if adds else []
-        others = [_filled(reply.leaves, tensors) for reply, tensors in self._servers.replies()]
+        sums = added_together(found[: len(shared)], shared, self.servers.exchange) if adds else []
+        others = [_filled(reply.leaves, tensors) for reply, tensors in self.servers.replies()]
         sums = sums or added([one[: len(shared)] for one in (found, *others)], own_given)
         parts = [[one[number] for one in (found, *others)] for number in range(len(shared), len(found))]
         joined_parts = [_joined_gradient(part, *one, self._share) for part, one in zip(parts, own_rows, strict=True)]
@@ -367,7 +442,7 @@ class _Node:
     rows: Sequence[OutputRows | None]
     """Of all outputs."""
     parameters: Sequence[torch.Tensor]
-    again: Callable[[], list[Any]]
+    again: Callable[[str], list[Any]]
 
 
 class _Whole(torch.autograd.Function):
@@ -382,21 +457,29 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         node: _Node = ctx.node
-        if torch.is_grad_enabled():
-            # An argument may be a parameter of the module: its gradient is returned once.
-            inputs = {id(one): one for one in ctx.saved_tensors}
-            outputs = node.again()
+        reason = "gradients of its gradients are computed"
+        if not torch.is_grad_enabled():
+            by_place = {place: one for place, one in zip(node.places, given, strict=True) if one is not None}
+            node.call.refuse_twice()
+            try:
+                return None, *node.call.gradients(by_place, node.rows, node.parameters)
+            except Exception as error:
+                if node.call.servers.is_final(error):
+                    raise
+                reason = f"its backward fails for a part of the batch ({first_line(error)})"
+        # An argument may be a parameter of the module: its gradient is returned once.
+        inputs = {id(one): one for one in ctx.saved_tensors}
+        with _hooks_off(node.parameters):
+            outputs = node.again(reason)
             found = gradients(
                 [outputs[place] for place in node.places],
                 given,
                 list(inputs.values()),
                 keeps_graph=True,
-                has_graph=True,
+                has_graph=torch.is_grad_enabled(),
             )
-            by_id = dict(zip(inputs, found, strict=True))
-            return None, *(by_id.pop(id(one), None) for one in ctx.saved_tensors)
-        by_place = {place: one for place, one in zip(node.places, given, strict=True) if one is not None}
-        return None, *node.call.gradients(by_place, node.rows, node.parameters)
+        by_id = dict(zip(inputs, found, strict=True))
+        return None, *(by_id.pop(id(one), None) for one in ctx.saved_tensors)
 
 
 def _rows_of(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
@@ -407,6 +490,11 @@ def _filled(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]
     """Return flat values with tensors that came beside them in their places."""
     received = iter(tensors)
     return [next(received) if isinstance(one, Rows) else one for one in leaves]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _has_graph(value: object) -> bool:
