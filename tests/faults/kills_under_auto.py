@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill ranks of ``rankwise run --auto`` at random moments: nothing may hang, be left behind, or be half written.
 
-``OMP_NUM_THREADS=1 python tests/faults/kills_under_auto.py [--kills 200] [--seed 0]``. Each kill ends a server or rank zero of a job with
-SIGKILL. The job must end within 30 s, by itself, with an exit code that is not 0 and the name of the rank; no process
-and no file in shared memory may remain; a checkpoint that the script replaces atomically must be whole.
+``OMP_NUM_THREADS=1 python tests/faults/kills_under_auto.py [--kills 200] [--seed 0]``. Each kill ends a server or rank
+zero of a job with SIGKILL. The job must end within 30 s, by itself, with the exit code and the name of that rank; no
+process and no file may remain; a checkpoint that the script replaces atomically must be whole.
 """
 
 from __future__ import annotations

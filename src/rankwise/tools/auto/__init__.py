@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise run --auto``: rank zero runs the script; all ranks compute the calls of its modules, by rows of a batch."""
+"""``rankwise run --auto``: rank zero runs the script; all ranks compute calls of its modules, by rows of a batch."""

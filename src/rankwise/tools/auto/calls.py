@@ -194,9 +194,12 @@ class SplitCalls:
             return self._calls.plain(module, args, kwargs)
         num_ranks = self._servers.exchange.world_size
         batches = batch_dims(leaves, num_ranks) if kind.batch is None else _fitting(kind.batch, leaves)
+        call = Call(module, known, kind, given, leaves, tree)
+        if not batches and any(not isinstance(one, (*PLAIN, torch.Tensor)) for one in leaves):
+            self._runs_whole(call, obstacle(module, leaves) or "its arguments have no rows")
+            return self._calls.plain(module, args, kwargs)
         if not batches or batches[0].num_global < num_ranks:
             return self._calls.whole(module, args, kwargs)[0]
-        call = Call(module, known, kind, given, leaves, tree)
         kind.num_calls += 1
         # In single rows, samples that meet are not told from others.
         is_clear = batches[0].num_global >= 2 * num_ranks
@@ -252,6 +255,7 @@ class SplitCalls:
             ranks = f"{self._servers.exchange.world_size} ranks"
             if not pace.is_split:
                 call.known.resting[call.module.training, torch.is_grad_enabled()] = pace.take_rest()
+                call.kind.is_doubtful = True  # nothing is proved while calls run whole
             what = "is split over" if pace.is_split else "runs whole on one rank: it would be slower on"
             self._log(f"auto: {call.name} {what} {ranks}", f": its loop takes {pace.ratio:.2f} of the time on one")
         return is_split
@@ -269,15 +273,12 @@ class SplitCalls:
         may_draw = kind.is_random or known.num_changes
         before = GeneratorStates.now(self._device) if may_draw else None
         arguments = OwnArguments(call.leaves, batch.dims, call.tree)
-        try:
-            ran = self._run_split(call, call.module, arguments, batch, generators=before if kind.is_random else None)
-            whole = ran.whole(kind.outputs)
-        except Exception as error:
-            if self._servers.is_final(error):
-                raise
+        found = self._rows_computed(call, arguments, batch, before if kind.is_random else None)
+        if isinstance(found, str):
             result = self._whole_again(call, before)
-            self._runs_whole(call, f"it fails for a part of the batch ({first_line(error)})")
+            self._runs_whole(call, found)
             return result
+        ran, whole = found
         if before is not None and not kind.is_random and not before.are(GeneratorStates.now(self._device)):
             kind.is_doubtful = True  # it draws since something has changed: each rank has drawn numbers of its own
             return self._whole_again(call, before)
@@ -287,6 +288,18 @@ class SplitCalls:
             again = _Again(self, call, before)
             whole = ran.with_graph(whole, kind.outputs, arguments, parameters_of(call.module), again)
         return pytree.tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
+
+    def _rows_computed(
+        self, call: Call, arguments: OwnArguments, batch: BatchDims, generators: GeneratorStates | None
+    ) -> tuple[SplitCall, list[Any]] | str:
+        """Return a call that has run on all ranks, and its outputs for the whole batch; or why it must run whole."""
+        try:
+            ran = self._run_split(call, call.module, arguments, batch, generators=generators)
+            return ran, ran.whole(call.kind.outputs)
+        except Exception as error:
+            if self._servers.is_final(error):
+                raise
+            return f"it fails for a part of the batch ({first_line(error)})"
 
     def _whole_again(self, call: Call, before: GeneratorStates | None) -> Any:
         """Run a call whole that has failed on rows: it raises where plain Python raises."""

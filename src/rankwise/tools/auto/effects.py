@@ -73,7 +73,8 @@ class _Noting:
         self._effects = effects
 
     def write(self, text: str) -> int:
-        self._effects.note("it prints")
+        if sys._getframe(1).f_globals.get("__name__") != "warnings":  # noqa: SLF001 - the documented name
+            self._effects.note("it prints")
         return int(self._stream.write(text) or 0)
 
     def __getattr__(self, name: str) -> Any:

@@ -19,6 +19,8 @@ class TensorFacts:
     number: int
     kind: Literal["parameter", "buffer"]
     requires_grad: bool
+    is_on_cpu: bool
+    """Or on the device of each rank."""
     place: Place
     memory: Ticket | None
     """Where all ranks see its values, at that place; ``None``: they are sent."""
@@ -39,7 +41,9 @@ class Values:
 class Rows:
     """A tensor in a message, sent with it: the rows of one rank, or a tensor that has none."""
 
-    requires_grad: bool
+    requires_grad: bool = False
+    is_on_cpu: bool = True
+    """Or on the device of each rank."""
 
 
 @dataclass(frozen=True, slots=True)

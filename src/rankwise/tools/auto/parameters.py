@@ -139,7 +139,8 @@ class TensorTable:
                 copied.memory, copied.values = memory, memory.at(place)
             ticket = None if memory is None else memory.ticket
             kind = "parameter" if isinstance(one, nn.Parameter) else "buffer"
-            self._facts.append(TensorFacts(copied.number, kind, one.requires_grad, place, ticket))
+            is_on_cpu = one.device.type == "cpu"
+            self._facts.append(TensorFacts(copied.number, kind, one.requires_grad, is_on_cpu, place, ticket))
 
     def _drop(self, key: int) -> None:
         self._dropped.append(self._known.pop(key).number)
@@ -166,7 +167,8 @@ class ServerTensors:
         for one in values.new:
             _, shape, strides, dtype = one.place
             if one.memory is None:
-                copied = torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+                device = "cpu" if one.is_on_cpu else self._device
+                copied = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             else:
                 memory = opened.setdefault(one.memory, opened.get(one.memory) or SharedBytes(0, one.memory))
                 copied = memory.at(one.place)

@@ -89,10 +89,16 @@ def obstacle(module: nn.Module, leaves: Sequence[Any]) -> str | None:
     odd = next((one for one in leaves if not isinstance(one, PLAIN) and type(one) not in _TENSORS), None)
     if odd is not None:
         return f"it takes a {type(odd).__name__}, whose rows are unknown"
-    if has_hooks_of_all():
-        return "there are hooks on all modules, which would see a part of the batch"
     if any(isinstance(one, torch.Tensor) and one.layout != torch.strided for one in leaves):
         return "it takes a sparse tensor"
+    return _obstacle_in(module)
+
+
+def _obstacle_in(module: nn.Module) -> str | None:
+    if len({one.device for one in (*parameters_of(module), *buffers_of(module))}) > 1:
+        return "it is on several devices"
+    if has_hooks_of_all():
+        return "there are hooks on all modules, which would see a part of the batch"
     if is_compiled(uncompiled(module)):
         return "a part of it is compiled by torch.compile"
     if not all(isinstance(one, nn.Parameter) for one in parameters_of(module)):

@@ -108,9 +108,7 @@ class Server:
             share = Share(self._exchange.rank, self._exchange.world_size, message.num_global)
             received = iter(tensors[num_values:])
             leaves = [
-                next(received).to(self._device, copy=True).requires_grad_(one.requires_grad and message.has_graph)
-                if isinstance(one, Rows)
-                else one
+                self._own_leaf(next(received), one, has_graph=message.has_graph) if isinstance(one, Rows) else one
                 for one in message.leaves
             ]
             self._tensors.reset(entry.buffers)
@@ -132,7 +130,7 @@ class Server:
             rows = [one for one, _ in arguments.rows if one.requires_grad]
             self._graphs[message.call] = _Graph(outputs, shared, rows)
         sent = [one for one in outputs if isinstance(one, torch.Tensor)]
-        return Outputs([Rows(False) if isinstance(one, torch.Tensor) else one for one in outputs]), sent
+        return Outputs([Rows() if isinstance(one, torch.Tensor) else one for one in outputs]), sent
 
     def _entry(self, message: Forward) -> _Module:
         if message.shipped is not None:
@@ -140,12 +138,19 @@ class Server:
             self._modules[message.module] = _Module(module, buffers_of(module))
         return self._modules[message.module]
 
+    def _own_leaf(self, received: torch.Tensor, facts: Rows, *, has_graph: bool) -> torch.Tensor:
+        own = received.to("cpu" if facts.is_on_cpu else self._device, copy=True)
+        return own.requires_grad_(facts.requires_grad and has_graph)
+
     def _backward(self, message: Backward, tensors: list[torch.Tensor]) -> tuple[Outputs, list[torch.Tensor]]:
         try:
             graph = self._graphs[message.call] if message.keeps_graph else self._graphs.pop(message.call)
             found = gradients(
                 [graph.outputs[place] for place in message.given],
-                [one.to(self._device, copy=True) for one in tensors],
+                [
+                    one.to(graph.outputs[place].device, copy=True)
+                    for place, one in zip(message.given, tensors, strict=True)
+                ],
                 [*graph.shared, *graph.rows],
                 keeps_graph=message.keeps_graph,
             )
@@ -158,4 +163,4 @@ class Server:
             added_together(found[:num_shared], graph.shared, self._exchange)
             found[:num_shared] = [None] * num_shared
         sent = [one for one in found if one is not None]
-        return Outputs([None if one is None else Rows(False) for one in found]), sent
+        return Outputs([None if one is None else Rows() for one in found]), sent

@@ -136,7 +136,7 @@ class Servers:
             request.values,
             forgotten,
             request.structure,
-            [Rows(one.requires_grad) if isinstance(one, torch.Tensor) else one for one in arguments.leaves],
+            [_sent(one) if isinstance(one, torch.Tensor) else one for one in arguments.leaves],
             tuple(arguments.dims),
             request.num_global,
             has_graph,
@@ -484,6 +484,10 @@ class _Whole(torch.autograd.Function):
 
 def _rows_of(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
     return tensor if dim is None else share.rows(tensor, dim)
+
+
+def _sent(tensor: torch.Tensor) -> Rows:
+    return Rows(tensor.requires_grad, tensor.device.type == "cpu")
 
 
 def _filled(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
