@@ -132,7 +132,11 @@ class Lora(nn.Module):
         return self.base(x) + self.high(self.low(x))
 
 
-class Net(nn.Module):
+class Gains(nn.Module):
+    gain = 1.0
+
+
+class Net(Gains):
     factor = 1.0
     seen: list[int] = []  # noqa: RUF012 - as scripts have them
 
@@ -235,6 +239,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Net], Any], str]] = {
         "a default of the global activation['slope']",
     ),
     "class attribute": (lambda _: 1.0, lambda _: setattr(Net, "factor", 2.0), "Net.factor"),
+    "inherited attribute": (lambda net: net.gain, lambda _: setattr(Net, "gain", 2.0), "Net.gain"),
     "list of the class": (lambda _: 1.0, lambda net: net.seen.append(1), "Net.seen"),
     "monkeypatched": (lambda _: 1.0, lambda _: _set_global("activation", lambda x: x), "the global activation"),
     "monkeypatched method": (lambda _: 1.0, lambda _: setattr(Net, "forward", lambda _, x: x), "Net.forward"),
@@ -343,6 +348,8 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:
     COUNTS.clear()
     args.alpha = flags.alpha = 1.0  # type: ignore[attr-defined]
     vars(WEIRD).clear()
+    if "gain" in vars(Net):
+        del Net.gain
     if hasattr(nn.Linear, "extra"):
         del nn.Linear.extra
     activation.__kwdefaults__ = {"slope": 1.0}

@@ -402,6 +402,8 @@ class SplitCalls:
                 kind.batch, kind.outputs = batch, outputs
                 return whole_run.result
             reasons.append(found)
+            # How its draws lie in the other dim is no knowledge of this one.
+            kind.draws, kind.is_known = self._own.new_draws(call.name), False
         if kind.num_split and reasons[0].is_wrong:
             raise _no_longer(call, reasons[0].text)
         # What is set once, as a cache, is not set in the second call.

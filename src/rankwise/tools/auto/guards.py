@@ -153,6 +153,10 @@ class _Space:
     stored: set[str] = field(default_factory=set)
 
 
+def _is_class(space: _Space) -> bool:
+    return isinstance(space.names, MappingProxyType)
+
+
 @dataclass(slots=True)
 class _Root:
     """An attribute or a global, in which values are looked for."""
@@ -257,11 +261,13 @@ class _Reads:
         return True
 
     def _remember(self) -> None:
+        of_classes = set().union(*(one.read for one in self._spaces.values() if _is_class(one)))
         for one in self._spaces.values():
             if one.read:
                 self._getters.append((itemgetter(*one.read, next(iter(one.read))), one.names))  # a tuple, for one too
             if one.has_attributes and self._is_of_script(one.home):
-                one.stored |= self._stored_attributes
+                # A class may get what it has inherited so far.
+                one.stored |= self._stored_attributes | (of_classes if _is_class(one) else set())
         absent = [(one.names, name) for one in self._spaces.values() for name in one.stored - one.names.keys()]
         self._absent = tuple(zip(*absent, strict=True)) or ((), ())
         self._read_by = tuple(zip(*self._getters, strict=True)) or ((), ())
