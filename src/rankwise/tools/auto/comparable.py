@@ -50,6 +50,7 @@ WITHIN: tuple[tuple[Kinds, tuple[str, ...]], ...] = (
 """The attributes that matter of objects that stand for functions, by type."""
 _DECIDING = (bool, str, type(None), None)
 _LENGTHS: Any = tuple((kind, kind.__len__) for kind in (dict, list, tuple, deque, set, frozenset))
+_SMALL_BYTES = 2**18
 _BYTES_OF_VALUE = 128
 """Bytes of an array that take as long to compare as one value."""
 _OF_DATA = frozenset({"argparse", "collections", "types"})
@@ -103,6 +104,17 @@ def size_of(value: object) -> int:
         return 0 if is_fixed else value.nbytes // _BYTES_OF_VALUE
     length = by_type(_LENGTHS, value)
     return 1 if length is None else length(value)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor are compared, however they are written; of others what torch counts."""
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES
+
+
+def values_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return the values of a small tensor."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def is_data(kind: type) -> bool:

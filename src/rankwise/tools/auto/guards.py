@@ -34,10 +34,12 @@ from rankwise.tools.auto.comparable import (
     by_type,
     is_data,
     is_of_numbers,
+    is_small,
     keeps_to_attributes,
     plain,
     size_of,
     slots_of,
+    values_of,
 )
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.modules import (
@@ -424,6 +426,9 @@ class _Reads:
             return Is(value)
         root.num_left -= size if isinstance(value, np.ndarray) else 1
         if isinstance(value, torch.Tensor):
+            if is_small(value):
+                self._contents.append((values_of, value))
+                return Is(value), values_of(value)
             self._tensors += [] if value.is_inference() else [value]
             return Is(value), 0 if value.is_inference() else version_of(value)
         if any(value is one for one in SHARED_GENERATORS):

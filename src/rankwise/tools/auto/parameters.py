@@ -77,6 +77,9 @@ class TensorTable:
         self._facts: list[TensorFacts] = []
         self._changed: dict[int, torch.Tensor] = {}
         self._dropped: list[int] = []
+        self._placed: list[SharedBytes] = []
+        """Memory that servers will hear of, or are about to open: its values may have moved on already."""
+        self._announced: list[SharedBytes] = []
 
     def number_of(self, thing: object) -> int | None:
         """Return the number of a tensor that servers have a copy of."""
@@ -122,8 +125,9 @@ class TensorTable:
         # A call may have changed the copies of buffers.
         of_buffers = held.copies[len(held.parameters) :]
         sent |= {copied.number: copied.values for copied in of_buffers if copied.memory is None}
-        facts, self._facts = self._facts, []
         dropped, self._dropped = self._dropped, []
+        facts, self._facts = [one for one in self._facts if one.number not in dropped], []
+        self._announced, self._placed = self._placed, []
         return Values(facts, list(sent), dropped), list(sent.values())
 
     def _place_new(self) -> None:
@@ -133,6 +137,7 @@ class TensorTable:
         memory = None
         if new and self._is_shared and all(one.device.type == "cpu" for one in new):
             memory = SharedBytes(num_bytes)
+            self._placed.append(memory)
         for one, place in zip(new, places, strict=True):
             copied = self._known[id(one)]
             if memory is not None:

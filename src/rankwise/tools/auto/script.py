@@ -55,7 +55,6 @@ class AutoScript:
 
 def _control(script: AutoScript, session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCalls) -> None:
     """Run the script. Called by: rank zero."""
-    import os  # noqa: PLC0415
     import signal  # noqa: PLC0415
 
     import torch  # noqa: PLC0415
@@ -69,7 +68,7 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
 
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
     session.on_close()
-    if "RANKWISE_ERROR_FILE" in os.environ:
+    if session.world.source == "rankwise":
         # Its launcher passes them on. They do what they do in plain Python.
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)

@@ -464,8 +464,8 @@ class _Whole(torch.autograd.Function):
             try:
                 return None, *node.call.gradients(by_place, node.rows, node.parameters)
             except Exception as error:
-                if node.call.servers.is_final(error):
-                    raise
+                if node.call.servers.is_final(error) or "modified by an inplace operation" in str(error):
+                    raise  # in the second case plain Python raises it too
                 reason = f"its backward fails for a part of the batch ({first_line(error)})"
         # An argument may be a parameter of the module: its gradient is returned once.
         inputs = {id(one): one for one in ctx.saved_tensors}
