@@ -249,27 +249,30 @@ class SplitCalls:
         kind = call.kind
         before = GeneratorStates.now(self._device) if kind.is_random else None
         arguments = OwnArguments(call.leaves, batch.dims, call.tree)
+        failure = ""
         try:
             ran = self._run_split(call, call.module, arguments, batch, generators=before)
             whole = ran.whole(kind.outputs)
         except Exception as error:
             if self._servers.is_final(error):
                 raise
-            return self._failed(call, before, error)
+            failure = first_line(error)
+        if failure:  # not while it is handled: the script's own error would show it
+            return self._failed(call, before, failure)
         kind.num_split += 1
         if torch.is_grad_enabled():
             again = _Again(self, call, before)
             whole = ran.with_graph(whole, kind.outputs, arguments, parameters_of(call.module), again)
         return pytree.tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
 
-    def _failed(self, call: Call, before: GeneratorStates | None, error: Exception) -> Any:
+    def _failed(self, call: Call, before: GeneratorStates | None, failure: str) -> Any:
         """Run a call whole that has failed on rows: it raises where plain Python raises."""
         if call.known.held is not None:
             call.known.held.restore_buffers()
         if before is not None:
             before.restore(self._device)
         result, _ = self._calls.whole(call.module, *call.arguments())
-        self._runs_whole(call, f"it fails for a part of the batch ({first_line(error)})")
+        self._runs_whole(call, f"it fails for a part of the batch ({failure})")
         return result
 
     def _run_split(
@@ -371,7 +374,9 @@ class SplitCalls:
             held = self._held(call)
             if not call.known.is_shipped:
                 call.known.pickled = dumped(call.module, self._table.number_of)
-        except Exception as error:  # noqa: BLE001 - whatever a class raises
+        except Exception as error:
+            if self._servers.is_final(error):
+                raise
             return Reason(f"it cannot be sent to other ranks ({first_line(error)})")
         self._table.copy(held)
         return None
@@ -380,7 +385,9 @@ class SplitCalls:
         """Return copies of the module, none if it cannot be copied, and of the arguments: as before the call."""
         try:
             copies = [uncompiled(copy_of(call.module)) for _ in range(number)]
-        except Exception:  # noqa: BLE001 - whatever a class raises
+        except Exception as error:
+            if self._servers.is_final(error):
+                raise
             return [], []
         return copies, [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in call.leaves]
 
