@@ -249,7 +249,6 @@ class SplitCalls:
         kind = call.kind
         before = GeneratorStates.now(self._device) if kind.is_random else None
         arguments = OwnArguments(call.leaves, batch.dims, call.tree)
-        failure = ""
         try:
             ran = self._run_split(call, call.module, arguments, batch, generators=before)
             whole = ran.whole(kind.outputs)
@@ -257,13 +256,14 @@ class SplitCalls:
             if self._servers.is_final(error):
                 raise
             failure = first_line(error)
-        if failure:  # not while it is handled: the script's own error would show it
-            return self._failed(call, before, failure)
-        kind.num_split += 1
-        if torch.is_grad_enabled():
-            again = _Again(self, call, before)
-            whole = ran.with_graph(whole, kind.outputs, arguments, parameters_of(call.module), again)
-        return pytree.tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
+        else:
+            kind.num_split += 1
+            if torch.is_grad_enabled():
+                again = _Again(self, call, before)
+                whole = ran.with_graph(whole, kind.outputs, arguments, parameters_of(call.module), again)
+            return pytree.tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
+        # Not while that error is handled: the script's own would show it.
+        return self._failed(call, before, failure)
 
     def _failed(self, call: Call, before: GeneratorStates | None, failure: str) -> Any:
         """Run a call whole that has failed on rows: it raises where plain Python raises."""
