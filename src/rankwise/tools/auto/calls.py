@@ -420,7 +420,9 @@ class SplitCalls:
             held = self._held(call)
             if not call.known.is_shipped:
                 call.known.pickled = dumped(call.module, self._table.number_of)
-        except Exception as error:  # noqa: BLE001 - whatever a class raises
+        except Exception as error:
+            if self._servers.is_final(error):
+                raise
             return Reason(f"it cannot be sent to other ranks ({first_line(error)})")
         self._table.copy(held)
         return None
@@ -429,7 +431,9 @@ class SplitCalls:
         """Return copies of the module, none if it cannot be copied, and of the arguments: as before the call."""
         try:
             copies = [uncompiled(copy_of(call.module)) for _ in range(number)]
-        except Exception:  # noqa: BLE001 - whatever a class raises
+        except Exception as error:
+            if self._servers.is_final(error):
+                raise
             return [], []
         return copies, [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in call.leaves]
 

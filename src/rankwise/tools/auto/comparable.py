@@ -108,7 +108,8 @@ def size_of(value: object) -> int:
 
 def is_small(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor are compared, however they are written; of others what torch counts."""
-    return tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL_BYTES
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return is_plain and tensor.nbytes <= _SMALL_BYTES
 
 
 def values_of(tensor: torch.Tensor) -> tuple[object, ...]:
