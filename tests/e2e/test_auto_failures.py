@@ -345,6 +345,7 @@ if __name__ == "__main__":
     for _, values in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2):
         print(step(), [f"{value:.9f}" for value in values.tolist()])
     print(subprocess.run(["cat"], input="through\\n", text=True, capture_output=True).stdout, step())
+    sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         sys.exit(5)  # not by _exit: it leaves the script as rank zero does
