@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
-from rankwise.comm.collectives.objects import broadcast_object
 from rankwise.data.seeds import generator_state, set_generator_state
 from rankwise.parallel.randomness.source import default_generator
 
@@ -50,10 +49,3 @@ class GeneratorStates:
             and torch.equal(torchs, other_torchs)
             and torch.equal(of_device, other_of_device)
         )
-
-
-def start_alike(device: torch.device) -> None:
-    """Give every rank's generators the states of rank zero's. Called by: every rank."""
-    states = GeneratorStates.now(device)
-    of_cpu, of_device = broadcast_object((states.of_cpu, states.of_device))
-    GeneratorStates(of_cpu, of_device).restore(device)
