@@ -292,6 +292,44 @@ def test_a_signal_is_the_scripts_which_may_train_on(command: Command, name: str)
     assert said[0] == said[1]
 
 
+TIMED = """
+import random
+
+class Stopped(Exception):
+    pass
+
+def stop(number, frame):
+    arrived.append(number)
+    raise Stopped(number)
+
+arrived, caught = [], 0
+random.seed(0)
+signal.signal(signal.SIGALRM, stop)
+while caught < 100:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 2e-2))
+        while len(arrived) == caught:
+            step()
+        break
+    except Stopped:
+        caught += 1
+print(caught, len(arrived), signal.getsignal(signal.SIGALRM) is stop)
+torch.manual_seed(1)
+with torch.no_grad():
+    for one in (*model.parameters(), *model.buffers()):
+        one.copy_(torch.ones_like(one) / (1 + len(one.shape)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(*(step() for _ in range(3)))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_what_a_handler_raises_is_never_lost_and_disturbs_no_call(command: Command) -> None:
+    text = _as_plain(command, HEAD + NET + TIMED)
+    assert "Traceback" not in text
+    assert "whole" not in text
+
+
 UNCAUGHT = """
 for number in range(10**9):
     step()

@@ -18,7 +18,8 @@ from rankwise.tools.auto.connection import accept_servers, connect
 from rankwise.tools.auto.module_calls import ModuleCalls
 from rankwise.tools.auto.own_call import OwnCalls
 from rankwise.tools.auto.server import Server
-from rankwise.tools.auto.split import Servers
+from rankwise.tools.auto.servers import Servers
+from rankwise.tools.auto.signals import HeldSignals
 from rankwise.tools.batched_backward import one_by_one
 
 if TYPE_CHECKING:
@@ -46,17 +47,17 @@ class Run:
 class CountedCalls(SplitCalls):
     """Counts, and splits where that saves no time too."""
 
-    def __init__(self, servers: Servers, own: OwnCalls, calls: ModuleCalls) -> None:
-        super().__init__(servers, own, calls, torch.device("cpu"), splits_always=True)
+    def __init__(self, servers: Servers, calls: ModuleCalls) -> None:
+        super().__init__(servers, calls, HeldSignals(), torch.device("cpu"), splits_always=True)
         self.run = Run()
 
-    def _proved(self, *args: Any) -> Any:
+    def _proved(self, *args: Any, **kwargs: Any) -> Any:
         self.run.num_proved += 1
-        return super()._proved(*args)
+        return super()._proved(*args, **kwargs)
 
-    def _run_split(self, *args: Any, watch: Any = None, **kwargs: Any) -> Any:
-        self.run.num_split += watch is None
-        return super()._run_split(*args, watch=watch, **kwargs)
+    def _rows_computed(self, *args: Any, **kwargs: Any) -> Any:
+        self.run.num_split += 1
+        return super()._rows_computed(*args, **kwargs)
 
 
 def served(world: World, function: Callable[..., Any], *args: Any, is_shared: bool = True) -> Run:
@@ -79,7 +80,7 @@ def served(world: World, function: Callable[..., Any], *args: Any, is_shared: bo
             return Run(num_graphs=len(server._graphs), num_tensors=len(server._tensors._tensors))
         with Servers(accept_servers(session, store, detector), exchange, own) as servers:
             assert servers.share_memory == is_shared
-            split = CountedCalls(servers, own, calls)
+            split = CountedCalls(servers, calls)
             log = mock.patch.object(auto_calls, "log", split.run.reasons.append)
             with ExitStack() as stack:
                 for one in (log, one_by_one(), split.replacing()):

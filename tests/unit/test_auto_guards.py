@@ -359,7 +359,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(("read", "change", "name"), CASES.values(), ids=CASES)
 def test_a_change_is_named(read: Callable[..., Any], change: Callable[[Net], Any], name: str) -> None:
     net = Net(read)
-    guard = Guard.of(net)
+    guard = Guard(net)
     assert guard.obstacle is None
     assert guard.changed() is None
     guard.add({})
@@ -367,7 +367,7 @@ def test_a_change_is_named(read: Callable[..., Any], change: Callable[[Net], Any
     change(net)
     assert guard.changed() == name
     assert guard.changed() == name, "it stays changed"
-    assert Guard.of(net).changed() is None
+    assert Guard(net).changed() is None
 
 
 class Loop:
@@ -410,7 +410,7 @@ def test_an_ordinary_loop_changes_nothing(*, pruning: bool) -> None:
         prune.random_unstructured(net.layers[3], "weight", 0.5)
         with pytest.warns(FutureWarning):
             nn.utils.weight_norm(net.layers[0])
-    guard = Guard.of(net)
+    guard = Guard(net)
     found: list[str | None] = []
     loop.run(100, lambda: found.append(guard.changed()))
     assert found == [None] * 100
@@ -435,7 +435,7 @@ UNREAD: dict[str, Callable[[Net], Any]] = {
 @pytest.mark.parametrize("change", UNREAD.values(), ids=UNREAD)
 def test_what_no_code_reads_may_change(change: Callable[[Net], Any]) -> None:
     net = Net()
-    guard = Guard.of(net)
+    guard = Guard(net)
     change(net)
     assert guard.changed() is None
     assert guard.changed() is None
@@ -443,7 +443,7 @@ def test_what_no_code_reads_may_change(change: Callable[[Net], Any]) -> None:
 
 def test_an_attribute_may_be_read_by_any_name() -> None:
     net = Net(lambda net: getattr(net, "yrotsih"[::-1]) or 1.0)
-    guard = Guard.of(net)
+    guard = Guard(net)
     net.history.append(1.0)
     assert guard.changed() == ".history"
 
@@ -471,7 +471,7 @@ def call(x):
 """
     exec(text, vars(library))  # noqa: S102 - the test's own text
     net = Net(lambda _: library.call(1.0))
-    guard = Guard.of(net)
+    guard = Guard(net)
     library.alpha = 2.0  # type: ignore[attr-defined]
     assert guard.changed() is None
     with noted_functions() as ran:
@@ -485,11 +485,11 @@ def call(x):
     assert guard.changed() is None
     library.own.append(1.0)
     assert guard.changed() == "the global functions of library['inner'] and its own"
-    guard = Guard.of(net)
+    guard = Guard(net)
     guard.add(ran)
     library.holder.own.append(1.0)
     assert guard.changed() == "make.<locals>.inner and its own"
-    guard = Guard.of(net)
+    guard = Guard(net)
     guard.add(ran)
     library.alpha = 3.0  # type: ignore[attr-defined]
     assert guard.changed() == "the global alpha of library"
@@ -498,7 +498,7 @@ def call(x):
 
 def test_what_a_call_changes_is_named_though_code_is_added() -> None:
     net = Net(lambda net: net.settings.update(alpha=3.0) or 1.0)
-    guard = Guard.of(net)
+    guard = Guard(net)
     with noted_functions() as ran:
         net(torch.zeros(2, 4))
     guard.add(ran)
@@ -538,17 +538,17 @@ def test_what_cannot_be_compared_is_an_obstacle() -> None:
     net.table = np.ones(2**20)  # type: ignore[assignment]
     net.history = [{} for _ in range(20_000)]  # type: ignore[assignment]
     net.fixed = FIXED  # type: ignore[assignment]
-    assert Guard.of(net).obstacle is None, "no code names these"
+    assert Guard(net).obstacle is None, "no code names these"
     net.read = lambda net: getattr(net, "table")  # noqa: B009 - a name that a string holds
-    assert Guard.of(net).obstacle == words.format(".table")
+    assert Guard(net).obstacle == words.format(".table")
     net.read = lambda net: len(net.history)
-    assert Guard.of(net).obstacle == words.format(".history")
+    assert Guard(net).obstacle == words.format(".history")
     net.read = lambda net: net.fixed
-    assert Guard.of(net).obstacle is None
+    assert Guard(net).obstacle is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of some versions of torch: torch.jit is deprecated
         net.layers[1] = torch.jit.script(nn.ReLU())
-    assert Guard.of(net).obstacle == "layers.1 is compiled by torch.jit"
+    assert Guard(net).obstacle == "layers.1 is compiled by torch.jit"
 
 
 def test_settings_travel() -> None:

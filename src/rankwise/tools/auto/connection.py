@@ -10,7 +10,6 @@ import json
 import pickle
 import queue
 import secrets
-import select
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +46,6 @@ class Connection:
         prepare(sock)
         sock.settimeout(_LOOK_SECONDS)
         self._sock = sock
-        self._arrivals = select.poll()
-        self._arrivals.register(sock, select.POLLIN)
         self._detector = detector
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._unread = self._buffer[:0]
@@ -91,15 +88,6 @@ class Connection:
             flat = torch.empty(one.numel(), dtype=dtype)
             flat.as_strided(shape, strides).copy_(one.detach())
             self._send_all(memory_of(flat))
-
-    def wait(self) -> None:
-        """Return when a message begins to arrive, or none can. An interrupt here loses nothing of it.
-
-        Raises:
-            RankwiseError: the job has failed.
-        """
-        while not (self._unread or self._arrivals.poll(1000 * _LOOK_SECONDS)):
-            self._check()
 
     def receive(self) -> tuple[Any, list[torch.Tensor]]:
         """Return the next message and its tensors, which are valid until this end sends again.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, call, contains, itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -89,11 +89,6 @@ class Guard:
         self.is_of_numbers = False
         """Whether what :meth:`changed` has found are numbers of the script, not code, flags, or parts of the module."""
         self._now = _Reads(module, self._ran, self._functions)
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Self:
-        """Return the guard of a module as it is now."""
-        return cls(module)
 
     def renewed(self) -> Guard:
         """Return the guard of the same module as it is now, of the same code."""

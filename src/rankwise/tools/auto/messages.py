@@ -54,7 +54,7 @@ class Forward:
     module: int
     kind: int
     """Calls of one kind draw random numbers alike."""
-    shipped: bytes | None
+    pickled: bytes | None
     """The module, if a server has not seen it as it is."""
     values: Values
     forgotten: list[int]

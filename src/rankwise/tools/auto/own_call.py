@@ -11,7 +11,6 @@ import torch
 
 from rankwise.comm.session import CurrentBatch
 from rankwise.errors import CollectiveMismatch
-from rankwise.health.diagnosis import is_of_a_signal_handler
 from rankwise.parallel.randomness.model_draws import DrawsOfModel
 from rankwise.torch_private import foreach
 from rankwise.torch_private import tree as pytree
@@ -96,9 +95,27 @@ class OwnCalls:
         self.end_together(None, meets=meets)
         return result
 
+    def gradients(
+        self,
+        outputs: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor],
+        *,
+        keeps_graph: bool,
+        meets: bool,
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of what a call was computed with; see :func:`gradients`. Called by: every rank."""
+        try:
+            found = gradients(outputs, given, inputs, keeps_graph=keeps_graph)
+        except BaseException as error:
+            self.end_together(error, meets=meets)
+            raise
+        self.end_together(None, meets=meets)
+        return found
+
     def end_together(self, error: BaseException | None, *, meets: bool) -> None:
         """Free the ranks that wait for one whose call or backward has raised. Called by: every rank, at its end."""
-        if not meets or isinstance(error, CollectiveMismatch) or (error is not None and is_interruption(error)):
+        if not meets or isinstance(error, CollectiveMismatch):
             return
         what = "the end of a split call"
         if error is not None:
@@ -106,11 +123,6 @@ class OwnCalls:
                 self._exchange.gather_notes(b"raised", what)
         elif any(one.rstrip(b"\0") for one in self._exchange.gather_notes(b"", what)):
             raise CollectiveMismatch("The call has raised on another rank.")
-
-
-def is_interruption(error: BaseException) -> bool:
-    """Return whether a signal has raised an error: KeyboardInterrupt, or what a handler of the script raises."""
-    return not isinstance(error, Exception) or is_of_a_signal_handler(error)
 
 
 def gradients(

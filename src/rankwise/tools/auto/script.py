@@ -62,7 +62,8 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
     from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
     from rankwise.tools.auto.connection import accept_servers  # noqa: PLC0415
     from rankwise.tools.auto.hidden_group import group_hidden  # noqa: PLC0415
-    from rankwise.tools.auto.split import Servers  # noqa: PLC0415
+    from rankwise.tools.auto.servers import Servers  # noqa: PLC0415
+    from rankwise.tools.auto.signals import HeldSignals  # noqa: PLC0415
     from rankwise.tools.batched_backward import one_by_one  # noqa: PLC0415
     from rankwise.world.environments.process import of_one_process, splits_always  # noqa: PLC0415
 
@@ -75,8 +76,8 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
     with Servers(accept_servers(session, session.store, session.detector), exchange, own) as servers:
         split = SplitCalls(
             servers,
-            own,
             calls,
+            HeldSignals(),
             torch.device(session.world.device),
             splits_always=script.splits_always or splits_always(),
         )

@@ -12,7 +12,7 @@ import torch
 
 from rankwise.errors import RankwiseError
 from rankwise.tools.auto.messages import Backward, End, Failed, Forward, Outputs, Rows
-from rankwise.tools.auto.own_call import OwnArguments, added_together, gradients
+from rankwise.tools.auto.own_call import OwnArguments, added_together
 from rankwise.tools.auto.parameters import ServerTensors
 from rankwise.tools.auto.proof import buffers_of, parameters_of
 from rankwise.tools.auto.rows import Share
@@ -133,8 +133,8 @@ class Server:
         return Outputs([Rows() if isinstance(one, torch.Tensor) else one for one in outputs]), sent
 
     def _entry(self, message: Forward) -> _Module:
-        if message.shipped is not None:
-            module = loaded(message.shipped, self._tensors.__getitem__)
+        if message.pickled is not None:
+            module = loaded(message.pickled, self._tensors.__getitem__)
             self._modules[message.module] = _Module(module, buffers_of(module))
         return self._modules[message.module]
 
@@ -143,21 +143,14 @@ class Server:
         return own.requires_grad_(facts.requires_grad and has_graph)
 
     def _backward(self, message: Backward, tensors: list[torch.Tensor]) -> tuple[Outputs, list[torch.Tensor]]:
-        try:
-            graph = self._graphs[message.call] if message.keeps_graph else self._graphs.pop(message.call)
-            found = gradients(
-                [graph.outputs[place] for place in message.given],
-                [
-                    one.to(graph.outputs[place].device, copy=True)
-                    for place, one in zip(message.given, tensors, strict=True)
-                ],
-                [*graph.shared, *graph.rows],
-                keeps_graph=message.keeps_graph,
-            )
-        except BaseException as error:
-            self._own.end_together(error, meets=message.meets)
-            raise
-        self._own.end_together(None, meets=message.meets)
+        graph = self._graphs[message.call] if message.keeps_graph else self._graphs.pop(message.call)
+        found = self._own.gradients(
+            [graph.outputs[place] for place in message.given],
+            [one.to(graph.outputs[place].device, copy=True) for place, one in zip(message.given, tensors, strict=True)],
+            [*graph.shared, *graph.rows],
+            keeps_graph=message.keeps_graph,
+            meets=message.meets,
+        )
         if message.adds:
             num_shared = len(graph.shared)
             added_together(found[:num_shared], graph.shared, self._exchange)

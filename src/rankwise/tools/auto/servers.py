@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other ranks as rank zero sees them: what they have of the script's modules, and what they are asked for."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+
+from rankwise.errors import RankwiseError
+from rankwise.health.call_site import user_call_site
+from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
+from rankwise.health.flight_recorder import Ticket
+from rankwise.health.status_poll import process_of
+from rankwise.tools.auto.messages import End, Failed, Forward, Rows
+from rankwise.tools.auto.own_call import OwnArguments
+from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable
+from rankwise.tools.auto.rows import Share
+from rankwise.tools.auto.settings import settings
+from rankwise.tools.auto.shipping import dumped, dumped_tree
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.modules import BatchNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from torch import nn
+
+    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.tools.auto.connection import Connection
+    from rankwise.tools.auto.coupling import CouplingWatch
+    from rankwise.tools.auto.generators import GeneratorStates
+    from rankwise.tools.auto.known import Call
+    from rankwise.tools.auto.messages import Backward
+    from rankwise.tools.auto.own_call import OwnCalls
+
+
+class ServerFailed(Exception):
+    """A server has raised where rank zero has not."""
+
+    def __init__(self, rank: int, failed: Failed) -> None:
+        super().__init__(f"{failed.kind} on rank {rank}: {failed.text}")
+
+
+@dataclass(slots=True)
+class Ran:
+    """A call that has run on all ranks."""
+
+    number: int
+    share: Share
+    """Rank zero's."""
+    own: OwnArguments
+    outputs: list[Any]
+    """Rank zero's, flat."""
+    structure: pytree.TreeSpec
+    others: list[list[Any]]
+    """The outputs of the other ranks."""
+    meets: bool
+    """Whether ranks exchange statistics within it."""
+
+
+class Servers:
+    """Asks the other ranks for their rows of calls, until the script ends."""
+
+    def __init__(self, connections: Sequence[Connection], exchange: Exchange, own: OwnCalls) -> None:
+        self.exchange = exchange
+        self.own = own
+        self._connections = list(connections)
+        self._num_pending = [0] * len(connections)
+        self._table = TensorTable(is_shared=self.share_memory)
+        self._num_calls = 0
+        self._graphs: dict[weakref.ref[object], int] = {}
+        """Calls that a backward may follow, by what ends with their graph."""
+        self._ended: list[weakref.ref[object]] = []
+        self._forgotten: list[int] = []
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    @property
+    def add_together(self) -> bool:
+        """Whether all ranks add gradients. For two that share memory it is least work if rank zero does."""
+        return len(self._connections) > 1 or not self.share_memory
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether all ranks share memory."""
+        return all(one.is_local for one in self._connections)
+
+    def take(self, call: Call) -> None:
+        """Copy what a call reads of its module, which may run before servers are asked for it.
+
+        Raises:
+            Exception: the module cannot be sent.
+        """
+        held = self._held(call)
+        if not call.known.is_sent:
+            call.known.pickled = dumped(call.module, self._table.number_of)
+        self._table.copy(held)
+
+    def call(
+        self,
+        call: Call,
+        module: nn.Module,
+        arguments: OwnArguments,
+        num_global: int,
+        *,
+        generators: GeneratorStates | None,
+        watch: CouplingWatch | None = None,
+    ) -> Ran:
+        """Have every rank compute its rows of a call.
+
+        Args:
+            call: the script's.
+            module: to call here: the script's, or a copy of it in a trial of a call that has run.
+            arguments: of the whole batch.
+            num_global: its number of rows.
+            generators: their states before the call, if it draws.
+            watch: follows the samples through the call here, in a trial.
+
+        Raises:
+            Exception: what the call raises here.
+            ServerFailed: it raises on a server.
+        """
+        held = self._held(call)
+        if watch is None:
+            self._table.copy(held)
+        pickled, structure = self._pickled(call), None if call.kind.is_sent else dumped_tree(call.tree)
+        self.prepare()
+        values, sent = self._table.message(held)
+        self._num_calls += 1
+        ended = self._ended[:]
+        del self._ended[: len(ended)]
+        forgotten, self._forgotten = [*self._forgotten, *map(self._graphs.pop, ended)], []
+        has_graph = torch.is_grad_enabled()
+        message = Forward(
+            call=self._num_calls,
+            module=call.known.number,
+            kind=call.kind.number,
+            pickled=pickled,
+            values=values,
+            forgotten=forgotten,
+            structure=structure,
+            leaves=[_sent(one) if isinstance(one, torch.Tensor) else one for one in arguments.leaves],
+            dims=tuple(arguments.dims),
+            num_global=num_global,
+            has_graph=has_graph,
+            meets=any(isinstance(one, BatchNorm) and one.training for one in module.modules()),
+            settings=settings(),
+            generators=generators,
+        )
+        pairs = list(zip(arguments.leaves, arguments.dims, strict=True))
+        share = Share(0, self.exchange.world_size, num_global)
+        for rank in range(1, share.num_ranks):
+            of_rank = share.of(rank)
+            rows = [_rows_of(one.detach(), dim, of_rank) for one, dim in pairs if isinstance(one, torch.Tensor)]
+            self._send(rank, message, [*sent, *rows])
+        call.known.is_sent = call.kind.is_sent = True
+        leaves = [
+            _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and has_graph)
+            if isinstance(one, torch.Tensor)
+            else one
+            for one, dim in pairs
+        ]
+        own = OwnArguments(leaves, arguments.dims, arguments.tree)
+        try:
+            result = self.own.run(module, call.kind.draws, share, own, meets=message.meets, watch=watch)
+            outputs, tree = pytree.tree_flatten(result)
+            return Ran(message.call, share, own, outputs, tree, self.replies(), message.meets)
+        except BaseException:
+            self.forget(message.call)
+            raise
+
+    def backward(self, message: Backward, tensors: Callable[[int], list[torch.Tensor]]) -> None:
+        """Start the backward of a call on servers; ``tensors`` returns what goes to a rank."""
+        self.prepare()
+        for rank in range(1, self.exchange.world_size):
+            self._send(rank, message, tensors(rank))
+
+    def replies(self) -> list[list[Any]]:
+        """Return the values that servers reply, by rank.
+
+        Raises:
+            ServerFailed: what was asked for has raised on a server.
+        """
+        replies = [self._receive(place) for place in range(len(self._connections))]
+        for rank, (reply, _) in enumerate(replies, 1):
+            if isinstance(reply, Failed):
+                raise ServerFailed(rank, reply)
+        return [_filled(reply.leaves, tensors) for reply, tensors in replies]
+
+    @property
+    def have_failed(self) -> bool:
+        """Whether the job has: no call may run whole instead of a split one."""
+        return self.exchange.detector.error is not None
+
+    def check(self) -> None:
+        """Raise the error of the job, if it has failed."""
+        if self.exchange.detector.error is not None:
+            raise self.exchange.detector.error
+
+    def prepare(self) -> None:
+        """Take in the replies to what has failed here, before something else is asked for.
+
+        Raises:
+            RankwiseError: the job has failed.
+        """
+        self.check()
+        for place, num in enumerate(self._num_pending):
+            for _ in range(num):
+                self._receive(place)
+
+    def forget(self, call: int) -> None:
+        """Note that no backward of a call will follow."""
+        self._forgotten.append(call)
+
+    def forget_with(self, node: object, call: int) -> None:
+        """Note that no backward of a call will follow once a node of the graph exists no more."""
+        # No function of Python: a signal's handler could run in it, and Python drops what is raised there.
+        self._graphs[weakref.ref(node, self._ended.append)] = call
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the end of the connection says all: servers have nothing to report.
+        for connection in self._connections:
+            if error is None:
+                with suppress(ConnectionError):  # its launcher says what has become of it
+                    connection.send(End())
+            connection.close()
+
+    def _held(self, call: Call) -> TensorsOfModule:
+        """Return the tensors of a module that servers have copies of."""
+        known = call.known
+        if known.held is None or not known.held.is_current():
+            known.held, known.is_sent = TensorsOfModule(call.module, self._table), False
+        return known.held
+
+    def _pickled(self, call: Call) -> bytes | None:
+        """Return a module as it is to be sent; ``None`` if servers have it."""
+        known = call.known
+        if known.is_sent:
+            return None
+        pickled, known.pickled = known.pickled or dumped(call.module, self._table.number_of), None
+        return pickled
+
+    def _leave_to_parent(self) -> None:
+        """Close what a forked process has of the connections: servers notice when its parent ends."""
+        while self._connections:
+            self._connections.pop().close()
+
+    def _send(self, rank: int, message: object, tensors: Sequence[torch.Tensor]) -> None:
+        try:
+            self._connections[rank - 1].send(message, tensors)
+        except ConnectionError:
+            self._raise_loss(rank)
+        self._num_pending[rank - 1] += 1
+
+    def _receive(self, place: int) -> tuple[Any, list[torch.Tensor]]:
+        try:
+            reply = self._connections[place].receive()
+        except ConnectionError:
+            self._raise_loss(place + 1)
+        self._num_pending[place] -= 1
+        return reply
+
+    def _raise_loss(self, rank: int) -> NoReturn:
+        """Raise what has become of a server that has closed its connection."""
+        detector = self.exchange.detector
+        process = process_of(detector.store, rank)
+        try:
+            with CollectiveWait(detector, Ticket(0, "a split call", site=user_call_site())):
+                raise PeerEnded(rank, 0 if process is None else process.pid)
+        except RankwiseError as error:
+            detector.refuse_all(error)
+            raise
+
+
+def _rows_of(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
+    return tensor if dim is None else share.rows(tensor, dim)
+
+
+def _sent(tensor: torch.Tensor) -> Rows:
+    return Rows(tensor.requires_grad, tensor.device.type == "cpu")
+
+
+def _filled(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return flat values with tensors that came beside them in their places."""
+    received = iter(tensors)
+    return [next(received) if isinstance(one, Rows) else one for one in leaves]
