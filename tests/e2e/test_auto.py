@@ -7,6 +7,7 @@ That results are those of plain Python is shown with the scripts of ``tests/corp
 from __future__ import annotations
 
 import re
+from html import unescape
 from typing import TYPE_CHECKING
 
 import pytest
@@ -176,6 +177,21 @@ def test_a_model_that_runs_whole_is_named_once_with_the_reason(command: Command,
     done = command.run("-n", "2", "--auto", "train.py", env=ALWAYS)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(words) == 1
+
+
+def test_the_report_shows_which_calls_were_split_and_why_others_were_not(command: Command) -> None:
+    before = NET.format("x - x.mean()") + "\ninner = nn.Linear(4, 3)"
+    command.write("train.py", STEP.format(before=before, call="model(inner(torch.randn(4, 4)))"))
+    done = command.run("-n", "2", "--auto", "--report", "records", "train.py", env=ALWAYS)
+    assert done.returncode == 0, done.stderr
+    told = command.rankwise("report", "records", "-o", "page.html")
+    assert told.returncode == 0, told.stderr
+    page = (command.folder / "page.html").read_text(encoding="utf-8")
+    section = page[page.index('<section id="calls"') :]
+    rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>.*?</tr>", section)]
+    assert ["Linear", "5", "all ranks", ""] in [[unescape(cell) for cell in row] for row in rows]
+    assert any(row[0] == "Net" and row[2] == "one rank" and "samples see one another" in row[3] for row in rows if row)
+    assert "rank 1 computed rows of its calls" in page
 
 
 UNSEEN = """

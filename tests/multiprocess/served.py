@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 
 from rankwise.comm.session import current
-from rankwise.tools.auto import calls as auto_calls
-from rankwise.tools.auto import connection
+from rankwise.tools.auto import account, connection
 from rankwise.tools.auto.calls import SplitCalls
 from rankwise.tools.auto.connection import accept_servers, connect
 from rankwise.tools.auto.module_calls import ModuleCalls
@@ -81,7 +80,7 @@ def served(world: World, function: Callable[..., Any], *args: Any, is_shared: bo
         with Servers(accept_servers(session, store, detector), exchange, own) as servers:
             assert servers.share_memory == is_shared
             split = CountedCalls(servers, calls)
-            log = mock.patch.object(auto_calls, "log", split.run.reasons.append)
+            log = mock.patch.object(account, "log", split.run.reasons.append)
             with ExitStack() as stack:
                 for one in (log, one_by_one(), split.replacing()):
                     stack.enter_context(one)

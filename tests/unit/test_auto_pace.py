@@ -67,6 +67,13 @@ def test_one_slow_loop_decides_nothing(clock: SimpleNamespace) -> None:
     assert one.ratio == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("num_calls", [2, 3, 4, 6, 12])
+def test_a_call_is_not_taken_for_fast_because_of_its_place_in_a_step(clock: SimpleNamespace, num_calls: int) -> None:
+    one, seconds = Pace(), itertools.cycle([1.0] * (num_calls - 1) + [10.0])
+    _loop(one, clock, lambda _: next(seconds), 2 * NUM_TIMED + 1)
+    assert one.ratio == pytest.approx(1.0)
+
+
 def test_the_ways_are_timed_again_and_the_other_one_may_be_faster_now(clock: SimpleNamespace) -> None:
     one = _decided(clock, 2.0, 1.0)
     num_later = 2 * NUM_TIMED * AGAIN

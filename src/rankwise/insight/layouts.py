@@ -38,6 +38,7 @@ def layout_sections(layouts: Sequence[dict[str, Any]], hosts: Sequence[str], lan
         "mesh": lambda one: mesh_section(Axes(**one["axes"]), hosts, language),
         "placement": lambda one: _placement(one["parts"], language),
         "schedule": lambda one: _schedule(one["title"], one["spans"], language),
+        "calls": lambda one: _calls(one["rows"], language),
     }
     return [make[one["what"]](one) for one in layouts]
 
@@ -86,6 +87,21 @@ def _groups_in_words(groups: Sequence[Sequence[int]], hosts: Sequence[str], titl
     more = "; …" if len(groups) > _GROUPS_SHOWN else ""
     is_within = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
     return f"{listed}{more} ({titles['within hosts'] if is_within else titles['across hosts']})"
+
+
+def _calls(rows: Sequence[tuple[str, int, str]], language: Language) -> Section:
+    """Return which calls of modules were split over the ranks, with ``--auto``, and why others were not."""
+    titles = TITLES[language]
+    table = Table(
+        caption=titles["calls"],
+        head=(titles["module"], titles["number of calls"], titles["runs on"], titles["why"]),
+        rows=tuple(
+            (name, f"{count:,}", titles["one rank"] if reason else titles["all ranks"], reason)
+            for name, count, reason in sorted(rows, key=lambda row: -row[1])
+        ),
+        is_text=True,
+    )
+    return Section(name="calls", title=titles["calls"], note=titles["calls note"], tables=(table,))
 
 
 def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:

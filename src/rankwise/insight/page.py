@@ -95,7 +95,8 @@ def _when(run: RunRecords) -> str:
 def _notes(run: RunRecords, titles: dict[str, str], *, is_estimated: bool) -> list[str]:
     notes = [titles["estimated"]] if is_estimated else []
     if run.missing:
-        notes.append(titles["missing"].format(", ".join(map(str, run.missing))))
+        is_served = any(one["what"] == "calls" for one in run.layouts)
+        notes.append(titles["served" if is_served else "missing"].format(", ".join(map(str, run.missing))))
     incomplete = run.incomplete
     if incomplete:
         shown = [titles["recorded"].format(*one) for one in incomplete[:MOST_INCOMPLETE]]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.log import log
+from rankwise.tools.auto.account import SLOWER, Account
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.known import Call, KnownModules, fitting
 from rankwise.tools.auto.own_call import OwnArguments
@@ -60,13 +60,16 @@ class SplitCalls:
         self._splits_always = splits_always
         self._known = KnownModules(servers.own.new_draws)
         self._trials = Trials(servers, calls, device)
-        self._logged: set[str] = set()
+        self._account = Account()
 
     @contextmanager
     def replacing(self) -> Generator[None]:
         """Split calls inside the block."""
-        with self._signals.replacing(), self._calls.replacing(self._called):
-            yield
+        try:
+            with self._signals.replacing(), self._calls.replacing(self._called):
+                yield
+        finally:
+            self._account.record()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._signals:
@@ -78,13 +81,18 @@ class SplitCalls:
     def _way(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """Return how a call runs: a function of these arguments, or a partial one that splits it."""
         self._servers.check()
-        if self._known.rests(module) or (known := self._known.of(module)) is None:
+        if self._known.rests(module):
+            self._account.add(type(module).__name__, SLOWER)
+            return self._whole
+        known = self._known.of(module)
+        if known is None:
             return self._whole
         given, tree = pytree.tree_flatten((args, kwargs))
         kind = self._known.kind(known, module, given, tree)
         if kind is None:
             return self._whole
         if kind.reason is not None:
+            self._account.add(type(module).__name__, kind.reason)
             return self._calls.plain
         leaves = [plain(one) for one in given]
         call = Call(module, known, kind, given, leaves, tree)
@@ -106,6 +114,7 @@ class SplitCalls:
             return partial(self._proved, call, batches)
         if self._splits_always or self._pays(call):
             return partial(self._in_parts, call, batches[0])
+        self._account.add(call.name, SLOWER)
         return self._whole
 
     def _whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,7 +133,9 @@ class SplitCalls:
                 call.known.resting[call.module.training, torch.is_grad_enabled()] = pace.take_rest()
                 call.kind.is_doubtful = True  # nothing is proved while calls run whole
             what = "is split over" if pace.is_split else "runs whole on one rank: it would be slower on"
-            self._log(f"auto: {call.name} {what} {ranks}", f": its loop takes {pace.ratio:.2f} of the time on one")
+            self._account.say(
+                f"auto: {call.name} {what} {ranks}", f": its loop takes {pace.ratio:.2f} of the time on one"
+            )
         return is_split
 
     def _proved(self, call: Call, batches: Sequence[BatchDims]) -> Any:
@@ -150,6 +161,7 @@ class SplitCalls:
             self._servers.forget(ran.number)
             return self._whole_again(call, before)
         kind.num_split += 1
+        self._account.add(call.name)
         self._note_sizes(call, whole)
         if torch.is_grad_enabled():
             ways = Ways(self._servers, partial(self._differentiated_again, call, before), self._signals)
@@ -199,16 +211,12 @@ class SplitCalls:
             sum(one.nbytes for one in leaves if isinstance(one, torch.Tensor)) for leaves in (outputs, call.leaves)
         )
         if num_bytes > max(LARGE_OUTPUT_BYTES, num_given):
-            self._log(
+            self._account.say(
                 f"auto: {call.name} returns {num_bytes >> 20} MiB for {max(1, num_given >> 20)} MiB of arguments, "
                 "which travel to rank 0 in each call: return only what the loss needs"
             )
 
     def _runs_whole(self, call: Call, reason: str) -> None:
         call.kind.reason = reason
-        self._log(f"auto: {call.name} runs whole on one rank: {reason}")
-
-    def _log(self, message: str, figures: str = "") -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            log(message + figures)
+        self._account.add(call.name, reason)
+        self._account.say(f"auto: {call.name} runs whole on one rank: {reason}")
