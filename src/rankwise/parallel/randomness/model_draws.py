@@ -8,6 +8,7 @@ replicate.
 from __future__ import annotations
 
 import hashlib
+import sys
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -188,7 +189,8 @@ class DrawsOfModel:
         if scope.made and not scope.is_per_rank:
             _since.has_drawn = True
             self._masks[kind] = scope.masks
-        if not (self._has_warned or scope.made or scope.is_per_rank) and module.training:
+        is_done = sys.exception() is None  # else it may have raised before it drew
+        if not (self._has_warned or scope.made or scope.is_per_rank) and module.training and is_done:
             # No draw was seen: layers that drop draw in compiled code or in fused kernels.
             self._has_warned = True
             if self._session.world.world_size > 1:

@@ -32,7 +32,9 @@ class Values:
 
     new: list[TensorFacts]
     sent: list[int]
-    """Numbers of those whose values come with the message."""
+    """Numbers of those whose values come from rank zero."""
+    by_broadcast: bool
+    """Whether they come in a broadcast after the message, not with it."""
     dropped: list[int]
     """Numbers of those that no longer exist."""
 

@@ -3,7 +3,7 @@
 
 Values are compared or copied, not assumed unchanged: torch counts only the writes that it makes itself, and
 ``p.data -= lr * p.grad`` is none of them. On one host all values are copied, into memory that all ranks share; between
-hosts and on devices those are sent that differ from what was sent before.
+hosts and on devices those are sent that differ from what was sent before: by broadcast, unless to one rank's CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rankwise.comm.backends.protocol import Exchange
 
 _FACTS = attrgetter("shape", "dtype", "device", "requires_grad")
 
@@ -67,9 +69,10 @@ class TensorsOfModule:
 class TensorTable:
     """All tensors that servers have copies of. On rank zero."""
 
-    def __init__(self, *, is_shared: bool) -> None:
+    def __init__(self, *, is_shared: bool, num_servers: int) -> None:
         """``is_shared``: whether all ranks are on this host."""
         self._is_shared = is_shared
+        self._num_servers = num_servers
         self._known: dict[int, _Copy] = {}
         """By ``id`` of the script's tensor."""
         self._count = 0
@@ -128,7 +131,9 @@ class TensorTable:
         dropped, self._dropped = self._dropped, []
         facts, self._facts = [one for one in self._facts if one.number not in dropped], []
         self._announced, self._placed = self._placed, []
-        return Values(facts, list(sent), dropped), list(sent.values())
+        by_broadcast = self._num_servers > 1 or any(one.device.type != "cpu" for one in sent.values())
+        values = Values(facts, list(sent), by_broadcast and bool(sent), dropped)
+        return values, list(sent.values())
 
     def _place_new(self) -> None:
         """Note what servers must know of new tensors, and have their values lie in shared memory if there is any."""
@@ -164,8 +169,8 @@ class ServerTensors:
         return self._tensors[number]
 
     @torch.no_grad()
-    def update(self, values: Values, sent: Sequence[torch.Tensor]) -> None:
-        """Take in what rank zero says before a call."""
+    def update(self, values: Values, sent: Sequence[torch.Tensor], exchange: Exchange) -> None:
+        """Take in what rank zero says before a call, and the values it has sent with that."""
         for number in values.dropped:
             self._shared.pop(id(self._tensors.pop(number, None)), None)
         opened: dict[object, SharedBytes] = {}
@@ -184,6 +189,8 @@ class ServerTensors:
             self._tensors[one.number] = own = copied.clone()
             if one.memory is not None:
                 self._shared[id(own)] = copied
+        if values.by_broadcast:
+            sent = broadcast([self._tensors[number] for number in values.sent], exchange)
         for number, value in zip(values.sent, sent, strict=True):
             self._tensors[number].data.copy_(value)
 
@@ -194,3 +201,22 @@ class ServerTensors:
         if pairs:
             # Of an earlier call's graph rank zero's own backward says whether torch lets values change.
             foreach.copy_([one.data for one, _ in pairs], [shared for _, shared in pairs])
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[torch.Tensor], exchange: Exchange) -> list[torch.Tensor]:
+    """Return the values that rank zero has, with one message per dtype and device. Called by: every rank.
+
+    Args:
+        tensors: of the same shapes and dtypes on every rank.
+        exchange: of all ranks.
+    """
+    values: dict[int, torch.Tensor] = {}
+    for kind in dict.fromkeys((one.dtype, one.device) for one in tensors):
+        places = [place for place, one in enumerate(tensors) if (one.dtype, one.device) == kind]
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
+        parts = exchange.broadcast(flat, 0, what="parameters of a split call").split(
+            [tensors[place].numel() for place in places]
+        )
+        values |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
+    return [values[place] for place in range(len(tensors))]

@@ -99,11 +99,11 @@ class Server:
         raise TypeError(type(message))
 
     def _forward(self, message: Forward, tensors: list[torch.Tensor]) -> tuple[Outputs, list[torch.Tensor]]:
-        num_values = len(message.values.sent)
+        num_values = 0 if message.values.by_broadcast else len(message.values.sent)
         for call in message.forgotten:
             self._graphs.pop(call, None)
         try:
-            self._tensors.update(message.values, tensors[:num_values])
+            self._tensors.update(message.values, tensors[:num_values], self._exchange)
             entry = self._entry(message)
             share = Share(self._exchange.rank, self._exchange.world_size, message.num_global)
             received = iter(tensors[num_values:])

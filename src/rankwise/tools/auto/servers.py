@@ -18,7 +18,7 @@ from rankwise.health.flight_recorder import Ticket
 from rankwise.health.status_poll import process_of
 from rankwise.tools.auto.messages import End, Failed, Forward, Rows
 from rankwise.tools.auto.own_call import OwnArguments
-from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable
+from rankwise.tools.auto.parameters import TensorsOfModule, TensorTable, broadcast
 from rankwise.tools.auto.rows import Share
 from rankwise.tools.auto.settings import settings
 from rankwise.tools.auto.shipping import dumped, dumped_tree
@@ -72,7 +72,7 @@ class Servers:
         self.own = own
         self._connections = list(connections)
         self._num_pending = [0] * len(connections)
-        self._table = TensorTable(is_shared=self.share_memory)
+        self._table = TensorTable(is_shared=self.share_memory, num_servers=len(connections))
         self._num_calls = 0
         self._graphs: dict[weakref.ref[object], int] = {}
         """Calls that a backward may follow, by what ends with their graph."""
@@ -157,7 +157,9 @@ class Servers:
         for rank in range(1, share.num_ranks):
             of_rank = share.of(rank)
             rows = [_rows_of(one.detach(), dim, of_rank) for one, dim in pairs if isinstance(one, torch.Tensor)]
-            self._send(rank, message, [*sent, *rows])
+            self._send(rank, message, rows if values.by_broadcast else [*sent, *rows])
+        if values.by_broadcast:
+            broadcast(sent, self.exchange)
         call.known.is_sent = call.kind.is_sent = True
         leaves = [
             _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and has_graph)
