@@ -59,7 +59,7 @@ class SplitCalls:
         self._device = device
         self._splits_always = splits_always
         self._known = KnownModules(servers.own.new_draws)
-        self._trials = Trials(servers, calls, device)
+        self._trials = Trials(self._known, servers, calls, device)
         self._account = Account()
 
     @contextmanager
@@ -103,14 +103,12 @@ class SplitCalls:
             return self._calls.plain
         if not batches or batches[0].num_global < num_ranks:
             return self._whole
-        kind.num_calls += 1
+        kind.count()
         # In single rows, samples that meet are not told from others.
         is_clear = batches[0].num_global >= 2 * num_ranks
         if kind.is_doubtful and not is_clear:
             return self._whole
         if kind.batch is None or kind.is_doubtful or (is_clear and self._is_due(kind)):
-            kind.pace.interrupted()
-            kind.next_proof = 2 * kind.num_calls
             return partial(self._proved, call, batches)
         if self._splits_always or self._pays(call):
             return partial(self._in_parts, call, batches[0])
@@ -130,8 +128,8 @@ class SplitCalls:
         if pace.ratio is not None and pace.ratio != before:
             ranks = f"{self._servers.exchange.world_size} ranks"
             if not pace.is_split:
-                call.known.resting[call.module.training, torch.is_grad_enabled()] = pace.take_rest()
-                call.kind.is_doubtful = True  # nothing is proved while calls run whole
+                call.known.rest((call.module.training, torch.is_grad_enabled()), pace.take_rest())
+                call.kind.doubt()  # nothing is proved while calls run whole
             what = "is split over" if pace.is_split else "runs whole on one rank: it would be slower on"
             self._account.say(
                 f"auto: {call.name} {what} {ranks}", f": its loop takes {pace.ratio:.2f} of the time on one"
@@ -157,10 +155,10 @@ class SplitCalls:
             return result
         ran, whole = found
         if before is not None and not kind.is_random and not before.are(GeneratorStates.now(self._device)):
-            kind.is_doubtful = True  # it draws since something has changed: each rank has drawn numbers of its own
+            kind.doubt()  # it draws since something has changed: each rank has drawn numbers of its own
             self._servers.forget(ran.number)
             return self._whole_again(call, before)
-        kind.num_split += 1
+        kind.add_split()
         self._account.add(call.name)
         self._note_sizes(call, whole)
         if torch.is_grad_enabled():
@@ -183,8 +181,7 @@ class SplitCalls:
 
     def _whole_again(self, call: Call, before: GeneratorStates | None) -> Any:
         """Run a call whole that has failed on rows: it raises where plain Python raises."""
-        if call.known.held is not None:
-            call.known.held.restore_buffers()
+        self._servers.restore_buffers(call.module)
         if before is not None:
             before.restore(self._device)
         return self._whole(call.module, *call.arguments())
@@ -217,6 +214,6 @@ class SplitCalls:
             )
 
     def _runs_whole(self, call: Call, reason: str) -> None:
-        call.kind.reason = reason
+        call.kind.run_whole(reason)
         self._account.add(call.name, reason)
         self._account.say(f"auto: {call.name} runs whole on one rank: {reason}")

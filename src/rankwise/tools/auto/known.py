@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rankwise.parallel.randomness.model_draws import DrawsOfModel
-    from rankwise.tools.auto.parameters import TensorsOfModule
     from rankwise.tools.auto.proof import BatchDims
     from rankwise.tools.auto.rows import OutputRows
 
@@ -50,14 +49,47 @@ class KindOfCall:
     is_doubtful: bool = False
     """Whether something has changed that such calls read, since they were proved."""
     is_random: bool = False
-    is_sent: bool = False
-    """Whether servers know the structure of its arguments."""
     pace: Pace = field(default_factory=Pace)
     """Whether splitting saves time."""
     reason: str | None = None
     """Why it is not split."""
     next_proof: int = 1
     """The number of the call that is proved next: the first, second, fourth, eighth ..."""
+
+    def count(self) -> None:
+        """Note that such a call begins."""
+        self.num_calls += 1
+
+    def start_proof(self) -> None:
+        """Note that this call is proved."""
+        self.pace.interrupted()
+        self.next_proof = 2 * self.num_calls
+        if self.is_doubtful:
+            self.is_doubtful, self.num_split = False, 0  # the calls before the change were as they were proved
+
+    def end_proof(self, batch: BatchDims, outputs: tuple[OutputRows | None, ...]) -> None:
+        """Note that such calls can be split, and where the rows lie."""
+        self.batch, self.outputs = batch, outputs
+
+    def draw(self, *, is_random: bool) -> None:
+        """Note whether a call has drawn random numbers."""
+        self.is_random = is_random
+
+    def draw_anew(self, number: int, draws: DrawsOfModel) -> None:
+        """Draw as a kind of another number from now on: how draws lie in one dim is no knowledge of another."""
+        self.number, self.draws = number, draws
+
+    def doubt(self) -> None:
+        """Have the next call proved."""
+        self.is_doubtful = True
+
+    def add_split(self) -> None:
+        """Note that this call was split."""
+        self.num_split += 1
+
+    def run_whole(self, reason: str) -> None:
+        """Split no such call from now on."""
+        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -67,17 +99,15 @@ class KnownModule:
     number: int
     guard: Guard
     modes: tuple[object, ...]
-    held: TensorsOfModule | None = None
-    """Its parameters and buffers, once servers have copies."""
-    is_sent: bool = False
-    """Whether servers have it as it is."""
-    pickled: bytes | None = None
-    """As it is to be sent to them."""
     kinds: dict[Key, KindOfCall] = field(default_factory=dict)
     resting: dict[tuple[bool, bool], int] = field(default_factory=dict)
     """By training mode and whether gradients are enabled: how many calls run whole without a look at them."""
     num_changes: int = 0
     """How often something has changed that its calls read."""
+
+    def rest(self, mode: tuple[bool, bool], count: int) -> None:
+        """Have the next calls in a mode run whole without a look at them."""
+        self.resting[mode] = count
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +163,6 @@ class KnownModules:
         elif known.guard.changed() is not None:
             _doubt(known)
             known.guard, known.modes = known.guard.renewed(), _modes(module)
-            known.held, known.is_sent = None, False
         return known
 
     def kind(
@@ -143,9 +172,13 @@ class KnownModules:
         key = _key(known.modes, given, tree)
         kind = known.kinds.get(key)
         if kind is None and len(known.kinds) < MOST_KINDS:
-            self._num_kinds += 1
-            kind = known.kinds[key] = KindOfCall(self._num_kinds, self._new_draws(type(module).__name__))
+            kind = known.kinds[key] = KindOfCall(*self.new_draws(type(module).__name__))
         return kind
+
+    def new_draws(self, name: str) -> tuple[int, DrawsOfModel]:
+        """Return how calls of a new kind draw, and its number; with the name of the module's class."""
+        self._num_kinds += 1
+        return self._num_kinds, self._new_draws(name)
 
 
 def fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:
@@ -160,7 +193,8 @@ def _doubt(known: KnownModule) -> None:
     is_rare = known.num_changes <= CHANGES_PROVED or known.num_changes & (known.num_changes - 1) == 0
     if is_rare or not known.guard.is_of_numbers:
         for kind in known.kinds.values():
-            kind.is_doubtful = kind.batch is not None
+            if kind.batch is not None:
+                kind.doubt()
 
 
 def _key(modes: tuple[object, ...], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Key:

@@ -8,6 +8,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -63,6 +64,27 @@ class Ran:
     meets: bool
     """Whether ranks exchange statistics within it."""
 
+    def take_others(self) -> list[list[Any]]:
+        """Return the outputs of the other ranks, and drop them."""
+        others, self.others = self.others, []
+        return others
+
+    def free(self) -> None:
+        """Drop this rank's graph."""
+        self.outputs, self.own = [], OwnArguments((), (), self.own.tree)
+
+
+@dataclass(slots=True)
+class _Copied:
+    """What servers have of a module of the script."""
+
+    held: TensorsOfModule
+    num_changes: int
+    """Of what its calls read, when it was sent or pickled last."""
+    is_sent: bool = False
+    pickled: bytes | None = None
+    """As it is to be sent."""
+
 
 class Servers:
     """Asks the other ranks for their rows of calls, until the script ends."""
@@ -73,6 +95,9 @@ class Servers:
         self._connections = list(connections)
         self._num_pending = [0] * len(connections)
         self._table = TensorTable(is_shared=self.share_memory, num_servers=len(connections))
+        self._modules: WeakKeyDictionary[nn.Module, _Copied] = WeakKeyDictionary()
+        self._kinds: set[int] = set()
+        """Numbers of the kinds of calls of which servers know the structure of the arguments."""
         self._num_calls = 0
         self._graphs: dict[weakref.ref[object], int] = {}
         """Calls that a backward may follow, by what ends with their graph."""
@@ -96,10 +121,10 @@ class Servers:
         Raises:
             Exception: the module cannot be sent.
         """
-        held = self._held(call)
-        if not call.known.is_sent:
-            call.known.pickled = dumped(call.module, self._table.number_of)
-        self._table.copy(held)
+        copied = self._copied(call)
+        if not copied.is_sent:
+            copied.pickled = dumped(call.module, self._table.number_of)
+        self._table.copy(copied.held)
 
     def call(
         self,
@@ -125,12 +150,13 @@ class Servers:
             Exception: what the call raises here.
             ServerFailed: it raises on a server.
         """
-        held = self._held(call)
+        copied = self._copied(call)
         if watch is None:
-            self._table.copy(held)
-        pickled, structure = self._pickled(call), None if call.kind.is_sent else dumped_tree(call.tree)
+            self._table.copy(copied.held)
+        pickled = None if copied.is_sent else copied.pickled or dumped(call.module, self._table.number_of)
+        structure = None if call.kind.number in self._kinds else dumped_tree(call.tree)
         self.prepare()
-        values, sent = self._table.message(held)
+        values, sent = self._table.message(copied.held)
         self._num_calls += 1
         ended = self._ended[:]
         del self._ended[: len(ended)]
@@ -160,7 +186,8 @@ class Servers:
             self._send(rank, message, rows if values.by_broadcast else [*sent, *rows])
         if values.by_broadcast:
             broadcast(sent, self.exchange)
-        call.known.is_sent = call.kind.is_sent = True
+        copied.is_sent, copied.pickled = True, None
+        self._kinds.add(call.kind.number)
         leaves = [
             _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and has_graph)
             if isinstance(one, torch.Tensor)
@@ -193,6 +220,11 @@ class Servers:
             if isinstance(reply, Failed):
                 raise ServerFailed(rank, reply)
         return [_filled(reply.leaves, tensors) for reply, tensors in replies]
+
+    def restore_buffers(self, module: nn.Module) -> None:
+        """Give the buffers of a module their values from before the last call."""
+        if (copied := self._modules.get(module)) is not None:
+            copied.held.restore_buffers()
 
     @property
     def have_failed(self) -> bool:
@@ -237,20 +269,12 @@ class Servers:
                     connection.send(End())
             connection.close()
 
-    def _held(self, call: Call) -> TensorsOfModule:
-        """Return the tensors of a module that servers have copies of."""
-        known = call.known
-        if known.held is None or not known.held.is_current():
-            known.held, known.is_sent = TensorsOfModule(call.module, self._table), False
-        return known.held
-
-    def _pickled(self, call: Call) -> bytes | None:
-        """Return a module as it is to be sent; ``None`` if servers have it."""
-        known = call.known
-        if known.is_sent:
-            return None
-        pickled, known.pickled = known.pickled or dumped(call.module, self._table.number_of), None
-        return pickled
+    def _copied(self, call: Call) -> _Copied:
+        """Return what servers have, or are to have, of a module as it is now."""
+        copied, num_changes = self._modules.get(call.module), call.known.num_changes
+        if copied is None or copied.num_changes != num_changes or not copied.held.is_current():
+            copied = self._modules[call.module] = _Copied(TensorsOfModule(call.module, self._table), num_changes)
+        return copied
 
     def _leave_to_parent(self) -> None:
         """Close what a forked process has of the connections: servers notice when its parent ends."""

@@ -41,7 +41,7 @@ def whole_outputs(ran: Ran, rows: Sequence[OutputRows | None]) -> list[Any]:
     Raises:
         ResultChanged: the outputs do not have their rows there.
     """
-    others, ran.others = ran.others, []
+    others = ran.take_others()
     for one in (ran.outputs, *others):
         if len(one) != len(rows):
             raise ResultChanged(f"it returned {len(one)} values instead of {len(rows)}")
@@ -157,7 +157,7 @@ class _Node:
         parts = [[one[number] for one in of_ranks] for number in range(len(shared), len(found))]
         joined_parts = [_joined_gradient(part, *one, ran.share) for part, one in zip(parts, own_rows, strict=True)]
         if not keeps:
-            ran.outputs, ran.own = [], OwnArguments((), (), ran.own.tree)
+            ran.free()
         return [*sums, *joined_parts]
 
     def gradients_of_whole(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.tools.auto.known import Call
+    from rankwise.tools.auto.known import Call, KnownModules
     from rankwise.tools.auto.module_calls import ModuleCalls
     from rankwise.tools.auto.proof import BatchDims
     from rankwise.tools.auto.rows import OutputRows
@@ -62,7 +62,8 @@ class _WholeRun:
 class Trials:
     """Proves that calls can be split by rows."""
 
-    def __init__(self, servers: Servers, calls: ModuleCalls, device: torch.device) -> None:
+    def __init__(self, known: KnownModules, servers: Servers, calls: ModuleCalls, device: torch.device) -> None:
+        self._known = known
         self._servers = servers
         self._calls = calls
         self._device = device
@@ -78,21 +79,19 @@ class Trials:
             ConfigurationError: calls that were split have returned wrong values.
         """
         kind = call.kind
-        if kind.is_doubtful:
-            kind.is_doubtful, kind.num_split = False, 0  # the calls before the change were as they were proved
+        kind.start_proof()
         copies, given = self._copies(call, len(batches))
         reason = self._prepared(call, can_be_copied=bool(copies))
         whole_run = self._run_whole(call)
-        kind.is_random = not whole_run.before.are(whole_run.after)
+        kind.draw(is_random=not whole_run.before.are(whole_run.after))
         reason = first_reason = reason or whole_run.reason
         for copy, batch in zip(copies, batches, strict=False) if reason is None else ():
             reason, outputs = self._tried(call, copy, batch, given, whole_run)
             if reason is None:
-                kind.batch, kind.outputs = batch, outputs
+                kind.end_proof(batch, outputs)
                 return whole_run.result, None
             first_reason = first_reason or reason
-            # How its draws lie in the other dim is no knowledge of this one.
-            kind.draws, kind.is_sent = self._servers.own.new_draws(call.name), False
+            kind.draw_anew(*self._known.new_draws(call.name))
         assert first_reason is not None  # noqa: S101 - there is a batch
         if kind.num_split and first_reason.is_wrong:
             raise _no_longer(call, first_reason.text)
