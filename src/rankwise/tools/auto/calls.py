@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.tools.auto.account import SLOWER, Account
+from rankwise.tools.auto.account import NO_ROWS, SLOWER, Account
 from rankwise.tools.auto.generators import GeneratorStates
 from rankwise.tools.auto.known import Call, KnownModules, fitting
 from rankwise.tools.auto.own_call import OwnArguments
@@ -60,7 +60,7 @@ class SplitCalls:
         self._splits_always = splits_always
         self._known = KnownModules(servers.own.new_draws)
         self._trials = Trials(self._known, servers, calls, device)
-        self._account = Account()
+        self._account = Account(servers.exchange.world_size)
 
     @contextmanager
     def replacing(self) -> Generator[None]:
@@ -102,6 +102,7 @@ class SplitCalls:
             self._runs_whole(call, obstacle(module, leaves) or "its arguments have no rows")
             return self._calls.plain
         if not batches or batches[0].num_global < num_ranks:
+            self._account.add(call.name, NO_ROWS)
             return self._whole
         kind.count()
         # In single rows, samples that meet are not told from others.
