@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_a_script_of_which_nothing_is_split_is_told_once_and_why(said: list[str], clock: SimpleNamespace) -> None:
     one = Account(4)
-    for reason in ("it prints", SLOWER, SLOWER):
+    for reason in ("it prints", SLOWER, SLOWER, SLOWER):
         one.add("Net", reason)
     assert not said
     clock.seconds += TOLD_AFTER_SECONDS + 1
@@ -37,7 +37,7 @@ def test_a_script_of_which_nothing_is_split_is_told_once_and_why(said: list[str]
     assert text.startswith(
         "auto: no call of a model has been split so far, so 4 ranks are no faster than one: Net runs"
     )
-    assert "because it would be slower split" in text
+    assert "because splitting it would be slower" in text
 
 
 def test_nothing_is_told_where_something_was_split(said: list[str], clock: SimpleNamespace) -> None:
