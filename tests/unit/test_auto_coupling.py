@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.tools.auto.coupling import CouplingWatch
@@ -45,6 +45,9 @@ SEPARATE: dict[str, Callable[[torch.Tensor], object]] = {
     "values of weights": lambda x: x * 2 if torch.ones(3).max() > 0 else x,
     "in place": lambda x: x.clone().relu_().mul_(2).add_(torch.ones(WIDTH)),
     "instance norm": lambda x: functional.instance_norm(x, use_input_stats=True),
+    "packed and padded": lambda x: pad_packed_sequence(
+        pack_padded_sequence(x, torch.full((ROWS,), 2), batch_first=True), batch_first=True, total_length=LENGTH
+    )[0].mean(1),
     "one step at a time": lambda x: torch.stack([x[:, step].tanh() for step in range(LENGTH)], 1).sum((1, 2)),
 }
 MEETING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
@@ -60,9 +63,17 @@ MEETING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "list": (lambda x: x.tolist(), "it decides by values of its samples (tolist"),
     "mask": (lambda x: x[x > 0], "it decides by values of its samples"),
     "nonzero": (lambda x: x.nonzero(), "it decides by values of its samples (nonzero"),
-    "packed": (
-        lambda x: pack_padded_sequence(x, torch.full((ROWS,), 2), batch_first=True),
+    "values of packed sequences": (
+        lambda x: pack_padded_sequence(x, torch.full((ROWS,), 2), batch_first=True).data.mean(0),
+        "it decides by values of its samples (a packed sequence",
+    ),
+    "packed along the samples": (
+        lambda x: pack_padded_sequence(x, torch.full((LENGTH,), 2)),
         "it decides by values of its samples (pack_padded_sequence",
+    ),
+    "padded to the longest": (
+        lambda x: pad_packed_sequence(pack_padded_sequence(x, torch.full((ROWS,), 2), batch_first=True)),
+        "it decides by values of its samples (pad_packed_sequence, which needs total_length=",
     ),
 }
 

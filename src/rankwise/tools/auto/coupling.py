@@ -7,7 +7,9 @@ only. Nor may a call read values of samples, on which its next operation could d
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,8 @@ from rankwise.parallel.randomness.sample_layout import SampleLayout
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
+    from torch.nn.utils.rnn import PackedSequence
+
     from rankwise.parallel.randomness.batch_tracer import Identity
     from rankwise.torch_private.kernels import Operator
 
@@ -28,7 +32,6 @@ _READS = frozenset(
     {
         "_local_scalar_dense",
         "_pack_padded_sequence",
-        "_pad_packed_sequence",
         "_unique2",
         "bincount",
         "equal",
@@ -50,6 +53,8 @@ class CouplingWatch(MeetingTracer):
     def __init__(self, num_samples: int) -> None:
         super().__init__(num_samples, [])
         self._of_samples: set[Identity] = set()
+        self._packed: set[Identity] = set()
+        """Values of packed sequences, whose rows belong to the samples in another order."""
         self._is_paused = False
         self.found: str | None = None
         """What was found, in words that follow a colon."""
@@ -82,12 +87,50 @@ class CouplingWatch(MeetingTracer):
         if any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
             return func(*args, **call.given)  # another mode asks for shapes
         is_of_samples = any(self.holds_samples(one) for one in call.tensors)
-        if is_of_samples and (call.name in _READS or (call.name == "index" and self._is_masked(call))):
+        is_packing = call.name == "_pack_padded_sequence" and self._can_pack(*call.args)
+        is_read = call.name in _READS or (call.name == "index" and self._is_masked(call))
+        if is_of_samples and is_read and not is_packing:
             self.note_read(call.name)
+        if any(identity_of(one) in self._packed for one in call.tensors):
+            self.note_read("a packed sequence")
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for one in outputs_of(out):
             (self._of_samples.add if is_of_samples else self._of_samples.discard)(identity_of(one))
+            (self._packed.add if is_packing else self._packed.discard)(identity_of(one))
         return out
+
+    def _can_pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> bool:  # noqa: FBT001 - torch's
+        """Return whether sequences are packed by sample."""
+        return self.layout_of(x) == SampleLayout(0 if batch_first else 1) and (
+            not self.holds_samples(lengths) or self.layout_of(lengths) == SampleLayout(0)
+        )
+
+    def through_packed(self, layer: Callable[[], Any], packed: PackedSequence) -> Any:
+        """Run a recurrent layer of torch's on packed sequences, and return its outputs: it keeps samples apart."""
+        with self._unseen(packed.data):
+            output, hidden = layer()
+        self._packed.add(identity_of(output.data))
+        for one in outputs_of(hidden):
+            self.set_fact(one, KnownLayout(SampleLayout(one.dim() - 2)))
+        return output, hidden
+
+    def unpacked(self, unpack: Callable[[], Any], data: torch.Tensor, *, batch_first: bool, is_sized: bool) -> Any:
+        """Run torch's function that pads packed sequences; to the longest of these, unless it is given a size."""
+        if not is_sized:
+            self.note_read("pad_packed_sequence, which needs total_length=")
+        with self._unseen(data):
+            padded, lengths = unpack()
+        self.set_fact(padded, KnownLayout(SampleLayout(0 if batch_first else 1)))
+        self.set_fact(lengths, KnownLayout(SampleLayout(0)))
+        return padded, lengths
+
+    @contextmanager
+    def _unseen(self, data: torch.Tensor) -> Generator[None]:
+        """Note nothing inside the block, which computes with packed sequences."""
+        if identity_of(data) not in self._packed:
+            self.note_read("a packed sequence")
+        with self.paused():
+            yield
 
     def holds_samples(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was computed from samples."""
@@ -127,4 +170,8 @@ class _LeavingTorch(TorchFunctionMode):
         """See one call. Called by torch."""
         if func in _LEAVES_TORCH and self._watch.holds_samples(args[0]):
             self._watch.note_read(func.__name__)
+        if getattr(func, "__name__", "") == "_pad_packed_sequence":
+            given = sys._getframe(1).f_locals  # noqa: SLF001 - of torch's pad_packed_sequence()
+            is_sized = given.get("total_length") is not None
+            return self._watch.unpacked(partial(func, *args), args[0], batch_first=args[2], is_sized=is_sized)
         return func(*args, **(kwargs or {}))

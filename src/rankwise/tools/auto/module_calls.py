@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint
 
 from rankwise.comm.session import CurrentBatch
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from rankwise.tools.auto.coupling import CouplingWatch
     from rankwise.torch_private.modules import BatchNorm
 
+_RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -121,6 +124,8 @@ class ModuleCalls:
     def _called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_split and isinstance(module, _BATCHNORMS) and type(module) in _BATCHNORMS:
             return self._normalised(module, *args, **kwargs)
+        if self._watch is not None and type(module) in _RECURRENT and isinstance(args[0], PackedSequence):
+            return self._watch.through_packed(partial(self._call, module, *args, **kwargs), args[0])
         return self._call(module, *args, **kwargs)
 
     def _normalised(self, layer: BatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
