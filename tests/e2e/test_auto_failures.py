@@ -373,6 +373,30 @@ def test_processes_of_the_script_do_not_disturb_the_servers(command: Command) ->
     assert said[0] == said[1]
 
 
+LAUNCHES = """
+import subprocess
+program = "import os, rankwise as rw; world = rw.join(); print(world.rank, world.world_size, world.source, flush=True)"
+KEPT = ("TORCH", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "RANKWISE_AUTO_SPLIT")
+
+def started(*words):
+    done = subprocess.run([sys.executable, *words], text=True, capture_output=True, check=True)
+    print(sorted(done.stdout.splitlines()))
+
+if __name__ == "__main__":
+    print(step(), step(), step(), sorted(name for name in os.environ if not name.startswith(KEPT)))
+    open("other.py", "w").write(program)
+    started("other.py")
+    started("-m", "rankwise", "run", "-n", "2", "other.py")
+    print(step())
+"""
+
+
+@pytest.mark.timeout(180)
+def test_programs_of_the_script_are_started_as_by_plain_python(command: Command) -> None:
+    said = _as_plain(command, HEAD + NET + LAUNCHES)
+    assert "split over 2 ranks" in said
+
+
 @pytest.mark.timeout(180)
 def test_a_terminal_is_the_scripts(command: Command) -> None:
     command.write("train.py", HEAD + NET + "print(sys.stdin.isatty(), input())\nfor _ in range(5):\n    step()\n")
