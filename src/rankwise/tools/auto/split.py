@@ -16,6 +16,7 @@ from rankwise.health.call_site import user_call_site
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
 from rankwise.health.event_log import post_departure
 from rankwise.health.flight_recorder import Ticket
+from rankwise.health.process_probe import this_process
 from rankwise.health.status_poll import process_of
 from rankwise.log import log
 from rankwise.parallel.randomness.sample_layout import SampleLayout
@@ -268,31 +269,35 @@ class Servers:
     def _send(self, rank: int, message: object, tensors: Sequence[torch.Tensor]) -> None:
         try:
             self._connections[rank - 1].send(message, tensors)
-        except ConnectionError:
-            self._raise_loss(rank)
+        except (ConnectionError, RankwiseError) as error:
+            self._raise_loss(rank, error)
         self._num_pending[rank - 1] += 1
 
     def _receive(self, place: int) -> tuple[Any, list[torch.Tensor]]:
-        self._connections[place].wait()
-        self._is_in_step = False
         try:
+            self._connections[place].await_reply()
+            self._is_in_step = False
             reply = self._connections[place].receive()
-        except ConnectionError:
-            self._raise_loss(place + 1)
+        except (ConnectionError, RankwiseError) as error:
+            self._raise_loss(place + 1, error)
         self._num_pending[place] -= 1
         self._is_in_step = True
         return reply
 
-    def _raise_loss(self, rank: int) -> NoReturn:
-        """Raise what has become of a server that has closed its connection."""
+    def _raise_loss(self, rank: int, error: Exception) -> NoReturn:
+        """Raise what has become of a server that has closed its connection, or does not reply."""
         detector = self.exchange.detector
-        process = process_of(detector.store, rank)
         try:
+            if isinstance(error, RankwiseError):
+                raise error
+            process = process_of(detector.store, rank)
             with CollectiveWait(detector, Ticket(0, "a split call", site=user_call_site())):
+                if process is not None and process.host != this_process().host:
+                    raise RuntimeError(str(error))  # its host may be out of reach
                 raise PeerEnded(rank, 0 if process is None else process.pid)
-        except RankwiseError as error:
+        except RankwiseError as known:
             self._is_in_step = True  # no call may run whole instead
-            detector.refuse_all(error)
+            detector.refuse_all(known)
             raise
 
 
