@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -168,7 +169,8 @@ for step in range(12):
         while sys.argv[1] == "between calls" and os.path.exists(sys.argv[1]):
             pass
     try:
-        model(torch.randn(8, 3)).square().mean().backward()
+        loss = model(torch.randn(8, 3)).square().mean()
+        loss.backward()
     except Exception as error:
         print(type(error).__name__, flush=True)
         raise
@@ -195,6 +197,27 @@ def test_a_killed_server_is_named(command: Command, moment: str) -> None:
     assert "runs whole" not in text
     assert started.returncode == 137
     assert command.processes() == []
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("moment", ["between calls", "in forward", "in backward"])
+def test_a_stopped_server_is_named_and_may_go_on(command: Command, moment: str) -> None:
+    command.write("train.py", KILLED.replace("SIGKILL", "SIGSTOP").replace('"not reached"', "loss.item()"))
+    expected = command.python("train.py", "never").stdout.splitlines()[-1]
+    started = _auto(command, moment)
+    assert started.stdout is not None
+    assert started.stderr is not None
+    rank_zero = int(started.stdout.readline())
+    (server,) = _servers(command, rank_zero)
+    if moment == "between calls":
+        os.kill(server, signal.SIGSTOP)
+    (line,) = itertools.islice((line for line in started.stderr if "kill -CONT" in line), 1)
+    assert line == f"[rankwise] rank 1 has been stopped (SIGSTOP); to resume it: kill -CONT {server}\n"
+    (command.folder / moment).unlink()
+    os.kill(server, signal.SIGCONT)
+    said, text = started.communicate(timeout=120)
+    assert started.returncode == 0, text
+    assert float(said) == pytest.approx(float(expected), rel=1e-10)
 
 
 ENDS = """
@@ -409,6 +432,30 @@ def test_processes_of_the_script_do_not_disturb_the_servers(command: Command) ->
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     assert said[0] == said[1]
+
+
+LAUNCHES = """
+import subprocess
+program = "import os, rankwise as rw; world = rw.join(); print(world.rank, world.world_size, world.source, flush=True)"
+KEPT = ("TORCH", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "RANKWISE_AUTO_SPLIT")
+
+def started(*words):
+    done = subprocess.run([sys.executable, *words], text=True, capture_output=True, check=True)
+    print(sorted(done.stdout.splitlines()))
+
+if __name__ == "__main__":
+    print(step(), step(), step(), sorted(name for name in os.environ if not name.startswith(KEPT)))
+    open("other.py", "w").write(program)
+    started("other.py")
+    started("-m", "rankwise", "run", "-n", "2", "other.py")
+    print(step())
+"""
+
+
+@pytest.mark.timeout(180)
+def test_programs_of_the_script_are_started_as_by_plain_python(command: Command) -> None:
+    said = _as_plain(command, HEAD + NET + LAUNCHES)
+    assert "runs whole" not in said
 
 
 @pytest.mark.timeout(180)

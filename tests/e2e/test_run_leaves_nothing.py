@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.e2e.conftest import Command
+    from tests.warm import Started
 
 PROGRAMS = {
     "waiting": "",
@@ -56,10 +60,19 @@ if __name__ == "__main__":
 """
 
 
-def _start(command: Command, kind: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files of a job. Its path is short: sockets lie in it, whose names have 107 bytes at most.
+
+    Those of pytest are longer with the number of a worker.
+    """
+    with tempfile.TemporaryDirectory(prefix="left-") as folder:
+        yield Path(folder)
+
+
+def _start(command: Command, kind: str, temporary: Path) -> Started:
     command.write("train.py", FRAME.format(textwrap.dedent(PROGRAMS[kind])))
-    _temporary(command).mkdir(exist_ok=True)
-    started = command.start("-n", "2", "train.py", env={"TMPDIR": str(_temporary(command))})
+    started = command.start("-n", "2", "train.py", env={"TMPDIR": str(temporary)})
     assert started.stdout is not None
     pids = [int(started.stdout.readline().split()[1]) for _ in range(2)]
     if kind == "stopped":
@@ -67,18 +80,14 @@ def _start(command: Command, kind: str) -> subprocess.Popen[str]:
     return started
 
 
-def _temporary(command: Command) -> Path:
-    return command.folder / "tmp"
-
-
-def _server_of(command: Command, started: subprocess.Popen[str]) -> int:
+def _server_of(command: Command, started: Started) -> int:
     return next(pid for pid in command.processes() if _parent(pid) == started.pid)
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left(command: Command, kind: str, number: signal.Signals) -> None:
-    started = _start(command, kind)
+def test_nothing_is_left(command: Command, kind: str, number: signal.Signals, temporary: Path) -> None:
+    started = _start(command, kind, temporary)
     pids = command.processes()
     assert len(pids) >= 4
     os.kill(started.pid, number)
@@ -91,7 +100,7 @@ def test_nothing_is_left(command: Command, kind: str, number: signal.Signals) ->
     assert "Traceback" not in text
     if number != signal.SIGKILL:
         assert text.endswith(f"[rankwise] {number.name}: every rank has been terminated\n")
-    assert list(_temporary(command).iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_ctrl_c_lets_ranks_clean_up(command: Command) -> None:
@@ -116,8 +125,8 @@ def test_ctrl_c_lets_ranks_clean_up(command: Command) -> None:
     assert started.returncode == 130
 
 
-def test_a_second_signal_ends_stubborn_ranks_too(command: Command) -> None:
-    started = _start(command, "stubborn")
+def test_a_second_signal_ends_stubborn_ranks_too(command: Command, temporary: Path) -> None:
+    started = _start(command, "stubborn", temporary)
     os.kill(started.pid, signal.SIGINT)
     os.kill(started.pid, signal.SIGTERM)
     _, text = started.communicate()
@@ -151,29 +160,31 @@ def test_a_signal_before_the_ranks_are_there(command: Command) -> None:
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_nothing_is_left_when_the_fork_server_is_killed(command: Command, kind: str) -> None:
-    started = _start(command, kind)
+def test_nothing_is_left_when_the_fork_server_is_killed(command: Command, kind: str, temporary: Path) -> None:
+    started = _start(command, kind, temporary)
     os.kill(_server_of(command, started), signal.SIGKILL)
     _, text = started.communicate()
     assert "LaunchError: The process that starts the ranks was killed" in text
     assert started.returncode == 2
     assert command.processes() == []
-    assert list(_temporary(command).iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["waiting", "stubborn", "with programs of its own"])
-def test_ctrl_c_ends_a_job_whose_warm_server_is_stopped(command: Command, kind: str) -> None:
-    started = _start(command, kind)
+def test_ctrl_c_ends_a_job_whose_warm_server_is_stopped(command: Command, kind: str, temporary: Path) -> None:
+    started = _start(command, kind, temporary)
     os.kill(_server_of(command, started), signal.SIGSTOP)
     os.kill(started.pid, signal.SIGINT)
     _, text = started.communicate()
     assert text.endswith("[rankwise] SIGINT: every rank has been terminated\n")
     assert started.returncode == 130
     assert command.processes() == []
-    assert list(_temporary(command).iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
-def test_the_sockets_of_multiprocessing_lie_in_the_jobs_folder_and_a_scripts_own_files_do_not(command: Command) -> None:
+def test_the_sockets_of_multiprocessing_lie_in_the_jobs_folder_and_a_scripts_own_files_do_not(
+    command: Command, temporary: Path
+) -> None:
     command.write(
         "train.py",
         """
@@ -194,18 +205,16 @@ def test_the_sockets_of_multiprocessing_lie_in_the_jobs_folder_and_a_scripts_own
             print(tempfile.gettempdir() == os.environ["TMPDIR"])
         """,
     )
-    _temporary(command).mkdir()
-    ran = command.run("-n", "1", "train.py", env={"TMPDIR": str(_temporary(command))})
+    ran = command.run("-n", "1", "train.py", env={"TMPDIR": str(temporary)})
     assert (ran.returncode, ran.stdout) == (0, "True\n" * 4), ran.stderr
-    assert list(_temporary(command).iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
-def test_a_finished_run_leaves_no_temporary_files(command: Command) -> None:
-    _temporary(command).mkdir()
+def test_a_finished_run_leaves_no_temporary_files(command: Command, temporary: Path) -> None:
     command.write("train.py", "raise ValueError")
-    ended = command.run("-n", "2", "train.py", env={"TMPDIR": str(_temporary(command))})
+    ended = command.run("-n", "2", "train.py", env={"TMPDIR": str(temporary)})
     assert ended.returncode == 1
-    assert list(_temporary(command).iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_processes_that_a_rank_left_running_end_with_the_run(command: Command) -> None:

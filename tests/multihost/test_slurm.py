@@ -16,6 +16,7 @@ import torch
 from training import CASES, Parameters, train_all
 
 from rankwise.testing import run_ranks
+from tests import plain_script
 
 if TYPE_CHECKING:
     from slurm import Slurm
@@ -75,6 +76,47 @@ def test_mpirun_within_sbatch_trains_to_the_one_rank_result(
     assert job["JobState"] == "COMPLETED", said
     assert "2 ranks: Open MPI" in said
     check_trained(tmp_path, reference, 2)
+
+
+def test_srun_runs_a_script_for_one_device_once(slurm: Slurm, tmp_path: Path) -> None:
+    words = (sys.executable, "-m", "rankwise.tools.auto", plain_script.__file__, str(tmp_path), "0")
+    ran = slurm.run(*SRUN, *words, env={"RANKWISE_AUTO_SPLIT": "always"})
+    assert ran.exit_code == 0, ran.stderr
+    assert "runs whole" not in ran.stderr
+    plain_script.check(tmp_path, ran.stdout)
+
+
+TERMINATED = """
+import os, signal, sys
+import torch
+from torch import nn
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+received = []
+signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+while not received:
+    loss = model(torch.ones(8, 3)).square().mean()
+    loss.backward()
+    open("begun", "a").close()
+torch.save(model.state_dict(), "partial")
+os.replace("partial", f"saved-{loss.item():.9f}")
+sys.exit(5)
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("way", ["-m rankwise.tools.auto", "-m rankwise run -n 2 --auto"])
+def test_scancel_lets_a_script_of_auto_save(slurm: Slurm, tmp_path: Path, way: str) -> None:
+    (tmp_path / "train.py").write_text(TERMINATED)
+    tasks = "--ntasks-per-node=2" if "tools" in way else "--ntasks-per-node=1"
+    text = f"RANKWISE_AUTO_SPLIT=always srun {tasks} {sys.executable} {way} train.py"
+    job_id = submit(slurm, tmp_path, text, tasks)
+    slurm.await_file(tmp_path / "begun")
+    slurm.run("scancel", job_id)
+    slurm.await_job(job_id, lambda job: job["JobState"] == "CANCELLED")
+    assert len(list(tmp_path.glob("saved-*"))) == 1, (tmp_path / "out").read_text()
+    assert "Traceback" not in (tmp_path / "out").read_text()
 
 
 def test_two_agents_on_a_machine_are_one_too_many(slurm: Slurm) -> None:

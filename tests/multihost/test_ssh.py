@@ -20,6 +20,7 @@ from sshd import SshHosts
 from training import CASES, train_all
 
 from rankwise.testing import run_ranks
+from tests import plain_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,6 +120,16 @@ def test_one_command_trains_to_the_one_rank_result(job: Job) -> None:
             for name, value in expected.items():
                 scale = value.abs().max().clamp(min=1e-3)
                 assert ((got[name] - value).abs().max() / scale).item() < TOLERANCE, (rank, case, name)
+
+
+def test_a_script_for_one_device_runs_once_and_on_the_first_host(job: Job) -> None:
+    exit_code, printed, said = job.run(
+        *("--hosts", "host0,host1", "-n", "1", "--auto", plain_script.__file__, str(job.folder), "3"),
+        env={"RANKWISE_AUTO_SPLIT": "always"},
+    )
+    assert exit_code == 3, said
+    assert "runs whole" not in said
+    plain_script.check(job.folder, printed)
 
 
 def test_ranks_of_a_module_know_where_they_are_and_the_first_failure_comes_last_and_once(job: Job) -> None:

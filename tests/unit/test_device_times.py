@@ -39,7 +39,7 @@ class Device:
         self.idle_at = 1000.0
         self.num_events = 0
         self.is_capturing = self.has_failed = False
-        for module in ("step_meter", "step_recorder", "device_times"):
+        for module in ("step_meter", "device_times"):
             monkeypatch.setattr(f"rankwise.health.{module}.monotonic", lambda: self.host)
 
     def work(self, seconds: float) -> None:

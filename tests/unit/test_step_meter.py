@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
 import sys
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
@@ -31,14 +33,16 @@ from rankwise.health.step_record import (
 from rankwise.health.step_recorder import FIRST_DETAILED, MOST_SLICES, StepRecorder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+    from types import FrameType
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still; a test moves it."""
     now = [1000.0]
-    for module in ("step_meter", "step_recorder", "device_times"):
+    for module in ("step_meter", "device_times"):
         monkeypatch.setattr(f"rankwise.health.{module}.monotonic", lambda: now[0])
     return now
 
@@ -160,7 +164,7 @@ def test_what_never_updates_is_no_step_and_takes_no_memory(tmp_path: Path, clock
     measured = Measured(tmp_path, clock)
     for _ in range(3 * MOST_SLICES):
         measured.spend(EVALUATION, 1.0)
-    assert len(measured.meter.recorder._slices) == MOST_SLICES
+    assert len(measured.meter.recorder._sum.slices) == MOST_SLICES
     assert measured.ended().steps == []
 
 
@@ -293,3 +297,77 @@ os._exit(0 if step_meter.current() else 1)
 def test_a_forked_process_measures_nothing_and_keeps_the_meter_whose_events_it_cannot_destroy() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "measures nothing", "")
+
+
+class Stopped(Exception):
+    """What a handler of a signal raises."""
+
+
+class Interruption:
+    """Calls ``act`` at one line of the meter's code: a handler may run before any."""
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        self.left = at
+        self._act = act
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if "rankwise/health" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                self._act()
+        return self._trace
+
+
+@pytest.mark.parametrize("way", ["raises", "trains on"])
+def test_an_interrupt_at_any_line_of_a_step_leaves_a_whole_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    clock = itertools.count(1000.0)
+    at_once = 3
+    monkeypatch.setattr("rankwise.health.step_record.TAIL_RECORDS", at_once)
+    monkeypatch.setattr("rankwise.health.step_meter.monotonic", lambda: next(clock))
+    seen: list[int] = []
+
+    def step(measured: Measured) -> None:
+        measured.spend(DATA, 0.0)
+        measured.meter.count_samples(1)
+        measured.spend(FORWARD, 0.0)
+        measured.spend(BACKWARD, 0.0, inside=(EXCHANGE, 0.0))
+        measured.update()
+
+    def act() -> None:
+        if way == "raises":
+            raise Stopped
+        step(measured)
+        step(measured)
+
+    for at in itertools.count(1):
+        measured = Measured(tmp_path, [0.0])
+        measured.meter.recorder.report_steps_to(lambda one: seen.append(one.number))
+        for _ in range(at_once):  # before the next one these are written as a chunk
+            step(measured)
+        with contextlib.suppress(Stopped), Interruption(at, act) as interruption:
+            step(measured)
+            step(measured)
+        if interruption.left > 0:
+            break
+        for _ in range(at_once):
+            step(measured)
+        steps = measured.ended().steps
+        assert len(steps) == measured.meter.step - 1 >= 2 * at_once, at
+        assert [one.number for one in steps] == list(range(1, len(steps) + 1)), at
+        for one, following in itertools.pairwise(steps):
+            assert min(one.parts) >= 0, at
+            if way == "raises":
+                assert one.start + one.seconds == pytest.approx(following.start, abs=0.1), at
+    assert len(seen) > 100

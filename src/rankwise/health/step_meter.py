@@ -33,6 +33,19 @@ LEAST_PAUSE, MOST_PAUSE, PAUSE_SHARE = 0.1, 0.5, 0.02
 with a rank that is killed."""
 
 
+class _Step:
+    """The step under way."""
+
+    __slots__ = ("ends", "has_forward", "has_updated", "number", "samples", "sent_bytes", "start")
+
+    def __init__(self, number: int, start: float) -> None:
+        self.number, self.start = number, start
+        self.ends: list[tuple[int, float]] = []
+        """The parts that have ended, with when, and what was noted between them."""
+        self.has_forward = self.has_updated = False
+        self.samples = self.sent_bytes = 0
+
+
 class StepMeter:
     """The measurements of one rank, from join to leave. The recorder is closed with it."""
 
@@ -42,17 +55,14 @@ class StepMeter:
         self._device_times = recorder.device_times
         self._thread = get_ident()
         self._process = os.getpid()
-        self._number = 1
         self._part = SCRIPT
-        self._has_forward = self._has_updated = False
         self._is_evaluated = False
         """Whether what was read last was used without gradients, and not for training so far."""
-        self._samples = self._sent_bytes = 0
-        self._ends: list[tuple[int, float]] = []
-        """The parts of this step that have ended, with when, and what was noted between them."""
+        self._began = monotonic()
+        self._step = _Step(1, self._began)
+        """Replaced as a whole: the script may be interrupted anywhere, and train on."""
         self._ended: list[EndedStep] = []
         """The steps before this one that are not recorded."""
-        self._start = self._began = monotonic()
         self._record_at, self._wanted = self._began + LEAST_PAUSE, recorder.wanted(1)
         """When the steps that have ended are recorded, and after which one even before that."""
 
@@ -64,7 +74,7 @@ class StepMeter:
     @property
     def step(self) -> int:
         """The number of the step that is under way, from 1."""
-        return self._number
+        return self._step.number
 
     def enter(self, part: int) -> int:
         """Note that a part of the step begins; return the part before, for :meth:`resume`."""
@@ -85,38 +95,39 @@ class StepMeter:
     def _end_part(self, part: int) -> float:
         """Note that a part ends now; return when that is."""
         now = monotonic()
-        self._ends.append((part, now))
+        step = self._step
+        step.ends.append((part, now))
         if self._device_times is not None:
             self._device_times.end_part(part)
-        if len(self._ends) > MOST_SLICES:
+        if len(step.ends) > MOST_SLICES:
             self._record()
-            self.recorder.add(self._ends)
+            self.recorder.add(step.number, step.start, step.ends)
         return now
 
     def _begin_first(self, part: int, now: float) -> None:
         """Begin a part that a step may begin with."""
-        if self._has_updated:
+        if self._step.has_updated:
             self._end_step(now)
         if part == EVALUATION:
-            self._is_evaluated = not self._has_forward
+            self._is_evaluated = not self._step.has_forward
         elif part == DATA:
             if self._is_evaluated:
-                self._samples = 0
+                self._step.samples = 0
                 self._note(READ_FOR_EVALUATION, now)
             self._is_evaluated = False
         else:
-            self._has_forward, self._is_evaluated = True, False
+            self._step.has_forward, self._is_evaluated = True, False
 
     def _note(self, what: int, now: float) -> None:
         """Note something between two parts."""
-        self._ends.append((what, now))
+        self._step.ends.append((what, now))
         if self._device_times is not None:
             self._device_times.note(what)
 
     def note_update(self) -> None:
         """Note that an optimizer has updated parameters."""
         if get_ident() == self._thread:
-            self._has_updated = True
+            self._step.has_updated = True
 
     def note_arrival(self) -> None:
         """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
@@ -126,22 +137,22 @@ class StepMeter:
     def count_samples(self, num: int) -> None:
         """Add samples that this rank takes."""
         if get_ident() == self._thread:
-            self._samples += num
+            self._step.samples += num
 
     def count_bytes(self, num: int) -> None:
         """Add bytes that this rank gives to a collective."""
-        self._sent_bytes += num
+        self._step.sent_bytes += num
 
     def begin_timeline(self, record: RecordFile) -> None:
         """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
         self._end_updated()
         self.recorder.begin_timeline(record)
-        self._wanted = self.recorder.wanted(self._number)
+        self._wanted = self.recorder.wanted(self._step.number)
 
     def end_timeline(self) -> None:
         """Record the step under way as far as it has come, and no more in detail."""
         self._end_updated()
-        self.recorder.end_timeline(self._number, self._ends)
+        self.recorder.end_timeline(self._step.number, self._step.start, self._step.ends)
 
     def close(self) -> None:
         """Record the step under way, if it has updated parameters, and end the record.
@@ -150,38 +161,37 @@ class StepMeter:
         """
         if os.getpid() != self._process:
             return
-        if self._has_updated:
-            self._end_step(self._ends[-1][1] if self._ends else monotonic())
+        step = self._step
+        if step.has_updated:
+            self._end_step(step.ends[-1][1] if step.ends else monotonic())
         self._record()
-        self.recorder.close(self._number - 1)
+        self.recorder.close(self._step.number - 1)
 
     def _end_updated(self) -> None:
         """End the step under way, if it has updated parameters, and record all that have ended."""
         now = self._end_part(self._part)
-        if self._has_updated:
+        if self._step.has_updated:
             self._end_step(now)
         self._record()
 
     def _end_step(self, now: float) -> None:
+        step = self._step
+        # If an interrupt comes between these two, the step ends once more, with what follows, and is recorded once.
+        self._ended.append(EndedStep(step.number, step.start, step.ends, now, step.samples, step.sent_bytes))
+        self._step = _Step(step.number + 1, now)
         if self._device_times is not None:
-            self._device_times.end_step(self._number, now)
-        self._ended.append((self._ends, now, self._samples, self._sent_bytes))
+            self._device_times.end_step(step.number, now)
+        self.record.show_step(step.number, now)
         number, seconds = self._wanted
-        is_due = now > self._record_at or self._number >= number or now - self._start > seconds
-        self.record.show_step(self._number, now)
-        self._number += 1
-        self._ends = []
-        self._samples = self._sent_bytes = 0
-        self._start = now
-        self._has_forward = self._has_updated = False
-        if is_due:
+        if now > self._record_at or step.number >= number or now - step.start > seconds:
             self._record()
 
     def _record(self) -> None:
-        self.recorder.end_steps(self._ended, self._number - 1)
-        self._ended.clear()
-        pause = min(max(LEAST_PAUSE, PAUSE_SHARE * (self._start - self._began)), MOST_PAUSE)
-        self._record_at, self._wanted = self._start + pause, self.recorder.wanted(self._number)
+        self.recorder.end_steps(self._ended)
+        self._ended = [one for one in self._ended if one.number > self.record.num_steps]
+        start = self._step.start
+        pause = min(max(LEAST_PAUSE, PAUSE_SHARE * (start - self._began)), MOST_PAUSE)
+        self._record_at, self._wanted = start + pause, self.recorder.wanted(self._step.number)
 
 
 _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))

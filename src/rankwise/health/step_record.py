@@ -24,7 +24,7 @@ from rankwise.errors import ReportError
 from rankwise.log import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 PARTS = ("script", "data", "forward", "backward", "exchange", "optimizer", "checkpoint", "evaluation")
 """What a rank spends the time of a step on. ``exchange`` is waiting for other ranks, or for what they send."""
@@ -157,6 +157,14 @@ def record_path(folder: Path, job: str, attempt: int, rank: int) -> Path:
     return folder / f"{job or 'job'}-attempt-{attempt}-rank-{rank:05d}{SUFFIX}"
 
 
+class _Tail(NamedTuple):
+    """The steps in memory. Replaced as a whole."""
+
+    num: int
+    first: int
+    """The number of the first."""
+
+
 class RecordFile:
     """The writer, for as long as the rank trains.
 
@@ -197,11 +205,16 @@ class RecordFile:
         self.now[0] = SCRIPT
         self._num_ended = memoryview(self._memory)[_ENDED_AT:_TAIL_AT].cast("I")
         self._began = memoryview(self._memory)[_BEGAN_AT:_ROWS_AT].cast("d")
-        self._count = 0
-        self._first = 1
-        self._packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+        self._tail = _Tail(0, 1)
+        self._packer = _new_packer()
+        self._is_writing = False
         self._value_names: list[str] = []
         self._show_count(time.monotonic())
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have been added."""
+        return self._tail.first + self._tail.num - 1
 
     def show_step(self, num_ended: int, began: float) -> None:
         """Record how many steps have ended and when the one under way began, for those who look meanwhile."""
@@ -218,16 +231,18 @@ class RecordFile:
 
     def add(self, row: Sequence[float]) -> None:
         """Append a step as its row of ``NUM_VALUES`` numbers. They are numbered from 1, without gaps."""
-        if self._count == TAIL_RECORDS:
+        if self._tail.num == TAIL_RECORDS:
             self._write_chunk()
-        at = _ROWS_AT + self._count * _ROW.size
+        count, first = self._tail
+        at = _ROWS_AT + count * _ROW.size
         _ROW.pack_into(self._memory, at, *row)
-        self._count += 1
+        # Here it has been added: an interrupt leaves it in the record as a whole, or not at all.
+        self._tail = _Tail(count + 1, first)
         self._show_count(row[START] + sum(row[: len(PARTS)]))
 
     def step(self, number: int) -> Step:
         """Return a step that still lies in memory, such as the one that was added last."""
-        at = _ROWS_AT + (number - self._first) * _ROW.size
+        at = _ROWS_AT + (number - self._tail.first) * _ROW.size
         return _step(number, _ROW.unpack_from(self._memory, at))
 
     def revise(self, number: int, start: float, times: Sequence[float]) -> bool:
@@ -235,8 +250,8 @@ class RecordFile:
 
         Returns whether it still lies in memory; an earlier one keeps what it had.
         """
-        place = number - self._first
-        if not 0 <= place < self._count:
+        place = number - self._tail.first
+        if not 0 <= place < self._tail.num:
             return False
         at = _ROWS_AT + place * _ROW.size
         row = _ROW.unpack_from(self._memory, at)
@@ -260,28 +275,33 @@ class RecordFile:
             self._file = None
 
     def _show_count(self, began: float) -> None:
-        _TAIL.pack_into(self._memory, _TAIL_AT, self._count, self._first, began)
+        _TAIL.pack_into(self._memory, _TAIL_AT, *self._tail, began)
 
     def _write_chunk(self) -> None:
         import numpy as np  # noqa: PLC0415 - torch has imported it; readers of records need not
 
-        rows = np.frombuffer(self._memory, np.float64, self._count * NUM_VALUES, _ROWS_AT).reshape(-1, NUM_VALUES)
-        number = self._first
+        if self._is_writing:
+            # An interrupt has ended the last attempt: a reader may have its bytes or not, and these refer to neither.
+            self._packer = _new_packer()
+        self._is_writing = True
+        count, number = self._tail
+        rows = np.frombuffer(self._memory, np.float64, count * NUM_VALUES, _ROWS_AT).reshape(-1, NUM_VALUES)
         while len(rows):
             # The clock of a device, which has measured some of them, may be behind that of the host.
             offsets = np.maximum.accumulate((rows[:, START] - rows[0, START]) * MICROSECONDS)
             fitting = int((offsets <= _LAST_OFFSET).sum())
             packed = np.empty((fitting, _RECORD.size), np.uint8)
             packed[:, :4] = offsets[:fitting].astype("<u4").view(np.uint8).reshape(-1, 4)
-            codes = np.minimum(np.log1p(rows[:fitting, :START] * _UNITS) * SCALE + 0.5, LARGEST_CODE).astype("<u2")
+            values = np.maximum(rows[:fitting, :START], 0.0) * _UNITS
+            codes = np.minimum(np.log1p(values) * SCALE + 0.5, LARGEST_CODE).astype("<u2")
             packed[:, 4:] = codes.view(np.uint8).reshape(fitting, -1)
             # Byte by byte over all steps: the upper ones hardly change, so that they compress to almost nothing.
             columns = self._packer.compress(packed.T.tobytes()) + self._packer.flush(zlib.Z_SYNC_FLUSH)
             self._append(_STEP_CHUNK, _STEPS.pack(fitting, number, rows[0, START]) + columns)
             rows = rows[fitting:]
             number += fitting
-        self._first += self._count
-        self._count = 0
+        self._tail = _Tail(0, number)
+        self._is_writing = False
         self._show_count(self._began[0])
 
     def _append(self, kind: bytes, payload: bytes) -> None:
@@ -296,6 +316,10 @@ class RecordFile:
             os.close(self._file)
             self._file = None
             warn(f"no more steps are recorded, because the record cannot be written: {error.strerror}")
+
+
+def _new_packer() -> zlib._Compress:
+    return zlib.compressobj(wbits=-zlib.MAX_WBITS)
 
 
 def read(path: Path) -> Record:
@@ -337,12 +361,16 @@ def _parsed(facts: dict[str, Any], data: bytes) -> Record:
             if len(columns) != count * _RECORD.size:
                 raise ValueError(f"a chunk of {count} steps holds {len(columns)} bytes or more")
             rows = bytes(columns[place * count + row] for row in range(count) for place in range(_RECORD.size))
-            steps += _steps(rows, first, base)
+            steps += _after(steps, _steps(rows, first, base))
     tail, now = _tail(data)
-    # A process that was killed while it wrote the last steps as a chunk has left them in both places.
-    last = steps[-1].number if steps else 0
-    steps += [step for step in tail if step.number > last]
+    steps += _after(steps, tail)
     return Record(facts=facts, steps=steps, notes=notes, now=now, values=_values(data))
+
+
+def _after(steps: Sequence[Step], more: Iterable[Step]) -> list[Step]:
+    """Return those of more steps that follow. A rank that is ended or interrupted as it writes leaves some twice."""
+    last = steps[-1].number if steps else 0
+    return [step for step in more if step.number > last]
 
 
 def _unpacked(payload: bytes, room: int) -> bytes:

@@ -11,7 +11,6 @@ import math
 import os
 import resource
 from collections import deque
-from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rankwise.health.segments import add_segments
@@ -51,9 +50,16 @@ _NEWEST = 1 / 16
 """How much the newest step counts in how long a step usually takes."""
 
 
-EndedStep = tuple[list[tuple[int, float]], float, int, int]
-"""A step as the meter has noted it: the parts that have ended, with when, and what was noted between them, without
-those added up before; the end; samples; bytes sent."""
+class EndedStep(NamedTuple):
+    """A step as the meter has noted it."""
+
+    number: int
+    start: float
+    ends: list[tuple[int, float]]
+    """The parts that have ended, with when, and what was noted between them, without those added up before."""
+    end: float
+    samples: int
+    sent_bytes: int
 
 
 class Wanted(NamedTuple):
@@ -62,6 +68,24 @@ class Wanted(NamedTuple):
     number: float
     seconds: float
     """One that takes longer than this."""
+
+
+class _Sum(NamedTuple):
+    """What parts of a step have added up to. Replaced as a whole, so that an interrupt loses nothing."""
+
+    number: int
+    """Of the step."""
+    row: list[float]
+    until: float
+    """The end of the last part."""
+    slices: list[tuple[int, float, float]]
+    """The parts, with start and end."""
+
+    @classmethod
+    def of_nothing(cls, number: int, start: float) -> _Sum:
+        row = [0.0] * NUM_VALUES
+        row[START] = start
+        return cls(number, row, start, [])
 
 
 class StepRecorder:
@@ -100,13 +124,7 @@ class StepRecorder:
         """The last step of which it does not matter whether it is slow."""
         self._timeline: RecordFile | None = None
         """Takes every step in detail, while someone wants a timeline."""
-        self._begin(monotonic())
-
-    def _begin(self, start: float) -> None:
-        self._row = [0.0] * NUM_VALUES
-        self._row[START] = self._added_until = start
-        self._slices: list[tuple[int, float, float]] = []
-        """The parts in the row, with start and end."""
+        self._sum = _Sum.of_nothing(0, 0.0)
 
     def follow_collectives(self, recent: deque[Ticket], name_of_exchange: Callable[[int], str]) -> None:
         """Record the collectives among ``recent``, to which others add, with steps that are recorded in detail."""
@@ -120,10 +138,10 @@ class StepRecorder:
         """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
         self._timeline = record
 
-    def end_timeline(self, number: int, ends: list[tuple[int, float]]) -> None:
+    def end_timeline(self, number: int, start: float, ends: list[tuple[int, float]]) -> None:
         """Record the step under way as far as it has come, and no more in detail."""
         if self._timeline is not None:
-            self.add(ends)
+            self.add(number, start, ends)
             self._timeline.note(self._detail(number))
         self._timeline = None
 
@@ -144,32 +162,38 @@ class StepRecorder:
             return True
         return self.folder is not None and (is_slow or number <= FIRST_DETAILED or number % self._every == 0)
 
-    def add(self, ends: list[tuple[int, float]]) -> None:
-        """Add up parts of the step under way, and clear ``ends``."""
-        since, segments = self._added_until, []
+    def add(self, number: int, start: float, ends: list[tuple[int, float]]) -> None:
+        """Add up parts of the step of this number, which began at ``start``, and clear ``ends``."""
+        so_far = self._sum if self._sum.number == number else _Sum.of_nothing(number, start)
+        row, since, slices = list(so_far.row), so_far.until, list(so_far.slices)
+        segments: list[tuple[int, float]] = []
         for part, end in ends:
+            if end < since:
+                continue  # added before an interrupt
             segments.append((part, end - since))
-            if len(self._slices) < MOST_SLICES and part >= 0:
-                self._slices.append((part, since, end))
+            if len(slices) < MOST_SLICES and part >= 0:
+                slices.append((part, since, end))
             since = end
-        self._added_until = since
-        add_segments(self._row, segments)
+        add_segments(row, segments)
+        self._sum = _Sum(number, row, since, slices)
         ends.clear()
 
-    def end_steps(self, steps: Sequence[EndedStep], last: int) -> None:
-        """Record steps that have ended since the last call; ``last`` is the number of the last one."""
-        for number, (ends, end, samples, sent_bytes) in enumerate(steps, last - len(steps) + 1):
-            self.add(ends)
-            self._row[SAMPLES], self._row[SENT_BYTES] = samples, sent_bytes
-            if number == last:
-                self._look(number, end)
-            self._row[MEMORY_BYTES] = self._memory
-            self.record.add(self._row)
-            if self._is_detailed(number, end - self._row[START]):
-                self._note_detail(number)
+    def end_steps(self, steps: Sequence[EndedStep]) -> None:
+        """Record steps that have ended, in order. Those that were recorded before an interrupt may be among them."""
+        for step in steps:
+            if step.number <= self.record.num_steps:
+                continue
+            self.add(step.number, step.start, step.ends)
+            row = self._sum.row
+            row[SAMPLES], row[SENT_BYTES] = step.samples, step.sent_bytes
+            if step is steps[-1]:
+                self._look(row, step)
+            row[MEMORY_BYTES] = self._memory
+            self.record.add(row)
+            if self._is_detailed(step.number, step.end - step.start):
+                self._note_detail(step.number)
             if self._on_step is not None and self.device_times is None:
-                self._on_step(self.record.step(number))
-            self._begin(end)
+                self._on_step(self.record.step(step.number))
         if self.device_times is not None:
             self._take_device_times(self.device_times)
 
@@ -187,14 +211,14 @@ class StepRecorder:
             if self.record.revise(number, start, times) and self._on_step is not None:
                 self._on_step(self.record.step(number))
 
-    def _look(self, number: int, end: float) -> None:
-        """Ask the system what the steps since the last time have used; the last of them has this number and end."""
-        if end - self._looked_at > LOOK_SECONDS:
-            self._looked_at = end
-            self._row[PROCESSOR], self._row[QUEUED], self._row[MAJOR_FAULTS] = self._read_usage()
+    def _look(self, row: list[float], last: EndedStep) -> None:
+        """Ask the system what the steps since the last time have used, for the row of the last of them."""
+        if last.end - self._looked_at > LOOK_SECONDS:
+            self._looked_at = last.end
+            row[PROCESSOR], row[QUEUED], row[MAJOR_FAULTS] = self._read_usage()
             self._memory = self._memory_bytes()
             if self._traffic is not None:
-                self._traffic.note_if_due(self.record, number, end)
+                self._traffic.note_if_due(self.record, last.number, last.end)
 
     def _read_usage(self) -> tuple[float, float, int]:
         """Return processor time, how long the main thread had none although it was ready, and faults, since last."""
@@ -210,7 +234,7 @@ class StepRecorder:
         """Record the parts and collectives of the step in the row."""
         detail = self._detail(number)
         if self._timeline is not None:
-            self._timeline.add(self._row)
+            self._timeline.add(self._sum.row)
             self._timeline.note(detail)
         if self.folder is None:
             return
@@ -220,12 +244,12 @@ class StepRecorder:
             self._every *= 2
 
     def _detail(self, number: int) -> dict[str, Any]:
-        start = self._row[START]
+        start = self._sum.row[START]
         return {
             "kind": "detail",
             "step": number,
             "start": start,
-            "slices": [[part, _micro(begin - start), _micro(end - begin)] for part, begin, end in self._slices],
+            "slices": [[part, _micro(begin - start), _micro(end - begin)] for part, begin, end in self._sum.slices],
             "collectives": [
                 [
                     ticket.words,

@@ -54,7 +54,7 @@ CONCLUDE_SECONDS = 20.0
 """How long the hosts may take to exit by themselves if the job cannot continue."""
 LEAVE_SECONDS = 10.0
 """How long they may take once told to."""
-PASSED_ON = (*kinds.PASSED_ON, "OMP_NUM_THREADS", "RANKWISE_CHECK", "RANKWISE_DEVICE")
+PASSED_ON = (*kinds.PASSED_ON, "OMP_NUM_THREADS", "RANKWISE_AUTO_SPLIT", "RANKWISE_CHECK", "RANKWISE_DEVICE")
 _PREFIXES = ("NCCL_", "TORCH_")
 
 # A file in the home folder must not shadow a module; the ranks' import path is set with their script.

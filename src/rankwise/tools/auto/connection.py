@@ -10,11 +10,14 @@ import json
 import pickle
 import queue
 import secrets
+import select
 import struct
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.comm.point_to_point.waiting import PeerWait, wait
 from rankwise.store import bootstrap
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import listen, open_connection, prepare, receive_frame_on_loop, send_frame
@@ -23,7 +26,7 @@ from rankwise.tools.auto.memory import SharedBytes, lay_out
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.comm.session import Session
     from rankwise.health.failure_detector import FailureDetector
@@ -36,16 +39,39 @@ _HEAD = struct.Struct(">Q")
 _BUFFER_BYTES = 2**16
 _LEAST_BYTES = 2**20
 _LOOK_SECONDS = 1.0
-"""How often a waiting rank looks whether the job has failed: a host that is lost closes no connection."""
+"""After how long a waiting rank looks whether the job has failed, and what has become of the other one."""
+
+
+class _Readiness(threading.Condition):
+    """Notified by the kernel: when a socket can be read or written."""
+
+    def __init__(self, sock: socket.socket, event: int) -> None:
+        super().__init__()
+        self._poll = select.poll()
+        self._poll.register(sock, event)
+
+    def is_there(self) -> bool:
+        return bool(self._poll.poll(0))
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> bool:  # noqa: ARG002 - as above
+        return bool(self._poll.poll(None if timeout is None else 1000 * timeout))
 
 
 class Connection:
-    """One end of it."""
+    """One end of it.
 
-    def __init__(self, sock: socket.socket, detector: FailureDetector) -> None:
+    Args:
+        sock: connected.
+        peer: the rank at the other end.
+        detector: of this rank.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int, detector: FailureDetector) -> None:
         prepare(sock)
         sock.settimeout(_LOOK_SECONDS)
         self._sock = sock
+        self._peer = peer
+        self._readable = _Readiness(sock, select.POLLIN)
         self._detector = detector
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._unread = self._buffer[:0]
@@ -89,12 +115,22 @@ class Connection:
             flat.as_strided(shape, strides).copy_(one.detach())
             self._send_all(memory_of(flat))
 
+    def await_request(self) -> None:
+        """Return when a message begins to arrive, or none can: the script may do something else for days.
+
+        Raises:
+            RankwiseError: the job has failed.
+        """
+        while not (self._unread or self._readable.wait_for(bool, _LOOK_SECONDS)):
+            if self._detector.error is not None:
+                raise self._detector.error
+
     def receive(self) -> tuple[Any, list[torch.Tensor]]:
         """Return the next message and its tensors, which are valid until this end sends again.
 
         Raises:
             ConnectionError: the other end is gone.
-            RankwiseError: the job has failed.
+            RankwiseError: the job has failed, or the other end stops in the middle.
         """
         message, places, is_shared, ticket = self._receive_pickled()
         if ticket is not None:
@@ -139,7 +175,7 @@ class Connection:
             try:
                 done += self._sock.send(memory[done:])
             except TimeoutError:
-                self._check()
+                self._wait(_Readiness(self._sock, select.POLLOUT))
 
     def _fill(self, memory: memoryview) -> None:
         while memory.nbytes:
@@ -158,15 +194,26 @@ class Connection:
             try:
                 count = self._sock.recv_into(memory)
             except TimeoutError:
-                self._check()
+                self._wait(self._readable)
                 continue
             if not count:
                 raise ConnectionError("the other rank closed the connection")
             return count
 
-    def _check(self) -> None:
-        if self._detector.error is not None:
-            raise self._detector.error
+    def _wait(self, readiness: _Readiness) -> None:
+        """Return when the connection can be read or written, or has ended; say where the other rank is if it is late.
+
+        Raises:
+            RankwiseError: the job has failed, the other rank has ended, or has done nothing within the world's timeout.
+        """
+        late = PeerWait(
+            what="a split call",
+            peer=self._peer,
+            detector=self._detector,
+            broken=lambda: None,
+            do="look where that rank is, and in which state; kill -CONT resumes one that was stopped",
+        )
+        wait(late, readiness, readiness.is_there)
 
 
 def accept_servers(session: Session, store: Store, detector: FailureDetector) -> list[Connection]:
@@ -192,7 +239,7 @@ def accept_servers(session: Session, store: Store, detector: FailureDetector) ->
             if detector.error is not None:
                 raise detector.error from None
     server.close()
-    connections = [Connection(sockets[rank], detector) for rank in sorted(sockets)]
+    connections = [Connection(sockets[rank], rank, detector) for rank in sorted(sockets)]
     for one in connections:
         one.greet()
     return connections
@@ -203,6 +250,6 @@ def connect(session: Session, store: Store, detector: FailureDetector) -> Connec
     host, port, secret = json.loads(store.get(_KEY, detector.timeout_seconds))
     sock = open_connection(host, port, secret.encode(), _PURPOSE, detector.timeout_seconds)
     send_frame(sock, json.dumps({"rank": session.world.rank}).encode())
-    connection = Connection(sock, detector)
+    connection = Connection(sock, 0, detector)
     connection.greet()
     return connection

@@ -77,6 +77,7 @@ class Server:
             signal.signal(number, signal.SIG_IGN)
         while True:
             try:
+                self._connection.await_request()
                 message, tensors = self._connection.receive()
             except (ConnectionError, RankwiseError):
                 return False

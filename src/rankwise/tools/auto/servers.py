@@ -16,6 +16,7 @@ from rankwise.errors import RankwiseError
 from rankwise.health.call_site import user_call_site
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
 from rankwise.health.flight_recorder import Ticket
+from rankwise.health.process_probe import this_process
 from rankwise.health.status_poll import process_of
 from rankwise.tools.auto.messages import End, Failed, Forward, Rows
 from rankwise.tools.auto.own_call import OwnArguments
@@ -284,27 +285,31 @@ class Servers:
     def _send(self, rank: int, message: object, tensors: Sequence[torch.Tensor]) -> None:
         try:
             self._connections[rank - 1].send(message, tensors)
-        except ConnectionError:
-            self._raise_loss(rank)
+        except (ConnectionError, RankwiseError) as error:
+            self._raise_loss(rank, error)
         self._num_pending[rank - 1] += 1
 
     def _receive(self, place: int) -> tuple[Any, list[torch.Tensor]]:
         try:
             reply = self._connections[place].receive()
-        except ConnectionError:
-            self._raise_loss(place + 1)
+        except (ConnectionError, RankwiseError) as error:
+            self._raise_loss(place + 1, error)
         self._num_pending[place] -= 1
         return reply
 
-    def _raise_loss(self, rank: int) -> NoReturn:
-        """Raise what has become of a server that has closed its connection."""
+    def _raise_loss(self, rank: int, error: Exception) -> NoReturn:
+        """Raise what has become of a server that has closed its connection, or does not reply."""
         detector = self.exchange.detector
-        process = process_of(detector.store, rank)
         try:
+            if isinstance(error, RankwiseError):
+                raise error
+            process = process_of(detector.store, rank)
             with CollectiveWait(detector, Ticket(0, "a split call", site=user_call_site())):
+                if process is not None and process.host != this_process().host:
+                    raise RuntimeError(str(error))  # its host may be out of reach
                 raise PeerEnded(rank, 0 if process is None else process.pid)
-        except RankwiseError as error:
-            detector.refuse_all(error)
+        except RankwiseError as known:
+            detector.refuse_all(known)
             raise
 
 

@@ -36,21 +36,12 @@ STOP_SIGNAL = "SIGUSR2"
 
 REPORT_OFF = "off"
 """In place of the folder of a report: measure nothing."""
-SEEN_BY_SCRIPTS = frozenset(
-    {
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "RANK",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "WORLD_SIZE",
-    }
+_OF_BATCH_SCRIPTS = {"SLURM_JOB_ID", "SLURM_RESTART_COUNT"}
+_OF_RANKS = frozenset(
+    {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS"}
+    | {name for row in table.TABLE for name in row.names} - _OF_BATCH_SCRIPTS
 )
-"""Variables of torchrun, which scripts read themselves."""
+"""Variables by which a process recognizes that it is one of several, under any launcher."""
 
 
 def read_process(environment: str | None = None) -> Reading:
@@ -195,10 +186,14 @@ def replaced(variables: Mapping[str, str]) -> Generator[None]:
 
 @contextmanager
 def of_one_process() -> Generator[None]:
-    """Remove inside the block the variables by which a script recognizes that it is one of several ranks."""
+    """Remove inside the block what shows that this process is one of several ranks, to a script and what it starts."""
     hidden = {
-        name: value for name, value in os.environ.items() if name in SEEN_BY_SCRIPTS or name.startswith("TORCHELASTIC_")
+        name: value
+        for name, value in os.environ.items()
+        if name in _OF_RANKS or name.startswith(("TORCHELASTIC_", other_launchers.AGENT_PREFIX))
     }
+    if rankwise.ROW.sign in hidden:
+        hidden |= {name: os.environ[name] for name in rankwise.OWN_NAMES if name in os.environ}
     unset(hidden)
     try:
         yield

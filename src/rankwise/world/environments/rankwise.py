@@ -39,6 +39,18 @@ NUMBERS = {
 """Torchrun's variables, which this launcher sets too."""
 NAMES = ("RANKWISE_RUN_ID", *NUMBERS.values(), "RANKWISE_STORE", "RANKWISE_ATTEMPT")
 RANKS_PER_NODE = "RANKWISE_RANKS_PER_NODE"
+OWN_NAMES = (
+    *NAMES,
+    RANKS_PER_NODE,
+    SECRET_NAME,
+    "RANKWISE_ERROR_FILE",
+    "RANKWISE_STACK_FILE",
+    "RANKWISE_CHECK",
+    "RANKWISE_GUARD",
+    "RANKWISE_REPORT",
+    "RANKWISE_LAUNCHER",
+)
+"""What the launcher sets for one job. Users set some of them too, and it sets those as they have."""
 
 
 def is_below_torchrun(variables: Mapping[str, str]) -> bool:
