@@ -45,7 +45,6 @@ def _exchange_until_it_stops(world: World, when: str, folder: Path) -> None:
         connection.send("a request")
         if when == "before it reads":
             connection.send("more", [torch.zeros(MOST_BYTES, dtype=torch.uint8)])
-        connection.await_reply()
         connection.receive()
     finally:
         os.kill(int(number.read_text(encoding="ascii")), signal.SIGCONT)

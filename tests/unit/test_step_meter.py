@@ -328,6 +328,7 @@ class Interruption:
         return self._trace
 
 
+@pytest.mark.timeout(300)  # thousands of steps
 @pytest.mark.parametrize("way", ["raises", "trains on"])
 def test_an_interrupt_at_any_line_of_a_step_leaves_a_whole_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
