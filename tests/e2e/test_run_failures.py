@@ -71,6 +71,13 @@ def test_reading_from_the_terminal_is_an_error_without_one(command: Command, lin
     assert "stdin is empty if there are several ranks: debug with `rankwise run -n 1`" in ended.stderr.splitlines()[-1]
 
 
+def test_a_script_for_one_device_gets_no_advice_for_several_ranks(command: Command) -> None:
+    command.write("train.py", "input('name? ')\n")
+    ended = command.run("-n", "2", "--auto", "train.py")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "EOFError: EOF when reading a line"
+
+
 def test_ranks_that_are_ended_for_a_restart_are_not_said_to_hang(command: Command) -> None:
     command.write(
         "train.py",

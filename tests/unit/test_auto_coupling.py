@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from rankwise.parallel.randomness.batch_tracer import BatchTracer
 from rankwise.parallel.randomness.sample_layout import SampleLayout
 from rankwise.tools.auto.coupling import CouplingWatch
 
@@ -57,6 +59,11 @@ MEETING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "pairs": (lambda x: x.flatten(1).T @ x.flatten(1), "samples meet in mm"),
     "attention over samples": (lambda x: (x.flatten(1) @ x.flatten(1).T).softmax(1), "samples meet in mm"),
     "flat": (lambda x: x.reshape(-1, WIDTH).sum(0), "samples meet in sum"),
+    "over time, then over samples": (lambda x: (x.sum(1), x.sum(0)), "samples meet in sum"),
+    "over time, then over time of what lies the other way round": (
+        lambda x: (x.sum(1), x.transpose(0, 1).contiguous().sum(1)),
+        "samples meet in sum",
+    ),
     "item": (lambda x: x[0, 0, 0].item(), "it decides by values of its samples"),
     "decision": (lambda x: x * 2 if x[0, 0, 0] > 9 else x, "it decides by values of its samples"),
     "numpy": (lambda x: x.detach().numpy().max(), "it decides by values of its samples (numpy"),
@@ -81,6 +88,25 @@ MEETING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 @pytest.mark.parametrize("call", SEPARATE.values(), ids=SEPARATE)
 def test_separate_samples_do_not_meet(call: Callable[[torch.Tensor], object]) -> None:
     assert _watched(call) is None
+
+
+def test_what_steps_repeat_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    real = BatchTracer._computed_grown
+    monkeypatch.setattr(BatchTracer, "_computed_grown", lambda *args: (computed.append(1), real(*args))[1])
+    cell = nn.LSTMCell(WIDTH, WIDTH).double()
+
+    def steps(x: torch.Tensor, number: int) -> None:
+        state = None
+        for _ in range(number):
+            state = cell(x[:, 0], state)
+
+    numbers = []
+    for number in (3, 30):
+        computed.clear()
+        assert _watched(partial(steps, number=number)) is None
+        numbers.append(len(computed))
+    assert numbers[0] == numbers[1] > 0
 
 
 @pytest.mark.parametrize(("call", "words"), MEETING.values(), ids=MEETING)

@@ -297,8 +297,9 @@ class Agent:
             self._reporter.show(message.text)
 
     def _report_failure(self, message: ReportFailure) -> None:
-        describe = failure_report.whole if self._hosts_job else failure_report.one_line
-        self._reporter.report(message.failed, describe(message.failed))
+        failed, advises = message.failed, not self._has_controller  # which has a script for one device
+        text = failure_report.whole(failed, advises=advises) if self._hosts_job else failure_report.one_line(failed)
+        self._reporter.report(failed, text)
 
     def _raise_refusal(self, message: Refuse) -> NoReturn:
         raise error_of(message)

@@ -84,8 +84,13 @@ WHAT_TO_DO = (
 """Parts of errors, mostly torch's, and their fixes; the first matching row is used."""
 
 
-def whole(failed: FailedAttempt) -> str:
-    """Return the full report: the first failure, how the others exited, then the first failure's complete error."""
+def whole(failed: FailedAttempt, *, advises: bool = True) -> str:
+    """Return the full report: the first failure, how the others exited, then the first failure's complete error.
+
+    Args:
+        failed: the attempt.
+        advises: whether known errors come with what to write instead, which is meant for scripts of several ranks.
+    """
     first = failed.first
     lines = [_first_line(failed)]
     if first.at:
@@ -100,7 +105,7 @@ def whole(failed: FailedAttempt) -> str:
     elif failed.stderr_tail:
         lines.append(f"[rankwise] the last lines rank {first.rank} wrote to stderr:")
         lines.extend(f"  {line}" for line in failed.stderr_tail)
-    advice = advice_for(f"{first.type}: {first.message}")
+    advice = advice_for(f"{first.type}: {first.message}") if advises else None
     if advice is not None:
         lines.append(f"[rankwise] what to write instead: {advice}")
     return "\n".join(lines) + "\n"

@@ -119,6 +119,8 @@ class BatchTracer(DispatchMode):
         self._facts: dict[Identity, KnownLayout] = {}
         self._lost: set[Identity] = set()
         """Tensors computed from samples, of which it is not known where the samples are in them."""
+        self._grown_shapes: dict[object, list[torch.Size] | None] = {}
+        """What :meth:`_grown` has found; loops, as over time, repeat operations."""
         self._drawn_by_sizes: dict[Identity, str] = {}
         """Where random numbers were drawn whose shape was given in numbers."""
         self._is_without_data = False
@@ -367,6 +369,22 @@ class BatchTracer(DispatchMode):
     def _grown(self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]) -> list[torch.Size] | None:
         """Return the shapes of an operation's results with one more sample; ``None`` if it cannot take one more."""
 
+        def facts(one: Any) -> object:
+            if isinstance(one, torch.Tensor):
+                return one.dtype, one.shape, one.stride(), layouts.get(identity_of(one))
+            return type(one), tuple(map(facts, one)) if isinstance(one, list | tuple) else one
+
+        key = call.func, facts(call.args), tuple((name, facts(one)) for name, one in call.given.items())
+        try:
+            if key not in self._grown_shapes:
+                self._grown_shapes[key] = self._computed_grown(call, layouts)
+            return self._grown_shapes[key]
+        except TypeError:  # an argument has no hash
+            return self._computed_grown(call, layouts)
+
+    def _computed_grown(
+        self, call: TracedCall, layouts: dict[Identity, SampleLayout | None]
+    ) -> list[torch.Size] | None:
         def as_meta(one: Any) -> Any:
             if not isinstance(one, torch.Tensor):
                 return one
