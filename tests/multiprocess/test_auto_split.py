@@ -647,6 +647,24 @@ def one_model_after_another() -> object:
     return _facts(one), _facts(two)
 
 
+class Summed(nn.Module):
+    """Has two weights of which autograd gives both the same tensor as gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(_batch(3, 4)), nn.Parameter(_batch(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.one + self.two)
+
+
+def one_gradient_for_two_weights() -> object:
+    model = Summed()
+    for _ in range(STEPS):
+        model(_batch()).square().sum().backward()
+    return _facts(model)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -704,6 +722,7 @@ SITUATIONS: dict[str, Callable[[], object]] = {
         hooks,
         parameters_as_arguments,
         arguments_without_rows,
+        one_gradient_for_two_weights,
         unused_parameters,
         frozen_parameters,
         outputs_in_place,
