@@ -24,6 +24,7 @@ class _Speaker:
     prefix = ""
     is_rank_zero = True
     is_muted = False
+    is_past_script = False
 
 
 _speaker = _Speaker()
@@ -55,6 +56,19 @@ def muted() -> Generator[None]:
         _speaker.is_muted = before
 
 
+@contextmanager
+def past_the_script() -> Generator[None]:
+    """Log to the process's standard error inside the block, whatever becomes of ``logging`` and ``sys.stderr``.
+
+    For a script that does not know of rankwise: its log files hold what they hold without it.
+    """
+    before, _speaker.is_past_script = _speaker.is_past_script, True
+    try:
+        yield
+    finally:
+        _speaker.is_past_script = before
+
+
 def log(message: str, *, all_ranks: bool = False) -> None:
     """Log one line, on rank zero.
 
@@ -74,8 +88,11 @@ def _emit(level: int, message: str, *, all_ranks: bool) -> None:
     if _speaker.is_muted or level < logger.level or not (all_ranks or _speaker.is_rank_zero):
         return
     text = f"{_speaker.prefix} {message}" if all_ranks and _speaker.prefix else message
-    if logger.hasHandlers():
+    stream = sys.stderr
+    if _speaker.is_past_script:
+        stream = sys.__stderr__ or sys.stderr
+    elif logger.hasHandlers():
         logger.log(level, text)
         return
     kind = "warning: " if level >= logging.WARNING else ""
-    print(f"[rankwise] {kind}{text}", file=sys.stderr, flush=True)  # noqa: T201 - logging is not configured
+    print(f"[rankwise] {kind}{text}", file=stream, flush=True)

@@ -73,6 +73,7 @@ PARTLY_WHOLE = {
     "last_batch_of_one",
     "late_padding",
     "lengths_and_dropout",
+    "log_of_everything",
     "magnitude_masks",
     "maml_fast_weights",
     "maml_functional",

@@ -59,6 +59,7 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
 
     import torch  # noqa: PLC0415
 
+    from rankwise.log import past_the_script  # noqa: PLC0415
     from rankwise.tools.auto.calls import SplitCalls  # noqa: PLC0415
     from rankwise.tools.auto.connection import accept_servers  # noqa: PLC0415
     from rankwise.tools.auto.hidden_group import group_hidden  # noqa: PLC0415
@@ -81,7 +82,7 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
             torch.device(session.world.device),
             splits_always=script.splits_always or splits_always(),
         )
-        with group_hidden(), one_by_one(), of_one_process(), split.replacing():
+        with past_the_script(), group_hidden(), one_by_one(), of_one_process(), split.replacing():
             run_as_main(script.target)
 
 
