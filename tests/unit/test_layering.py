@@ -31,7 +31,6 @@ PURE = (
     "tools.verify.verdict",
     "tools.verify.conclude",
     "tools.verify.terminal",
-    "tools.verify.page",
 )
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "base"}
 MAY_READ_VARIABLES = ("world.environments.process", "launch")

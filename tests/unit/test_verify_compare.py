@@ -12,13 +12,18 @@ import pytest
 import torch
 from recorded import FLOOR, GRADIENT, one_rank, parameter, rank_run, sketch, step, two_ranks
 
-from rankwise.tools.verify import conclude, sketches
-from rankwise.tools.verify.compare import Floor, differences, measured_floor
-from rankwise.tools.verify.records import ModuleOutput, RankRun, line_of, read
+from rankwise.tools.verify import compare, conclude, sketches
+from rankwise.tools.verify.compare import Difference, Floor, measured_floor
+from rankwise.tools.verify.records import ModuleOutput, RankRun, add_to, read
 from rankwise.tools.verify.verdict import Report, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+
+def differences(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> list[Difference]:
+    return list(compare.differences(compare.gaps(reference, many), floor))
 
 
 def test_shares_that_add_up_are_equal() -> None:
@@ -158,11 +163,19 @@ def test_whose_batches_ranks_take() -> None:
 
 def test_a_file_of_records_is_read_back(tmp_path: Path) -> None:
     rank = one_rank()
-    path = tmp_path / "rank-0.jsonl"
-    lines = [line_of("facts", rank.facts), line_of("loader", rank.loaders[0]), line_of("step", rank.steps[0])]
-    path.write_text("".join(lines) + '["step",{"cut')
+    path = tmp_path / "rank-0"
+    with path.open("wb") as file:
+        add_to(file, facts=rank.facts)
+        add_to(file, loaders=rank.loaders[0])
+        add_to(file, steps=rank.steps[0])
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        add_to(file, steps=rank.steps[0])
+    path.write_bytes(path.read_bytes()[:-20])
     assert read(path) == replace(rank, end="")
-    path.write_text("".join([*lines, line_of("end", {"how": "script", "batches_kept": True})]))
+    path.write_bytes(whole)
+    with path.open("ab") as file:
+        add_to(file, end="script", batches_kept=True)
     assert read(path) == rank
     assert read(tmp_path / "none") is None
 

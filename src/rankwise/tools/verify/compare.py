@@ -157,19 +157,17 @@ def is_unseeded(one: RankRun, again: RankRun) -> Gap | None:
 # -- differences ---------------------------------------------------------------------------------------------
 
 
-def differences(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> list[Difference]:
-    """Return all gaps that are more than rounding, the first one first."""
-    found: list[Difference] = []
+def differences(found: Iterable[Gap], floor: Floor) -> Iterator[Difference]:
+    """Yield the gaps that are more than rounding, in their order."""
     last_step = floor.last_step
-    for gap in gaps(reference, many):
+    for gap in found:
         if last_step is not None and gap.step > last_step and gap.phase not in EXACT:
             continue
         tolerance = floor.tolerance(gap.step, gap.phase)
         if gap.phase == "data" and gap.kind == "computed":
             tolerance = floor.tolerance(gap.step, "forward")
         if gap.error > tolerance:
-            found.append(Difference(gap, tolerance))
-    return found
+            yield Difference(gap, tolerance)
 
 
 def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rankwise.errors import fold_ranks
 from rankwise.tools.verify import causes, compare
 from rankwise.tools.verify.evidence import Cause, Evidence
-from rankwise.tools.verify.verdict import First, Verdict, modules_at, table
+from rankwise.tools.verify.verdict import First, Verdict, measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,42 +46,29 @@ def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Find
         found: mistakes that show in the run on N ranks alone.
         is_joined: whether the reference took the batches of the ranks together.
     """
-    num_steps = min(len(reference.steps), *(len(rank.steps) for rank in many.ranks))
-    verdict = Verdict(
-        num_ranks=len(many.ranks),
-        status="differs",
-        num_steps=num_steps,
-        rows=table(reference, many.ranks, floor),
-        modules=modules_at(reference, many.ranks, floor, num_steps),
-    )
+    verdict, different = measured(reference, many.ranks, floor)
+    num_steps = verdict.num_steps
     found = sorted(found, key=lambda finding: finding.step or num_steps + 1)
-    different = next(iter(compare.differences(reference, many.ranks, floor)), None)
     if different is not None:
         gap = different.gap
-        evidence = Evidence(gap, reference, many.ranks, is_joined)
-        if is_joined and gap.phase == "forward" and _draws_otherwise(evidence.theirs):
+        evidence = Evidence(gap, reference, many.ranks)
+        draws_otherwise = any(call.drew and not call.drew_by_rows for step in evidence.theirs for call in step.calls)
+        if is_joined and gap.phase == "forward" and draws_otherwise:
             why = "the model draws random numbers in a way that one rank cannot repeat for the samples of several"
-            return replace(verdict, status="not compared", why=why)
+            return replace(verdict, status="not compared", first=None, why=why)
         # A mistake in the data explains what follows from it.
         earlier = next((one.cause for one in found if 0 < one.step <= gap.step), None)
         cause, *others = [earlier] if earlier is not None else _causes(evidence, many)
-        return replace(
-            verdict,
-            first=First(gap.step, gap.phase, gap.name, gap.ranks, gap.error, different.multiple),
-            cause=cause,
-            also=(*others, *(one.cause for one in found if one.cause is not cause)),
-            modules=modules_at(reference, many.ranks, floor, gap.step),
-        )
+        return replace(verdict, cause=cause, also=(*others, *(one.cause for one in found if one.cause is not cause)))
     if found:
-        phase = "data" if found[0].step else "files"
-        first = First(found[0].step, phase, found[0].cause.key, (), 0.0, 0.0)
-        return replace(verdict, first=first, cause=found[0].cause, also=tuple(one.cause for one in found[1:]))
+        first = First(found[0].step, "data" if found[0].step else "files", found[0].cause.key)
+        also = tuple(one.cause for one in found[1:])
+        return replace(verdict, status="differs", first=first, cause=found[0].cause, also=also)
     if floor.last_step == 0:
         return replace(verdict, status="not compared", why="rounding alone makes two runs on one rank differ in step 1")
-    ended = end_differs(reference, many)
-    if ended is not None:
-        return replace(verdict, first=First(num_steps + 1, "steps", ended.key, (), 0.0, 0.0), cause=ended)
-    return replace(verdict, status="equal", num_steps=min(num_steps, floor.last_step or num_steps))
+    return ended_apart(verdict, reference, many) or replace(
+        verdict, num_steps=min(num_steps, floor.last_step or num_steps)
+    )
 
 
 def _causes(evidence: Evidence, many: Run) -> list[Cause]:
@@ -108,16 +95,12 @@ def _warned(text: str, told: Cause) -> Cause:
     return Cause("warned", f"rankwise warns of it: {words}", fix or told.fix, line=told.line)
 
 
-def _draws_otherwise(steps: Sequence[Step]) -> bool:
-    return any(call.drew and not call.drew_by_rows for step in steps for call in step.calls)
-
-
 def unseeded(one: RankRun, again: RankRun) -> Verdict | None:
     """Return the verdict if two runs on one rank already differ in their data or initial parameters."""
     gap = compare.is_unseeded(one, again)
     if gap is None:
         return None
-    first = First(gap.step, gap.phase, gap.name, (0,), gap.error, 0.0)
+    first = First(gap.step, gap.phase, gap.name, (0,), gap.error)
     return Verdict(num_ranks=1, status="differs", first=first, cause=_UNSEEDED)
 
 
@@ -205,10 +188,18 @@ def without_steps(num_ranks: int, one: RankRun, many: Run) -> Verdict:
         return not_compared(num_ranks, "some rank takes no step of a torch optimizer", many)
     # What rankwise says of ranks that differ does not know of files.
     cause = (causes.loaded_apart(one, many.ranks) if has_diverged(many) else None) or _failed(many, num_ranks)
-    return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key, (), 0.0, 0.0), cause=cause)
+    return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key), cause=cause)
 
 
-def end_differs(reference: RankRun, many: Run) -> Cause | None:
+def ended_apart(verdict: Verdict, reference: RankRun, many: Run) -> Verdict | None:
+    """Return the verdict on runs whose steps are equal, if they did not end alike."""
+    cause = _end_differs(reference, many)
+    if cause is None:
+        return None
+    return replace(verdict, status="differs", first=First(verdict.num_steps + 1, "steps", cause.key), cause=cause)
+
+
+def _end_differs(reference: RankRun, many: Run) -> Cause | None:
     """Return why the ranks took fewer or more steps than one rank, or failed after them."""
     if reference.end == "steps" and "parameter_server" in many.ranks[0].facts.strategies:
         # The servers wait for workers that verify has stopped.

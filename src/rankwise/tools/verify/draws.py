@@ -7,8 +7,6 @@ Only calls of torch's own functions are followed; ``drew_by_rows`` says whether 
 
 from __future__ import annotations
 
-import random
-import sys
 import zlib
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from rankwise.data.seeds import generator_state
 from rankwise.tensors.as_bytes import memory_of
-from rankwise.tools.verify.sketches import inverse_permutation, permutation
+from rankwise.tools.verify.sketches import permutation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,12 +31,8 @@ _OF_A_SIZE = ("randn", "rand")
 
 def state_digests() -> dict[str, int]:
     """Return a digest of the state of each generator: torch's, Python's, NumPy's."""
-    digests = {"torch": torch_digest(), "random": hash(random.getstate())}
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        _, keys, position, *_ = numpy_random.get_state()
-        digests["numpy"] = zlib.crc32(keys.tobytes(), position)
-    return digests
+    python, (_, keys, position, *_), _ = generator_state()
+    return {"torch": torch_digest(), "random": hash(python), "numpy": zlib.crc32(keys.tobytes(), position)}
 
 
 def drawn_from(before: dict[str, int], after: dict[str, int]) -> str:
@@ -50,19 +45,25 @@ State = tuple[torch.Tensor, ...]
 """Of torch's generators: the processor's, and the accelerator's if the process uses one."""
 
 
+def _generators() -> list[torch.Generator]:
+    kind = torch.accelerator.current_accelerator()
+    module = None if kind is None else torch.get_device_module(kind)
+    is_initialized = getattr(module, "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        return [torch.default_generator]
+    of_devices = getattr(module, "default_generators", ())
+    return [torch.default_generator, *of_devices[torch.accelerator.current_device_index() :][:1]]
+
+
 def torch_state() -> State:
     """Return the state of torch's generators."""
-    module = _accelerator()
-    own = torch.get_rng_state()
-    return (own,) if module is None else (own, module.get_rng_state())
+    return tuple(one.get_state() for one in _generators())
 
 
 def set_torch_state(state: State) -> None:
     """Put torch's generators into a state that :func:`torch_state` returned."""
-    torch.set_rng_state(state[0])
-    module = _accelerator()
-    if module is not None and len(state) > 1:
-        module.set_rng_state(state[1])
+    for generator, own in zip(_generators(), state, strict=False):
+        generator.set_state(own)
 
 
 def torch_digest() -> int:
@@ -71,16 +72,6 @@ def torch_digest() -> int:
     for one in torch_state():
         digest = zlib.crc32(memory_of(one.cpu()), digest)
     return digest
-
-
-def _accelerator() -> ModuleType | None:
-    """Return torch's module for the accelerator that this process has used, such as ``torch.cuda``."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return None
-    module = torch.get_device_module(kind)
-    is_initialized = getattr(module, "is_initialized", None)
-    return module if is_initialized is not None and is_initialized() else None
 
 
 class RowDraws:
@@ -157,7 +148,8 @@ class RowDraws:
             result = self._draw_for_ranks(original, args, kwargs)
         elif self._is_permuted:
             device = args[0].device if args and isinstance(args[0], torch.Tensor) else None
-            inverse, forward = inverse_permutation(rows).to(device), permutation(rows).to(device)
+            forward = permutation(rows).to(device)
+            inverse = forward.argsort()
             result = original(*_taken(args, lambda tensor: tensor[inverse]), **kwargs)[forward]
         else:
             result = original(*args, **kwargs)

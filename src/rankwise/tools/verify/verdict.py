@@ -6,15 +6,15 @@ Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rankwise.tools.verify.compare import EXACT, PHASES, gaps
+from rankwise.tools.verify.compare import EXACT, PHASES, differences, gaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.tools.verify.compare import Floor, Phase
+    from rankwise.tools.verify.compare import Difference, Floor, Gap, Phase
     from rankwise.tools.verify.evidence import Cause
     from rankwise.tools.verify.records import RankRun
 
@@ -29,10 +29,10 @@ class First:
     step: int
     phase: str
     name: str
-    ranks: tuple[int, ...]
-    error: float
+    ranks: tuple[int, ...] = ()
+    error: float = 0.0
     """Relative; 0 if it has no number."""
-    multiple: float
+    multiple: float = 0.0
     """How many times the rounding that was allowed; 0 if it has no number."""
 
 
@@ -101,10 +101,30 @@ class Report:
         return {**asdict(self), "exit_code": self.exit_code}
 
 
-def table(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> tuple[Row, ...]:
+def measured(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> tuple[Verdict, Difference | None]:
+    """Return the verdict before its cause is looked for, and the first difference."""
+    found = list(gaps(reference, many))
+    different = next(differences(found, floor), None)
+    num_steps = min(len(run.steps) for run in (reference, *many))
+    verdict = Verdict(num_ranks=len(many), status="equal", num_steps=num_steps, rows=_table(found, floor))
+    shown = num_steps
+    if different is not None:
+        gap = different.gap
+        shown = gap.step
+        first = First(gap.step, gap.phase, gap.name, gap.ranks, gap.error, different.multiple)
+        verdict = replace(verdict, status="differs", first=first)
+    modules = (gap for gap in found if (gap.step, gap.phase) == (shown, "forward"))
+    tolerance = floor.tolerance(shown, "forward")
+    return (
+        replace(verdict, modules=tuple(Modules(gap.name, gap.kind, gap.error, tolerance) for gap in modules)),
+        different,
+    )
+
+
+def _table(found: Sequence[Gap], floor: Floor) -> tuple[Row, ...]:
     """Return the largest difference of each phase and step."""
     worst: dict[int, dict[Phase, float]] = {}
-    for gap in gaps(reference, many):
+    for gap in found:
         errors = worst.setdefault(gap.step, {})
         errors[gap.phase] = max(errors.get(gap.phase, 0.0), gap.error)
     return tuple(
@@ -114,14 +134,4 @@ def table(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> tuple[Ro
             {phase: 0.0 if phase in EXACT else floor.tolerance(step, phase) for phase in PHASES if phase in errors},
         )
         for step, errors in worst.items()
-    )
-
-
-def modules_at(reference: RankRun, many: Sequence[RankRun], floor: Floor, step: int) -> tuple[Modules, ...]:
-    """Return how far apart each module's output is in one step."""
-    tolerance = floor.tolerance(step, "forward")
-    return tuple(
-        Modules(gap.name, gap.kind, gap.error, tolerance)
-        for gap in gaps(reference, many)
-        if gap.step == step and gap.phase == "forward"
     )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from rankwise.errors import ConfigurationError
 
@@ -25,7 +27,42 @@ _LEFT_OUT = {"__pycache__", ".git", ".mypy_cache", ".ruff_cache", ".pytest_cache
 _LINKED = {".venv", "venv", "node_modules", ".tox"}
 
 
-def copy_folder(folder: Path, copy: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies of the user's folders that one run works in."""
+
+    working_folder: Path
+    root: Path
+    """The folder that holds all copies."""
+    target: str
+    """The script in its copy, or the module."""
+
+    @classmethod
+    def of(cls, target: str, to: Path, *, is_module: bool) -> Self:
+        """Copy the working folder to a new folder, and the script's own if it is elsewhere."""
+        here = Path.cwd()
+        copy = to / here.name
+        _copy_folder(here, copy)
+        if is_module or not Path(target).absolute().is_file():
+            return cls(copy, copy, target)
+        path = Path(os.path.normpath(Path(target).absolute()))
+        if path.is_relative_to(here):
+            return cls(copy, copy, str(path.relative_to(here)))
+        other = to / "script" / path.parent.name
+        _copy_folder(path.parent, other)
+        return cls(copy, to, str(other / path.name))
+
+
+def copy_of_link(path: Path, root: str) -> None:
+    """Replace a link to one of the user's large files by a copy, before the script writes to it."""
+    if path.is_symlink() and str(path).startswith(root):
+        content = path.resolve()
+        path.unlink()
+        if content.is_file():
+            path.write_bytes(content.read_bytes())
+
+
+def _copy_folder(folder: Path, copy: Path) -> None:
     """Copy ``folder`` to ``copy``, which does not exist.
 
     Raises:
@@ -53,14 +90,10 @@ def copy_folder(folder: Path, copy: Path) -> None:
                 (there / name).symlink_to(file.resolve())
                 continue
             copied_bytes += size
-            _check(folder, copied_bytes, num_files)
+            if copied_bytes > MOST_BYTES or num_files > MOST_FILES:
+                raise ConfigurationError(
+                    f"The working folder {folder} holds too much to copy for each run.",
+                    evidence=f"more than {MOST_FILES} files or {MOST_BYTES // 2**30} GiB of files and checkpoints",
+                    do="run verify in a folder that holds the script and what it needs; data may be elsewhere",
+                )
             shutil.copy2(file, there / name)
-
-
-def _check(folder: Path, copied_bytes: int, num_files: int) -> None:
-    if copied_bytes > MOST_BYTES or num_files > MOST_FILES:
-        raise ConfigurationError(
-            f"The working folder {folder} holds too much to copy for each run.",
-            evidence=f"more than {MOST_FILES} files or {MOST_BYTES // 2**30} GiB of files and checkpoints",
-            do="run verify in a folder that holds the script and what it needs; data may be elsewhere",
-        )
