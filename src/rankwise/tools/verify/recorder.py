@@ -51,21 +51,12 @@ from rankwise.torch_private.saving import on_save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import ModuleType
 
-    from rankwise.tools.replacing import Replaced
     from rankwise.tools.verify.draws import State
 
 MOST_FILES = 1000
-_STRATEGIES = (
-    "replicate",
-    "shard.shard",
-    "tensor_parallel.tensor_parallel",
-    "pipeline.pipeline",
-    "local_sgd.local_sgd",
-    "parameter_server.parameter_server",
-)
-"""Modules of rankwise's with a function of the same name that takes a model."""
+_STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "local_sgd", "parameter_server")
+"""Functions of rankwise's that take a model."""
 _BETWEEN_WARNING_AND_HANDLER = ("rankwise.log", __name__)
 _ABOUT_RESULTS = ("rankwise.parallel.", "rankwise.comm.optimizer_steps")
 """Modules whose warnings name what makes results depend on the number of ranks."""
@@ -146,6 +137,10 @@ class Recorder:
         replace_attributes(torch, ["compile"], lambda _: _uncompiled)
         self._loaders.install()
         self._draws.install()
+        package = sys.modules["rankwise"]
+        for name in _STRATEGIES:
+            package.__dict__.pop(name, None)
+        replace_attributes(package, ["__getattr__"], self._around_public_names)
         replace_attributes(nn.Module, ["__call__"], self._around_module)
         for kind in (LRScheduler, ReduceLROnPlateau):
             replace_attributes(kind, ["step"], self._around_scheduler)
@@ -387,18 +382,18 @@ class Recorder:
 
     # -- strategies ----------------------------------------------------------------------------------------
 
-    def of_strategies(self) -> dict[str, Callable[[ModuleType], Replaced]]:
-        """Return what is changed in modules of rankwise's once they are imported."""
+    def _around_public_names(self, original: Callable[[str], Any]) -> Callable[[str], Any]:
+        """Follow calls of strategies, which rankwise imports when a script first names them."""
 
-        def change(module: ModuleType) -> Replaced:
-            name = module.__name__.rpartition(".")[2]
-            # It may be bound already; it is looked up again.
-            sys.modules["rankwise"].__dict__.pop(name, None)
-            return replace_attributes(module, [name], self._around_strategy)
+        @wraps(original)
+        def find(name: str) -> Any:
+            found = original(name)
+            if name in _STRATEGIES:
+                found = self._around_strategy(found)
+                setattr(sys.modules["rankwise"], name, found)
+            return found
 
-        changes = {f"rankwise.parallel.{name}": change for name in _STRATEGIES}
-        step = "rankwise.parallel.pipeline.step_api"
-        return {**changes, step: lambda module: replace_attributes(module.Pipeline, ["__call__"], self._around_staged)}
+        return find
 
     def _around_strategy(self, original: Callable[..., Any]) -> Callable[..., Any]:
         name = original.__name__
@@ -420,6 +415,8 @@ class Recorder:
             if name == "pipeline":
                 # It calls layers, not the model.
                 self._names.add_root(model)
+                if not hasattr(type(result).__call__, "__wrapped__"):
+                    replace_attributes(type(result), ["__call__"], self._around_staged)
             return result
 
         return apply

@@ -23,7 +23,6 @@ from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
-from rankwise.tools.after_import import changed_after_import
 from rankwise.tools.auto.script import AutoScript
 from rankwise.tools.batched_backward import one_by_one
 from rankwise.tools.verify.conclude import TIMED_OUT
@@ -179,7 +178,7 @@ class Recorded:
         recorder.install()
         how, failed = "script", None
         try:
-            with one_by_one(), changed_after_import(recorder.of_strategies()):
+            with one_by_one():
                 run_as_main(self.target)
         except StepsTaken:
             how = "steps"
