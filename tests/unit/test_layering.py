@@ -25,10 +25,8 @@ PURE = (
     "checkpoint.manifest",
     "tools.verify.records",
     "tools.verify.compare",
-    "tools.verify.evidence",
     "tools.verify.causes",
     "tools.verify.mistakes",
-    "tools.verify.verdict",
     "tools.verify.conclude",
     "tools.verify.terminal",
 )

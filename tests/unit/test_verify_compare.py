@@ -14,8 +14,8 @@ from recorded import FLOOR, GRADIENT, one_rank, parameter, rank_run, sketch, ste
 
 from rankwise.tools.verify import compare, conclude, sketches
 from rankwise.tools.verify.compare import Difference, Floor, measured_floor
+from rankwise.tools.verify.conclude import Report, Verdict
 from rankwise.tools.verify.records import ModuleOutput, RankRun, add_to, read
-from rankwise.tools.verify.verdict import Report, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,14 +10,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
-from rankwise.tools.verify.compare import COPY, PLATEAU
-from rankwise.tools.verify.evidence import Cause, combined, is_close, is_near, is_same, ratio_of
+from rankwise.tools.verify.compare import COPY, PLATEAU, Cause, combined, is_close, is_near, is_same, ratio_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rankwise.tools.verify.compare import Phase
-    from rankwise.tools.verify.evidence import Evidence
+    from rankwise.tools.verify.compare import Evidence, Phase
     from rankwise.tools.verify.records import RankRun, Sketch, Step
 
 

@@ -16,17 +16,17 @@ from torch.nn import functional
 
 from rankwise.data.seeds import generator_state
 from rankwise.tensors.as_bytes import memory_of
+from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify.sketches import permutation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import ModuleType
 
-_OF_A_TENSOR = (
+_DRAWING = (
     (functional, ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")),
-    (torch, ("dropout", "randn_like", "rand_like", "bernoulli")),
+    (torch, ("dropout", "randn_like", "rand_like", "bernoulli", "randn", "rand")),
 )
-_OF_A_SIZE = ("randn", "rand")
+"""Functions of a tensor, or of a size, whose first dim may be the rows."""
 
 
 def state_digests() -> dict[str, int]:
@@ -90,11 +90,8 @@ class RowDraws:
 
     def install(self) -> None:
         """Replace torch's functions that draw, before the script imports them."""
-        for module, names in _OF_A_TENSOR:
-            for name in names:
-                self._replace(module, name, _rows_of_tensor)
-        for name in _OF_A_SIZE:
-            self._replace(torch, name, _rows_of_size)
+        for module, names in _DRAWING:
+            replace_attributes(module, names, self._by_rows)
 
     def begin(
         self, rows: int, parts: Sequence[int] = (), states: Sequence[State] = (), *, is_permuted: bool = True
@@ -120,24 +117,21 @@ class RowDraws:
         now = torch_digest()
         return now != self._before, self._is_by_rows and now == self._digest
 
-    def _replace(self, module: ModuleType, name: str, rows_of: Callable[..., int | None]) -> None:
-        original: Callable[..., Any] = getattr(module, name)
-
+    def _by_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             if self._rows is None or self._is_inside:
                 return original(*args, **kwargs)
             self._is_inside = True
             try:
-                return self._draw(original, rows_of(args, kwargs), args, kwargs)
+                return self._draw(original, args, kwargs)
             finally:
                 self._is_inside = False
 
-        setattr(module, name, draw)
+        return draw
 
-    def _draw(
-        self, original: Callable[..., Any], rows: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _draw(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = _rows_of(args, kwargs)
         if torch_digest() != self._digest:
             self._is_by_rows = False
         if rows != self._rows or not rows:
@@ -147,10 +141,12 @@ class RowDraws:
         elif self._states and sum(self._parts) == rows:
             result = self._draw_for_ranks(original, args, kwargs)
         elif self._is_permuted:
-            device = args[0].device if args and isinstance(args[0], torch.Tensor) else None
-            forward = permutation(rows).to(device)
-            inverse = forward.argsort()
-            result = original(*_taken(args, lambda tensor: tensor[inverse]), **kwargs)[forward]
+            first, order = args[0], permutation(rows)
+            if isinstance(first, torch.Tensor):
+                order = order.to(first.device)
+                args = (first[order.argsort()], *args[1:])
+            result = original(*args, **kwargs)
+            result = result[order.to(result.device)]
         else:
             result = original(*args, **kwargs)
         self._digest = torch_digest()
@@ -169,23 +165,12 @@ class RowDraws:
         return torch.cat(results)
 
 
-def _rows_of_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    if not args or not isinstance(args[0], torch.Tensor) or not args[0].dim() or kwargs.get("inplace"):
-        return None
-    return args[0].shape[0]
-
-
-def _rows_of_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    if kwargs.get("generator") is not None or not args:
-        return None
-    first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
-    return first if isinstance(first, int) else None
-
-
-def _taken(args: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    if args and isinstance(args[0], torch.Tensor):
-        return (change(args[0]), *args[1:])
-    return args
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor):
+        return first.shape[0] if first.dim() and not kwargs.get("inplace") else None
+    size = first[0] if isinstance(first, list | tuple) and first else first
+    return size if isinstance(size, int) and kwargs.get("generator") is None else None
 
 
 def _part(args: tuple[Any, ...], start: int, size: int) -> tuple[Any, ...]:

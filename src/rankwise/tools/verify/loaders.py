@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from rankwise.tools.verify.records import Plan
-    from rankwise.tools.verify.script_lines import ScriptLines
+    from rankwise.tools.verify.script_files import ScriptLines
 
 MOST_BYTES = 2**30
 """Of the batches of one rank that are kept for a run on one rank."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
-from rankwise.tools.verify.evidence import Cause
+from rankwise.tools.verify.compare import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

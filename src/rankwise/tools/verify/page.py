@@ -12,7 +12,7 @@ from rankwise.tools.verify.terminal import facts_of, title_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rankwise.tools.verify.verdict import Report, Verdict
+    from rankwise.tools.verify.conclude import Report, Verdict
 
 _STEPS = f"The largest relative difference of each step; {' and '.join(EXACT)} have to be exactly equal."
 _MODULES = "The output of each module, in the step of the first difference, else in the last one."

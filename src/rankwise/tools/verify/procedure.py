@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 
 from rankwise.tools.verify import compare, conclude, mistakes, resumed
 from rankwise.tools.verify.compare import Floor
+from rankwise.tools.verify.conclude import Report
 from rankwise.tools.verify.records import Plan
 from rankwise.tools.verify.runs import Workspace
-from rankwise.tools.verify.verdict import Report
 from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankwise.tools.verify.conclude import Verdict
     from rankwise.tools.verify.records import RankRun, Run
     from rankwise.tools.verify.runs import Script
-    from rankwise.tools.verify.verdict import Verdict
 
 LEAST_LIMIT_SECONDS = 60.0
 """How long a run on several ranks may take at least."""

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,7 @@ from rankwise.tools.verify.records import (
     Written,
     add_to,
 )
-from rankwise.tools.verify.script_lines import ScriptLines, missing_file
-from rankwise.tools.verify.working_copy import WRITTEN, copy_of_link
+from rankwise.tools.verify.script_files import WRITTEN, ScriptLines, copy_of_link, missing_file
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.saving import on_save
@@ -106,7 +105,7 @@ class Recorder:
         self._own: list[dict[str, Any]] = []
         self._scales: dict[str, float] = {}
         self._last_read = ""
-        self._hooked: dict[int, torch.Tensor] = {}
+        self._hooked: set[torch.Tensor] = set()
         self._here = Path.cwd()
         self._inexact: dict[str, str] = {}
         self._clear()
@@ -121,8 +120,8 @@ class Recorder:
         self._kept: dict[str, Sketch] | None = None
         self._has_loader = False
         """Whether the script has taken batches from a loader."""
-        self._local: dict[int, Sketch] = {}
-        self._before: dict[int, tuple[Sketch, Sketch | None]] = {}
+        self._local: dict[torch.Tensor, Sketch] = {}
+        self._stepped: list[tuple[torch.Tensor, Parameter]] = []
         self._state: dict[str, tuple[float, float]] = {}
 
     # -- torch ---------------------------------------------------------------------------------------------
@@ -345,19 +344,15 @@ class Recorder:
 
     def _follow_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
-            key = id(parameter)
-            if parameter.requires_grad and key not in self._hooked and not is_lazy(parameter):
-                self._hooked[key] = parameter
-                parameter.register_hook(self._hook_of(key))
+            if parameter.requires_grad and parameter not in self._hooked and not is_lazy(parameter):
+                self._hooked.add(parameter)
+                parameter.register_hook(partial(self._note_gradient, parameter))
 
-    def _hook_of(self, key: int) -> Callable[[torch.Tensor | None], None]:
-        def note(gradient: torch.Tensor | None) -> None:
-            # None of a part of the graph that nothing flowed through.
-            if gradient is not None and not is_transforming():
-                sketch = sketches.of_tensor(gradient)
-                self._local[key] = self._local[key] + sketch if key in self._local else sketch
-
-        return note
+    def _note_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        # None of a part of the graph that nothing flowed through.
+        if gradient is not None and not is_transforming():
+            sketch, earlier = sketches.of_tensor(gradient), self._local.get(parameter)
+            self._local[parameter] = sketch if earlier is None else earlier + sketch
 
     def _note_backward(self, _line: str, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         if tensor.numel() == 1:
@@ -458,15 +453,16 @@ class Recorder:
         return step
 
     def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = numbered(optimizer, self._optimizers)
+        self._optimizers.setdefault(optimizer, numbered(optimizer, self._optimizers))
         self._impose(optimizer)
-        self._state = {}
+        self._stepped, self._state = [], {}
         for parameter in _held_by(optimizer):
-            name = self._names.parameter(parameter) or f"parameter {len(self._before)}"
+            name = self._names.parameter(parameter)
+            name = name or f"parameter {len(self._stepped)} of {self._optimizers[optimizer]}"
             self._state |= _state_of(optimizer.state.get(parameter, {}), name)
             gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
-            self._before[id(parameter)] = sketches.of_tensor(parameter), gradient
+            before, ranks = sketches.of_tensor(parameter), sketches.ranks_of_parts(parameter)
+            self._stepped.append((parameter, Parameter(name, gradient, None, before, before, ranks)))
 
     def _impose(self, optimizer: Optimizer) -> None:
         """Take the hyperparameters of the run whose batches were joined."""
@@ -484,25 +480,21 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         # Those of a model that is called in parts, or is no module.
         self._note_use(is_trained=True)
-        name = self._optimizers[optimizer]
         hyperparameters = tuple(_numbers(group) | self._scales for group in optimizer.param_groups)
         for group, own in zip(optimizer.param_groups, self._own, strict=False):
             group |= {key: value for key, value in own.items() if not isinstance(group[key], torch.Tensor)}
-        parameters: list[Parameter] = []
-        for parameter in _held_by(optimizer):
-            before, gradient = self._before[id(parameter)]
-            known = self._names.parameter(parameter) or f"parameter {len(parameters)} of {name}"
-            local, ranks = self._local.get(id(parameter)), sketches.ranks_of_parts(parameter)
-            parameters.append(Parameter(known, gradient, local, before, sketches.of_tensor(parameter), ranks))
         self._steps += 1
         if not self._facts.uses_rankwise and current_or_none() is not None:
             self._facts = _with_rankwise(self._facts, self._inexact)
             self._write(facts=self._facts)
         step = Step(
             number=self._steps,
-            optimizer=name,
+            optimizer=self._optimizers[optimizer],
             modules=tuple(self._modules.values()),
-            parameters=tuple(parameters),
+            parameters=tuple(
+                replace(one, local=self._local.get(parameter), after=sketches.of_tensor(parameter))
+                for parameter, one in self._stepped
+            ),
             buffers=self._names.buffers(),
             hyperparameters=hyperparameters,
             num_scheduler_steps=self._schedulers,

@@ -10,15 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.tools.verify import causes, compare, conclude
-from rankwise.tools.verify.compare import PLAUSIBLE, Floor
-from rankwise.tools.verify.evidence import Cause, Evidence
-from rankwise.tools.verify.verdict import measured
+from rankwise.tools.verify.compare import PLAUSIBLE, Cause, Evidence, Floor
+from rankwise.tools.verify.conclude import measured
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.tools.verify.conclude import Verdict
     from rankwise.tools.verify.records import RankRun, Run
-    from rankwise.tools.verify.verdict import Verdict
 
 _LACKS = {
     "data": ("the position of the loader", "checkpoints.save(..., loader=loader), or loader.state_dict()"),

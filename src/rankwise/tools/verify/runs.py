@@ -29,7 +29,7 @@ from rankwise.tools.verify.conclude import TIMED_OUT
 from rankwise.tools.verify.loaders import StepsTaken
 from rankwise.tools.verify.recorder import Recorder
 from rankwise.tools.verify.records import Run, assembled, read
-from rankwise.tools.verify.working_copy import Copies
+from rankwise.tools.verify.script_files import Copies
 from rankwise.world.environments.process import make_cublas_deterministic, read_process
 
 if TYPE_CHECKING:

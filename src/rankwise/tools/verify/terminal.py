@@ -11,7 +11,7 @@ from rankwise.tools.verify.compare import PHASES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rankwise.tools.verify.verdict import First, Report, Verdict
+    from rankwise.tools.verify.conclude import First, Report, Verdict
 
 _INDENT = " " * 12
 
