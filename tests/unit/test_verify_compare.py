@@ -104,7 +104,7 @@ def test_steps_in_which_rounding_has_grown_too_far_are_not_compared() -> None:
     floor = Floor("float64", {(1, "gradient"): 1e-12, (2, "gradient"): 1e-2})
     assert (floor.last_step, FLOOR.last_step) == (1, None)
     good, bad = step((1, 2)), step((1, 2), parameters=(parameter("Net.first.weight", 5.0),))
-    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)), world_size=1)
+    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)))
     rest = step((3, 4))
     many = (rank_run(good, bad), rank_run(rest, rest, rank=1))
     assert differences(one, many, floor) == []
@@ -131,7 +131,7 @@ def test_a_result_that_depends_on_the_order_of_samples_has_no_measured_floor() -
 def test_a_later_step_that_depends_on_the_order_of_samples(later: float, is_measured: bool) -> None:
     def run(*errors: float) -> RankRun:
         changed = [(parameter("Net.first.weight", 1 + error), parameter("Net.last.weight")) for error in errors]
-        return rank_run(*(step((1, 2, 3, 4), parameters=held) for held in changed), world_size=1)
+        return rank_run(*(step((1, 2, 3, 4), parameters=held) for held in changed))
 
     # Rounding grows by a factor, and does not jump.
     floor = measured_floor(run(0.0, 0.0, 0.0), run(1e-12, 1e-10, later))

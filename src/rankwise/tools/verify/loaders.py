@@ -107,7 +107,7 @@ class Loaders:
                 if self._plan.permute:
                     batch = sketches.permuted(batch)
                 self._keep(batch, f"{number}-{epoch}-{position}.pt")
-                self._taken.append(Batch(number, epoch, position, _digests(batch), drawn))
+                self._taken.append(Batch(number, epoch, _digests(batch), drawn))
                 yield batch
                 position += 1
         finally:
@@ -133,7 +133,7 @@ class Loaders:
         while found := [path for folder in folders if (path := folder / f"{number}-{epoch}-{position}.pt").exists()]:
             parts = [torch.load(path, weights_only=False) for path in found]
             batch = parts[0] if _are_one(parts) else sketches.joined(parts)
-            self._taken.append(Batch(number, epoch, position, _digests(batch)))
+            self._taken.append(Batch(number, epoch, _digests(batch)))
             yield batch
             position += 1
         if not all((folder / f"{number}-{epoch}.end").exists() for folder in folders):
@@ -159,7 +159,7 @@ def _described(loader: Any, number: int, line: str) -> Loader:
     sampler = getattr(loader, "sampler", None)
     shuffles = callable(getattr(sampler, "set_epoch", None)) and bool(getattr(sampler, "shuffle", False))
     size = getattr(loader, "batch_size", None)
-    return Loader(number, type(loader).__name__, length, size, type(sampler).__name__, shuffles, line)
+    return Loader(number, length, size, type(sampler).__name__, shuffles, line)
 
 
 class WorkerDraws:

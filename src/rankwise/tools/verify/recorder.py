@@ -91,7 +91,7 @@ class Recorder:
         self._loaders = Loaders(plan, rank, self._lines, lambda loader: self._write(loaders=loader))
         self._names = Names()
         self._kept_values = KeptValues(self._lines.root)
-        self._facts = Facts(rank, plan.num_scripts, "float64" if plan.float64 else "as-is", data_rank=rank)
+        self._facts = Facts(rank, "float64" if plan.float64 else "as-is", data_rank=rank)
         self._found: dict[str, Any] = {"lines_of_kept": {}, "loaded": {}}
         """Fields of :class:`RankRun` that are written at the end."""
         self._steps = 0

@@ -94,7 +94,6 @@ class Batch:
 
     loader: int
     epoch: int
-    number: int
     digests: tuple[int, ...]
     """One per sample, of the bits of its tensors."""
     drawn: str = ""
@@ -164,7 +163,6 @@ class Loader:
     """A loader that the script iterated."""
 
     number: int
-    kind: str
     length: int | None
     batch_size: int | None
     sampler: str
@@ -186,7 +184,6 @@ class Facts:
     """What holds for the whole run of a rank."""
 
     rank: int
-    world_size: int
     dtype: str
     uses_rankwise: bool = False
     """Whether it called ``rankwise.join()``."""
