@@ -247,6 +247,8 @@ def test_a_script_for_one_device_is_equal_as_auto_runs_it(command: Command) -> N
     command.write("train.py", AUTO)
     exit_code, verdict = verdict_of(command, "--auto")
     assert (exit_code, verdict["status"], verdict["num_steps"]) == (0, "equal", 4), verdict
+    # Rank zero alone runs the script.
+    assert verdict["num_ranks"] == 2
     # Without it, each rank trains on all samples.
     exit_code, verdict = verdict_of(command, "--steps", "2")
     assert (exit_code, verdict["cause"]["key"]) == (1, "same samples")

@@ -53,7 +53,7 @@ def step(samples: tuple[int, ...], **changes: Any) -> Step:
         optimizer="SGD",
         rows=rows,
         inputs=samples,
-        batches=(Batch(0, 0, 0, samples),),
+        batches=(Batch(0, 0, samples),),
         calls=(Call(rows, drew=False, drew_by_rows=True, line=LINE),),
         modules=(
             ModuleOutput("Net.first", "Linear", output),
@@ -71,17 +71,17 @@ def step(samples: tuple[int, ...], **changes: Any) -> Step:
     return replace(usual, **changes)
 
 
-def rank_run(*steps: Step, rank: int = 0, world_size: int = 2, **changes: Any) -> RankRun:
+def rank_run(*steps: Step, rank: int = 0, **changes: Any) -> RankRun:
     """Return the run of a rank that trained to the end of its script."""
     numbered = tuple(replace(one, number=number) for number, one in enumerate(steps, start=1))
-    loader = Loader(0, "DataLoader", len(steps) or None, 4, "DistributedSampler", shuffles=True, line=LINE)
-    run = RankRun(Facts(rank, world_size, "float64"), numbered, (loader,), end="script")
+    loader = Loader(0, len(steps) or None, 4, "DistributedSampler", shuffles=True, line=LINE)
+    run = RankRun(Facts(rank, "float64"), numbered, (loader,), end="script")
     return replace(run, **changes)
 
 
 def one_rank(**changes: Any) -> RankRun:
     """Return the run on one rank: one step on four samples."""
-    return rank_run(step((1, 2, 3, 4), **changes), world_size=1)
+    return rank_run(step((1, 2, 3, 4), **changes))
 
 
 def two_ranks(first: dict[str, Any] | None = None, second: dict[str, Any] | None = None) -> Run:

@@ -25,13 +25,10 @@ PURE = (
     "checkpoint.manifest",
     "tools.verify.records",
     "tools.verify.compare",
-    "tools.verify.evidence",
     "tools.verify.causes",
     "tools.verify.mistakes",
-    "tools.verify.verdict",
     "tools.verify.conclude",
     "tools.verify.terminal",
-    "tools.verify.page",
 )
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "base"}
 MAY_READ_VARIABLES = ("world.environments.process", "launch")

@@ -10,10 +10,10 @@ import pytest
 from recorded import FLOOR, GRADIENT, LINE, one_rank, parameter, rank_run, sketch, step, two_ranks
 
 from rankwise.tools.verify import conclude, mistakes, resumed
+from rankwise.tools.verify.conclude import Report, Verdict
 from rankwise.tools.verify.page import page_of
 from rankwise.tools.verify.records import Batch, Call, Last, ModuleOutput, RankRun, Run, Written, assembled
 from rankwise.tools.verify.terminal import difference_in_words, text_of
-from rankwise.tools.verify.verdict import Report, Verdict
 
 
 def concluded(one: RankRun, many: Run, *, is_joined: bool = False) -> Verdict:
@@ -59,7 +59,7 @@ DREW = (Call(2, drew=True, drew_by_rows=True, line=LINE),)
         ({**module("Net.first", "Linear"), "calls": DREW}, None, "dropout masks"),
         (module("Net.first", "Linear"), None, "coupled samples"),
         ({"inputs": (8, 9), "modules": ()}, None, "noise in the loop"),
-        ({"inputs": (8, 9), "modules": (), "batches": (Batch(0, 0, 0, (8, 9)),)}, None, "other samples"),
+        ({"inputs": (8, 9), "modules": (), "batches": (Batch(0, 0, (8, 9)),)}, None, "other samples"),
         ({"parameters": (parameter("Net.first.weight", start=2.0),)}, {}, "different start"),
         ({"parameters": (parameter("Net.first.weight", start=2.0),)}, None, "seeded by rank"),
         ({"parameters": (parameter("Net.first.weight", lr=0.3),)}, None, "update"),
@@ -73,7 +73,7 @@ def test_the_cause_of_a_difference(first: dict[str, Any], second: dict[str, Any]
     if second is None and "inputs" in first:
         second = {**first, "inputs": (10, 11)}
         if "batches" in first:
-            second["batches"] = (Batch(0, 0, 0, (10, 11)),)
+            second["batches"] = (Batch(0, 0, (10, 11)),)
     assert key_of(one, two_ranks(first, second)) == key
 
 
@@ -236,8 +236,8 @@ def test_a_file_beside_the_working_folder_is_named() -> None:
 
 def test_a_model_that_all_ranks_train_alike_first_is_no_mistake() -> None:
     alike, samples = step((1, 2, 3, 4)), (5, 6, 7, 8)
-    one = rank_run(alike, step(samples, batches=(Batch(1, 0, 0, samples),)), world_size=1)
-    parts = [step(part, batches=(Batch(1, 0, 0, part),)) for part in ((5, 6), (7, 8))]
+    one = rank_run(alike, step(samples, batches=(Batch(1, 0, samples),)))
+    parts = [step(part, batches=(Batch(1, 0, part),)) for part in ((5, 6), (7, 8))]
     many = [rank_run(alike, part, rank=rank) for rank, part in enumerate(parts)]
     assert list(mistakes.findings(one, many)) == []
 
@@ -248,23 +248,23 @@ def test_the_same_samples_on_every_rank() -> None:
 
 
 def test_a_loader_that_is_as_long_on_two_ranks_as_on_one() -> None:
-    one = rank_run(step((1, 2)), step((3, 4)), world_size=1)
+    one = rank_run(step((1, 2)), step((3, 4)))
     many = (rank_run(step((1, 2)), step((3, 4))), rank_run(step((3, 4)), step((1, 2)), rank=1))
     found = {finding.cause.key for finding in mistakes.findings(one, many)}
     assert "same samples" in found
 
 
 def test_samples_that_are_repeated_to_fill_the_last_batch() -> None:
-    one = rank_run(step((1, 2, 3)), world_size=1)
+    one = rank_run(step((1, 2, 3)))
     many = (rank_run(step((1, 2))), rank_run(step((3, 1)), rank=1))
     assert [finding.cause.key for finding in mistakes.findings(one, many)] == ["repeated samples"]
     # Samples that the data itself repeats are no mistake.
-    twice = rank_run(step((1, 2, 3, 1)), world_size=1)
+    twice = rank_run(step((1, 2, 3, 1)))
     assert list(mistakes.findings(twice, many)) == []
 
 
 def epochs(*orders: tuple[int, ...]) -> RankRun:
-    steps = [step(order, batches=(Batch(0, epoch, 0, order),)) for epoch, order in enumerate(orders)]
+    steps = [step(order, batches=(Batch(0, epoch, order),)) for epoch, order in enumerate(orders)]
     return rank_run(*steps)
 
 
@@ -284,7 +284,7 @@ def test_a_sampler_without_set_epoch() -> None:
 
 def test_ranks_that_draw_alike_while_they_read() -> None:
     def drawn(samples: tuple[int, ...], state: str) -> RankRun:
-        return rank_run(step(samples, batches=(Batch(0, 0, 1, samples, drawn=state),)))
+        return rank_run(step(samples, batches=(Batch(0, 0, samples, drawn=state),)))
 
     alike, apart = (drawn((1, 2), "a"), drawn((3, 4), "a")), (drawn((1, 2), "a"), drawn((3, 4), "b"))
     assert [finding.cause.key for finding in mistakes.findings(one_rank(), alike)] == ["equal augmentations"]
@@ -313,7 +313,7 @@ def test_a_file_that_two_ranks_write() -> None:
     ],
 )
 def test_how_ranks_end(steps: tuple[int, int], end: str, exit_code: int, key: str) -> None:
-    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)), world_size=1)
+    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)))
     parts = ((1, 2), (3, 4))
     ranks = tuple(rank_run(*[step(parts[rank])] * count, rank=rank, end=end) for rank, count in enumerate(steps))
     verdict = conclude.conclusion(one, Run(ranks, exit_code), FLOOR, [], is_joined=False)
@@ -368,7 +368,7 @@ def test_what_is_shown() -> None:
     page = page_of(report)
     assert "<b>" not in page
     assert "http" not in page
-    assert page.count("<section>") == 3
+    assert page.count("<section") == 3
     assert "Net.first" in page
 
 
@@ -382,7 +382,7 @@ def keeping(value: float, size: float = 1.0) -> dict[str, Any]:
 
 def test_a_value_that_is_kept_from_step_to_step() -> None:
     equal, apart = step((1, 2, 3, 4)), step((5, 6, 7, 8), **keeping(1.0))
-    one = rank_run(equal, apart, world_size=1, lines_of_kept={"queue": "train.py:3", "level": "train.py:4"})
+    one = rank_run(equal, apart, lines_of_kept={"queue": "train.py:3", "level": "train.py:4"})
 
     def many(size: float, **changes: Any) -> Run:
         first = step((1, 2)), step((5, 6), **keeping(1.3, size))
@@ -402,11 +402,11 @@ def test_a_value_that_is_kept_from_step_to_step() -> None:
     pooled = {"inputs": (9, 9), "batches": (), "modules": (), "kept": {"pool.images": sketch(GRADIENT, 2.0)}}
     ranks = rank_run(step((1, 2)), step((5, 6), **pooled)), rank_run(step((3, 4)), step((7, 8), **pooled), rank=1)
     drawn = {"inputs": (9, 8, 7, 6), "batches": (), "modules": (), "kept": {"pool.images": sketch(GRADIENT)}}
-    assert key_of(rank_run(equal, step((5, 6, 7, 8), **drawn), world_size=1), Run(ranks, 0)) == "kept value"
+    assert key_of(rank_run(equal, step((5, 6, 7, 8), **drawn)), Run(ranks, 0)) == "kept value"
     # Rows that ranks carry along are parts of what one rank has.
     rows = replace(sketch(GRADIENT), shape=(2,))
     carried = replace(step((5, 6), **both(1.3, 1.0)), kept={"state": rows})
-    alone = rank_run(equal, replace(apart, kept={"state": replace(rows, shape=(4,))}), world_size=1)
+    alone = rank_run(equal, replace(apart, kept={"state": replace(rows, shape=(4,))}))
     ranks = rank_run(step((1, 2)), carried), rank_run(step((3, 4)), replace(carried, inputs=(7, 8)), rank=1)
     assert key_of(alone, told(Run(ranks, 0), hook_line="train.py:5")) != "kept value"
 
@@ -464,11 +464,11 @@ def test_parts_of_parameters_are_put_together() -> None:
 
 def test_a_run_that_is_continued() -> None:
     before = [(parameter("Net.first.weight", start=float(number)),) for number in range(1, 5)]
-    one = rank_run(*(step((1, 2, 3, 4), parameters=held) for held in before), world_size=1, end="steps")
+    one = rank_run(*(step((1, 2, 3, 4), parameters=held) for held in before), end="steps")
 
     def continued(first: int, **changes: Any) -> Run:
         steps = [replace(step((1, 2), parameters=held), **changes) for held in before[first:]]
-        others = [replace(one, inputs=(3, 4), batches=(Batch(0, 0, 0, (3, 4)),)) for one in steps]
+        others = [replace(one, inputs=(3, 4), batches=(Batch(0, 0, (3, 4)),)) for one in steps]
         others = [replace(one, modules=step((3, 4)).modules) for one in others]
         return Run((rank_run(*steps), rank_run(*others, rank=1)), 0)
 

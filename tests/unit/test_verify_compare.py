@@ -12,13 +12,18 @@ import pytest
 import torch
 from recorded import FLOOR, GRADIENT, one_rank, parameter, rank_run, sketch, step, two_ranks
 
-from rankwise.tools.verify import conclude, sketches
-from rankwise.tools.verify.compare import Floor, differences, measured_floor
-from rankwise.tools.verify.records import ModuleOutput, RankRun, line_of, read
-from rankwise.tools.verify.verdict import Report, Verdict
+from rankwise.tools.verify import compare, conclude, sketches
+from rankwise.tools.verify.compare import Difference, Floor, measured_floor
+from rankwise.tools.verify.conclude import Report, Verdict
+from rankwise.tools.verify.records import ModuleOutput, RankRun, add_to, read
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+
+def differences(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> list[Difference]:
+    return list(compare.differences(compare.gaps(reference, many), floor))
 
 
 def test_shares_that_add_up_are_equal() -> None:
@@ -99,7 +104,7 @@ def test_steps_in_which_rounding_has_grown_too_far_are_not_compared() -> None:
     floor = Floor("float64", {(1, "gradient"): 1e-12, (2, "gradient"): 1e-2})
     assert (floor.last_step, FLOOR.last_step) == (1, None)
     good, bad = step((1, 2)), step((1, 2), parameters=(parameter("Net.first.weight", 5.0),))
-    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)), world_size=1)
+    one = rank_run(step((1, 2, 3, 4)), step((1, 2, 3, 4)))
     rest = step((3, 4))
     many = (rank_run(good, bad), rank_run(rest, rest, rank=1))
     assert differences(one, many, floor) == []
@@ -126,7 +131,7 @@ def test_a_result_that_depends_on_the_order_of_samples_has_no_measured_floor() -
 def test_a_later_step_that_depends_on_the_order_of_samples(later: float, is_measured: bool) -> None:
     def run(*errors: float) -> RankRun:
         changed = [(parameter("Net.first.weight", 1 + error), parameter("Net.last.weight")) for error in errors]
-        return rank_run(*(step((1, 2, 3, 4), parameters=held) for held in changed), world_size=1)
+        return rank_run(*(step((1, 2, 3, 4), parameters=held) for held in changed))
 
     # Rounding grows by a factor, and does not jump.
     floor = measured_floor(run(0.0, 0.0, 0.0), run(1e-12, 1e-10, later))
@@ -158,11 +163,19 @@ def test_whose_batches_ranks_take() -> None:
 
 def test_a_file_of_records_is_read_back(tmp_path: Path) -> None:
     rank = one_rank()
-    path = tmp_path / "rank-0.jsonl"
-    lines = [line_of("facts", rank.facts), line_of("loader", rank.loaders[0]), line_of("step", rank.steps[0])]
-    path.write_text("".join(lines) + '["step",{"cut')
+    path = tmp_path / "rank-0"
+    with path.open("wb") as file:
+        add_to(file, facts=rank.facts)
+        add_to(file, loaders=rank.loaders[0])
+        add_to(file, steps=rank.steps[0])
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        add_to(file, steps=rank.steps[0])
+    path.write_bytes(path.read_bytes()[:-20])
     assert read(path) == replace(rank, end="")
-    path.write_text("".join([*lines, line_of("end", {"how": "script", "batches_kept": True})]))
+    path.write_bytes(whole)
+    with path.open("ab") as file:
+        add_to(file, end="script", batches_kept=True)
     assert read(path) == rank
     assert read(tmp_path / "none") is None
 

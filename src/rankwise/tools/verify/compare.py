@@ -6,7 +6,7 @@ Values only; imports no torch. What each rank has a share of is added up over ra
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -60,6 +60,8 @@ _NOISE = {"float64": 1e-10, "as-is": 1e-5}
 """A gradient this much smaller than the whole one is rounding, of which Adam makes a whole update."""
 _SMALL_UPDATE = {"float64": 1e-5, "as-is": 2e-3}
 """An update this much smaller than its parameter is compared relative to the parameter, which is rounded."""
+CLOSE = 1e-4
+"""Relative difference up to which a signature fits; the differences that are explained are much larger."""
 WHOLLY = 1.0
 """The relative difference of values that have no measure."""
 
@@ -157,24 +159,21 @@ def is_unseeded(one: RankRun, again: RankRun) -> Gap | None:
 # -- differences ---------------------------------------------------------------------------------------------
 
 
-def differences(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> list[Difference]:
-    """Return all gaps that are more than rounding, the first one first."""
-    found: list[Difference] = []
+def differences(found: Iterable[Gap], floor: Floor) -> Iterator[Difference]:
+    """Yield the gaps that are more than rounding, in their order."""
     last_step = floor.last_step
-    for gap in gaps(reference, many):
+    for gap in found:
         if last_step is not None and gap.step > last_step and gap.phase not in EXACT:
             continue
         tolerance = floor.tolerance(gap.step, gap.phase)
         if gap.phase == "data" and gap.kind == "computed":
             tolerance = floor.tolerance(gap.step, "forward")
         if gap.error > tolerance:
-            found.append(Difference(gap, tolerance))
-    return found
+            yield Difference(gap, tolerance)
 
 
 def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
     """Yield how far apart each quantity is, in causal order."""
-    dtype = reference.facts.dtype
     for number, one in enumerate(reference.steps):
         if any(number >= len(rank.steps) for rank in many):
             return
@@ -184,13 +183,13 @@ def gaps(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
         if number == 0:
             yield from initial_gaps(one, theirs)
         yield from _forward(one, theirs)
-        yield from _gradients(one, theirs, _SMALL_SHARE[dtype])
-        yield from _hyperparameters(one, theirs)
-        yield from _states(one, theirs, _SMALL_SHARE[dtype])
-        yield from _updates(one, theirs, dtype)
-        yield from _held_alike(one.number, "buffers", one.buffers, [step.buffers for step in theirs])
-        yield from _copies(one.number, "buffers", one.copies, [step.copies for step in theirs])
-    yield from _end(reference, many)
+        yield from _optimized(one, theirs, reference.facts.dtype)
+        yield from _left(one.number, "buffers", one, theirs)
+    one, ends = reference.last, [rank.last for rank in many if rank.last is not None]
+    number = len(reference.steps)
+    if one is not None and len(ends) == len(many) and all(len(rank.steps) == number for rank in many):
+        yield from _decisions(number, "end", ends)
+        yield from _left(number, "end", one, ends)
 
 
 def _decisions(step: int, phase: Phase, theirs: Sequence[Step | Last]) -> Iterator[Gap]:
@@ -199,22 +198,15 @@ def _decisions(step: int, phase: Phase, theirs: Sequence[Step | Last]) -> Iterat
         yield _worst(step, phase, f"the value given to {PLATEAU}", [_relative(held[0], one) for one in held], PLATEAU)
 
 
-def _end(reference: RankRun, many: Sequence[RankRun]) -> Iterator[Gap]:
-    one, theirs = reference.last, [rank.last for rank in many if rank.last is not None]
-    if one is None or len(theirs) < len(many) or any(len(rank.steps) != len(reference.steps) for rank in many):
-        return
-    number = len(reference.steps)
-    yield from _decisions(number, "end", theirs)
-    yield from _held_alike(number, "end", one.buffers, [last.buffers for last in theirs])
-    yield from _copies(number, "end", one.copies, [last.copies for last in theirs])
-
-
 def _data(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
     everyone = tuple(range(len(theirs)))
     mine, total = Counter(one.inputs), sum((Counter(step.inputs) for step in theirs), Counter[int]())
     if mine != total and not all(Counter(step.inputs) == mine for step in theirs):
-        name = f"{len(list((total - mine).elements()))} of {sum(total.values())} samples passed to the model"
-        yield _computed_inputs(one, theirs, name) or Gap(one.number, "data", name, "", everyone, WHOLLY)
+        name = f"{(total - mine).total()} of {total.total()} samples passed to the model"
+        error = _computed_inputs_apart(one, theirs)
+        yield Gap(
+            one.number, "data", name, "" if error is None else "computed", everyone, WHOLLY if error is None else error
+        )
         return
     yield Gap(one.number, "data", "samples passed to the model", "", everyone, 0.0)
     batches, taken = _samples([one]), _samples(theirs)
@@ -227,31 +219,15 @@ def _samples(steps: Iterable[Step]) -> Counter[int]:
     return Counter(digest for step in steps for batch in step.batches for digest in batch.digests)
 
 
-def _computed_inputs(one: Step, theirs: Sequence[Step], name: str) -> Gap | None:
-    """Return the gap of inputs that another model computed, which are subject to rounding."""
-    errors = [
-        _input_apart(module.inputs, [_inputs_of(step, module.name) for step in theirs])
+def _computed_inputs_apart(one: Step, theirs: Sequence[Step]) -> float | None:
+    """Return how far apart inputs are that another model computed, which are subject to rounding; else ``None``."""
+    found = [
+        _rows_apart(module.inputs, [other.inputs for other in _calls_of(module.name, theirs)])
         for module in one.modules
         if module.inputs is not None
     ]
-    found = [error for error in errors if error is not None]
-    if not found or len(found) < len(errors):
-        return None
-    return Gap(one.number, "data", name, "computed", tuple(range(len(theirs))), max(found))
-
-
-def _input_apart(mine: Sketch, theirs: Sequence[Sketch | None]) -> float | None:
-    """Return how far the rows of all ranks together are from those of one rank; ``None`` if they are not those rows."""
-    total = summed(theirs)
-    if total is not None and total.rows == mine.rows:
-        return _rows_apart(mine, total)
-    # Each rank computes the whole batch.
-    whole = [other for other in theirs if other is not None and other.rows == mine.rows]
-    return max(_rows_apart(mine, other) for other in whole) if len(whole) == len(theirs) else None
-
-
-def _inputs_of(step: Step, name: str) -> Sketch | None:
-    return next((module.inputs for module in step.modules if module.name == name), None)
+    errors = [max(apart) for apart in found if apart]
+    return max(errors) if errors and len(errors) == len(found) else None
 
 
 def initial_gaps(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
@@ -262,72 +238,78 @@ def initial_gaps(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
 
 
 def _forward(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
-    everyone = tuple(range(len(theirs)))
     for module in one.modules:
-        found = [_output_of(step, module.name) for step in theirs]
-        outputs = [other.output for other in found if other is not None]
-        total = summed(outputs)
-        if total is None or total.shape != module.output.shape:
-            continue
-        if total.rows == module.output.rows:
-            error = _rows_apart(module.output, total)
-            yield Gap(one.number, "forward", module.name, module.kind, everyone, error)
-        elif all(output.rows == module.output.rows for output in outputs):
-            # Each rank computes the whole batch.
-            errors = [_rows_apart(module.output, output) for output in outputs]
+        errors = _rows_apart(module.output, [other.output for other in _calls_of(module.name, theirs)])
+        if len(errors) == 1:
+            errors *= len(theirs)
+        if errors:
             yield _worst(one.number, "forward", module.name, errors, module.kind)
 
 
-def _output_of(step: Step, name: str) -> ModuleOutput | None:
-    return next((module for module in step.modules if module.name == name), None)
+def _calls_of(name: str, theirs: Sequence[Step]) -> list[ModuleOutput]:
+    return [module for step in theirs for module in step.modules if module.name == name]
 
 
-def _gradients(one: Step, theirs: Sequence[Step], small: float) -> Iterator[Gap]:
-    whole = whole_norm(one)
-    for parameter, values in _parameters(one, theirs):
-        if parameter.gradient is None and all(value.gradient is None for value in values):
-            continue
-        norm = 0.0 if parameter.gradient is None else parameter.gradient.norm
-        scale = norm + small * whole
-        errors = [_apart(parameter.gradient, value.gradient, scale) for value in values]
-        yield _worst(one.number, "gradient", parameter.name, errors)
+def _rows_apart(mine: Sketch, theirs: Sequence[Sketch | None]) -> list[float]:
+    """Return how far the rows of all ranks together are from those of one rank, or those of each if each has them all.
+
+    Empty if they are other rows.
+    """
+    held = [one for one in theirs if one is not None]
+    total = summed(held)
+    if total is None or total.shape != mine.shape:
+        return []
+    if total.rows != mine.rows and any(one.rows != mine.rows for one in held):
+        return []
+    errors: list[float] = []
+    for other in [total] if total.rows == mine.rows else held:
+        bends = tuple(one - two for one, two in zip(mine.bends, other.bends, strict=True))
+        apart = _ratio(_size(mine.minus(other)), (mine.rows * mine.squares) ** 0.5)
+        errors.append(max(apart, _ratio(_size(bends), mine.squares)))
+    return errors
 
 
-def whole_norm(step: Step) -> float:
-    """Return the norm of all gradients of a step together."""
-    return sum(one.gradient.squares for one in step.parameters if one.gradient is not None) ** 0.5
-
-
-def _hyperparameters(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
-    for number, group in enumerate(one.hyperparameters):
+def _optimized(one: Step, theirs: Sequence[Step], dtype: str) -> Iterator[Gap]:
+    """Yield the gaps of what an optimizer steps with, and of what it makes of it."""
+    number, small = one.number, _SMALL_SHARE[dtype]
+    whole = sum(one.gradient.squares for one in one.parameters if one.gradient is not None) ** 0.5
+    parameters = list(_parameters(one, theirs))
+    for mine, values in parameters:
+        if mine.gradient is not None or any(value.gradient is not None for value in values):
+            scale = small * whole + (0.0 if mine.gradient is None else mine.gradient.norm)
+            errors = [_apart(mine.gradient, value.gradient, scale) for value in values]
+            yield _worst(number, "gradient", mine.name, errors)
+    for place, group in enumerate(one.hyperparameters):
+        groups = [step.hyperparameters[place] if place < len(step.hyperparameters) else {} for step in theirs]
         for key, value in group.items():
-            held = [_held(step, number, key) for step in theirs]
-            errors = [_relative(value, other) for other in held]
-            yield _worst(one.number, "hyperparameters", key, errors, one.optimizer)
-
-
-def _held(step: Step, number: int, key: str) -> float | None:
-    return step.hyperparameters[number].get(key) if number < len(step.hyperparameters) else None
-
-
-def _relative(value: float, other: float | None) -> float:
-    if other is None:
-        return WHOLLY
-    # Two that are not a number are equal.
-    if value == other or (value != value and other != other):  # noqa: PLR0124
-        return 0.0
-    return abs(value - other) / max(abs(value), abs(other))
-
-
-def _states(one: Step, theirs: Sequence[Step], small: float) -> Iterator[Gap]:
+            errors = [_relative(value, other.get(key)) for other in groups]
+            yield _worst(number, "hyperparameters", key, errors, one.optimizer)
     # As for gradients: what is small beside all of its kind is compared relative to that.
-    squares: dict[str, float] = {}
+    squares: defaultdict[str, float] = defaultdict(float)
     for name, (_, norm) in one.state.items():
-        squares[_kind_of(name)] = squares.get(_kind_of(name), 0.0) + norm * norm
+        squares[_kind_of(name)] += norm * norm
     for name, held in one.state.items():
         scale = held[1] + small * squares[_kind_of(name)] ** 0.5
         errors = [_state_apart(held, step.state.get(name), scale) for step in theirs]
-        yield _worst(one.number, "optimizer state", name, errors, one.optimizer)
+        yield _worst(number, "optimizer state", name, errors, one.optimizer)
+    changed = sum(_size(p.after.minus(p.before)) ** 2 for p in one.parameters) ** 0.5
+    for mine, values in parameters:
+        if mine.gradient is not None and mine.gradient.norm <= _NOISE[dtype] * whole:
+            continue
+        update = mine.after.minus(mine.before)
+        scale = max(_size(update) + small * changed, _SMALL_UPDATE[dtype] * mine.before.norm)
+        others = [value.after.minus(value.before) for value in values]
+        errors = [_ratio(_size([a - b for a, b in zip(update, other, strict=True)]), scale) for other in others]
+        yield _worst(number, "update", mine.name, errors)
+
+
+def _parameters(one: Step, theirs: Sequence[Step]) -> Iterator[tuple[Parameter, list[Parameter]]]:
+    by_name = [{parameter.name: parameter for parameter in step.parameters} for step in theirs]
+    for parameter in one.parameters:
+        values = [names[parameter.name] for names in by_name if parameter.name in names]
+        # Ranks that hold parts of it are not compared.
+        if len(values) == len(theirs) and all(value.before.shape == parameter.before.shape for value in values):
+            yield parameter, values
 
 
 def _kind_of(name: str) -> str:
@@ -341,44 +323,20 @@ def _state_apart(one: tuple[float, float], other: tuple[float, float] | None, sc
     return max(_ratio(abs(one[1] - other[1]), scale), _ratio(abs(one[0] - other[0]), max(scale, abs(one[0]))))
 
 
-def _updates(one: Step, theirs: Sequence[Step], dtype: str) -> Iterator[Gap]:
-    # As for gradients: what is small beside the whole update is compared relative to that.
-    whole = sum(_size(p.after.minus(p.before)) ** 2 for p in one.parameters) ** 0.5
-    noise = _NOISE[dtype] * whole_norm(one)
-    for parameter, values in _parameters(one, theirs):
-        if parameter.gradient is not None and parameter.gradient.norm <= noise:
-            continue
-        update = parameter.after.minus(parameter.before)
-        scale = max(_size(update) + _SMALL_SHARE[dtype] * whole, _SMALL_UPDATE[dtype] * parameter.before.norm)
-        changes = [value.after.minus(value.before) for value in values]
-        errors = [_ratio(_size(tuple(a - b for a, b in zip(update, other, strict=True))), scale) for other in changes]
-        yield _worst(one.number, "update", parameter.name, errors)
-
-
-def _held_alike(
-    step: int, phase: Phase, one: Mapping[str, Sketch], theirs: Sequence[Mapping[str, Sketch]], kind: str = ""
-) -> Iterator[Gap]:
-    for name, mine in one.items():
-        held = [other.get(name) for other in theirs]
-        if all(value is not None and value.shape == mine.shape for value in held):
-            yield _worst(step, phase, name, [_apart(mine, value, mine.norm) for value in held], kind)
-
-
-def _copies(
-    step: int, phase: Phase, one: Mapping[str, Sketch], theirs: Sequence[Mapping[str, Sketch]]
-) -> Iterator[Gap]:
+def _left(step: int, phase: Phase, one: Step | Last, theirs: Sequence[Step | Last]) -> Iterator[Gap]:
+    """Yield the gaps of what a step, or the script, leaves in buffers and in models called without gradients only."""
+    both = [("", one.buffers, [other.buffers for other in theirs])]
     # Where a rank calls a model that others do not, equal names may be of other models.
-    if all(one.keys() == other.keys() for other in theirs):
-        yield from _held_alike(step, phase, one, theirs, COPY)
+    if all(one.copies.keys() == other.copies.keys() for other in theirs):
+        both.append((COPY, one.copies, [other.copies for other in theirs]))
+    for kind, mine, others in both:
+        for name, value in mine.items():
+            held = [other.get(name) for other in others]
+            if all(other is not None and other.shape == value.shape for other in held):
+                yield _worst(step, phase, name, [_apart(value, other, value.norm) for other in held], kind)
 
 
-def _parameters(one: Step, theirs: Sequence[Step]) -> Iterator[tuple[Parameter, list[Parameter]]]:
-    by_name = [{parameter.name: parameter for parameter in step.parameters} for step in theirs]
-    for parameter in one.parameters:
-        values = [names[parameter.name] for names in by_name if parameter.name in names]
-        # Ranks that hold parts of it are not compared.
-        if len(values) == len(theirs) and all(value.before.shape == parameter.before.shape for value in values):
-            yield parameter, values
+# -- distances -----------------------------------------------------------------------------------------------
 
 
 def _worst(step: int, phase: Phase, name: str, errors: Sequence[float], kind: str = "") -> Gap:
@@ -387,16 +345,20 @@ def _worst(step: int, phase: Phase, name: str, errors: Sequence[float], kind: st
     return Gap(step, phase, name, kind, ranks, worst)
 
 
+def _relative(value: float, other: float | None) -> float:
+    if other is None:
+        return WHOLLY
+    # Two that are not a number are equal.
+    if value == other or (value != value and other != other):  # noqa: PLR0124
+        return 0.0
+    return abs(value - other) / max(abs(value), abs(other))
+
+
 def _apart(one: Sketch | None, other: Sketch | None, scale: float) -> float:
     if one is None or other is None:
         existing = one or other
         return 0.0 if existing is None else _ratio(existing.norm, max(scale, existing.norm))
     return _ratio(_size(one.minus(other)), scale)
-
-
-def _rows_apart(one: Sketch, other: Sketch) -> float:
-    bends = tuple(mine - theirs for mine, theirs in zip(one.bends, other.bends, strict=True))
-    return max(_ratio(_size(one.minus(other)), (one.rows * one.squares) ** 0.5), _ratio(_size(bends), one.squares))
 
 
 def _size(projections: Sequence[float]) -> float:
@@ -411,3 +373,104 @@ def _ratio(size: float, scale: float) -> float:
     if size != size:  # noqa: PLR0124
         return WHOLLY
     return size / scale if scale > 0.0 else WHOLLY
+
+
+# -- evidence ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why ranks differ, and what to change."""
+
+    key: str
+    """A name for programs: ``"summed"``."""
+    words: str
+    fix: str
+    evidence: tuple[str, ...] = ()
+    line: str = ""
+
+
+class Evidence:
+    """The first difference, and the records around it."""
+
+    def __init__(self, gap: Gap, reference: RankRun, many: Sequence[RankRun]) -> None:
+        self.gap = gap
+        self.reference = reference
+        self.many = many
+        self.num_ranks = len(many)
+        self.one: Step = reference.steps[gap.step - 1]
+        self.theirs: list[Step] = [rank.steps[gap.step - 1] for rank in many]
+        facts = many[0].facts
+        self.uses_rankwise = facts.uses_rankwise
+        self.replicates = "replicate" in facts.strategies
+        self.is_staged = "pipeline" in facts.strategies
+
+    def on_ranks(self, name: str) -> list[Parameter]:
+        """Return a parameter as all ranks hold it."""
+        return [one for step in self.theirs for one in step.parameters if one.name == name]
+
+    def gradients(self) -> Iterator[tuple[Sketch, list[Sketch | None]]]:
+        """Yield each parameter's gradient on one rank and on all ranks, those large enough to compare."""
+        own = {one.name: one.gradient for one in self.one.parameters if one.gradient is not None}
+        least = CLOSE * max((one.norm for one in own.values()), default=0.0)
+        for name, gradient in own.items():
+            if gradient.norm > least:
+                yield gradient, [one.gradient for one in self.on_ranks(name)]
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks step with equal gradients."""
+        return all(is_near(values[0], value) for _, values in self.gradients() for value in values)
+
+    def with_locals(self) -> Iterator[list[Parameter]]:
+        """Yield each parameter as all ranks hold it, if each has a gradient of its own samples."""
+        for parameter in self.one.parameters:
+            held = self.on_ranks(parameter.name)
+            if all(one.local is not None and one.gradient is not None for one in held) and len(held) > 1:
+                yield held
+
+    def adds_up(self, factor: float) -> bool:
+        """Return whether each gradient is the sum of the ranks' own ones, times a factor."""
+        every = list(self.with_locals())
+        return bool(every) and all(
+            is_near(combined([one.local for one in held], [factor] * len(held)), held[0].gradient) for held in every
+        )
+
+
+def combined(values: Sequence[Sketch | None], weights: Sequence[float]) -> Sketch | None:
+    """Return the weighted sum of sketches; its squares are those of the sum, as the projections tell."""
+    total = summed(values)
+    if total is None or any(value is None for value in values):
+        return None
+    columns = zip(*(value.projections for value in values if value is not None), strict=True)
+    projections = tuple(sum(w * v for w, v in zip(weights, column, strict=True)) for column in columns)
+    squares = sum(value * value for value in projections) / len(projections)
+    return type(total)(total.shape, 1, squares, projections)
+
+
+def ratio_of(mine: Sketch, other: Sketch | None) -> float | None:
+    """Return what ``mine`` is multiplied by to be ``other``; ``None`` if it is no multiple."""
+    own = sum(one * one for one in mine.projections)
+    if other is None or mine.shape != other.shape or own == 0.0:
+        return None
+    ratio = sum(one * two for one, two in zip(mine.projections, other.projections, strict=True)) / own
+    rest = sum((two - ratio * one) ** 2 for one, two in zip(mine.projections, other.projections, strict=True))
+    return ratio if rest**0.5 <= CLOSE * abs(ratio) * own**0.5 else None
+
+
+def is_near(one: Sketch | None, other: Sketch | None) -> bool:
+    """Return whether two tensors are equal within ``CLOSE``, as their projections tell."""
+    if one is None or other is None:
+        return one is other
+    apart = sum(value * value for value in one.minus(other)) ** 0.5 if one.shape == other.shape else float("inf")
+    return apart <= CLOSE * sum(value * value for value in one.projections) ** 0.5
+
+
+def is_same(one: Sketch, other: Sketch) -> bool:
+    """Return whether two tensors are exactly equal."""
+    return one.projections == other.projections
+
+
+def is_close(one: float, other: float) -> bool:
+    """Return whether two numbers are equal within ``CLOSE``."""
+    return abs(one - other) <= CLOSE * max(abs(one), abs(other))

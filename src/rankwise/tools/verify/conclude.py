@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the records of one rank and of N ranks to a verdict: the first difference, its cause, what agreed.
 
-Values only; imports no torch. ``procedure`` decides with it which runs are needed.
+Values only, which the terminal, the JSON and the page show; imports no torch. ``procedure`` decides with it which runs
+are needed.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.errors import fold_ranks
 from rankwise.tools.verify import causes, compare
-from rankwise.tools.verify.evidence import Cause, Evidence
-from rankwise.tools.verify.verdict import First, Verdict, modules_at, table
+from rankwise.tools.verify.compare import EXACT, PHASES, Cause, Evidence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rankwise.tools.verify.compare import Floor
+    from rankwise.tools.verify.compare import Difference, Floor, Gap, Phase
     from rankwise.tools.verify.mistakes import Finding
     from rankwise.tools.verify.records import RankRun, Run, Step
 
+Status = Literal["equal", "differs", "not compared"]
+EXIT_CODES: dict[Status, int] = {"equal": 0, "differs": 1, "not compared": 2}
 TIMED_OUT = 124
 """Exit code of a run that took longer than its limit, as of the command ``timeout``."""
 NUM_COMPARED = 2
@@ -36,6 +38,124 @@ _UNSEEDED = Cause(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class First:
+    """The first difference."""
+
+    step: int
+    phase: str
+    name: str
+    ranks: tuple[int, ...] = ()
+    error: float = 0.0
+    """Relative; 0 if it has no number."""
+    multiple: float = 0.0
+    """How many times the rounding that was allowed; 0 if it has no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step of the table: how far apart each phase is, relative, and what was allowed."""
+
+    step: int
+    errors: dict[str, float]
+    tolerances: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """How far apart the output of a module is in the step of the first difference, or the last one."""
+
+    name: str
+    kind: str
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What comparing one number of ranks with one rank gave."""
+
+    num_ranks: int
+    status: Status
+    why: str = ""
+    """Why it could not be compared."""
+    first: First | None = None
+    cause: Cause | None = None
+    also: tuple[Cause, ...] = ()
+    """Further mistakes that were found on the way."""
+    notes: tuple[str, ...] = ()
+    num_steps: int = 0
+    rows: tuple[Row, ...] = ()
+    modules: tuple[Modules, ...] = ()
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of all steps."""
+        return max((error for row in self.rows for error in row.errors.values()), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All comparisons of one script."""
+
+    script: str
+    dtype: str
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+    runs: tuple[tuple[str, float], ...]
+    """What was run, and how long it took in seconds."""
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        """0: equal for every number of ranks; 1: differs for one; 2: could not be compared."""
+        codes = {EXIT_CODES[verdict.status] for verdict in self.verdicts}
+        return 1 if 1 in codes else max(codes)
+
+    def content(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**asdict(self), "exit_code": self.exit_code}
+
+
+def measured(reference: RankRun, many: Sequence[RankRun], floor: Floor) -> tuple[Verdict, Difference | None]:
+    """Return the verdict before its cause is looked for, and the first difference."""
+    found = list(compare.gaps(reference, many))
+    different = next(compare.differences(found, floor), None)
+    num_steps = min(len(run.steps) for run in (reference, *many))
+    verdict = Verdict(num_ranks=len(many), status="equal", num_steps=num_steps, rows=_table(found, floor))
+    shown = num_steps
+    if different is not None:
+        gap = different.gap
+        shown = gap.step
+        first = First(gap.step, gap.phase, gap.name, gap.ranks, gap.error, different.multiple)
+        verdict = replace(verdict, status="differs", first=first)
+    modules = (gap for gap in found if (gap.step, gap.phase) == (shown, "forward"))
+    tolerance = floor.tolerance(shown, "forward")
+    return (
+        replace(verdict, modules=tuple(Modules(gap.name, gap.kind, gap.error, tolerance) for gap in modules)),
+        different,
+    )
+
+
+def _table(found: Sequence[Gap], floor: Floor) -> tuple[Row, ...]:
+    """Return the largest difference of each phase and step."""
+    worst: dict[int, dict[Phase, float]] = {}
+    for gap in found:
+        errors = worst.setdefault(gap.step, {})
+        errors[gap.phase] = max(errors.get(gap.phase, 0.0), gap.error)
+    return tuple(
+        Row(
+            step,
+            {phase: errors[phase] for phase in PHASES if phase in errors},
+            {phase: 0.0 if phase in EXACT else floor.tolerance(step, phase) for phase in PHASES if phase in errors},
+        )
+        for step, errors in worst.items()
+    )
+
+
+# -- conclusions ---------------------------------------------------------------------------------------------
+
+
 def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Finding], *, is_joined: bool) -> Verdict:
     """Return the verdict on N ranks, each of which took a step.
 
@@ -46,42 +166,29 @@ def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Find
         found: mistakes that show in the run on N ranks alone.
         is_joined: whether the reference took the batches of the ranks together.
     """
-    num_steps = min(len(reference.steps), *(len(rank.steps) for rank in many.ranks))
-    verdict = Verdict(
-        num_ranks=len(many.ranks),
-        status="differs",
-        num_steps=num_steps,
-        rows=table(reference, many.ranks, floor),
-        modules=modules_at(reference, many.ranks, floor, num_steps),
-    )
+    verdict, different = measured(reference, many.ranks, floor)
+    num_steps = verdict.num_steps
     found = sorted(found, key=lambda finding: finding.step or num_steps + 1)
-    different = next(iter(compare.differences(reference, many.ranks, floor)), None)
     if different is not None:
         gap = different.gap
-        evidence = Evidence(gap, reference, many.ranks, is_joined)
-        if is_joined and gap.phase == "forward" and _draws_otherwise(evidence.theirs):
+        evidence = Evidence(gap, reference, many.ranks)
+        draws_otherwise = any(call.drew and not call.drew_by_rows for step in evidence.theirs for call in step.calls)
+        if is_joined and gap.phase == "forward" and draws_otherwise:
             why = "the model draws random numbers in a way that one rank cannot repeat for the samples of several"
-            return replace(verdict, status="not compared", why=why)
+            return replace(verdict, status="not compared", first=None, why=why)
         # A mistake in the data explains what follows from it.
         earlier = next((one.cause for one in found if 0 < one.step <= gap.step), None)
         cause, *others = [earlier] if earlier is not None else _causes(evidence, many)
-        return replace(
-            verdict,
-            first=First(gap.step, gap.phase, gap.name, gap.ranks, gap.error, different.multiple),
-            cause=cause,
-            also=(*others, *(one.cause for one in found if one.cause is not cause)),
-            modules=modules_at(reference, many.ranks, floor, gap.step),
-        )
+        return replace(verdict, cause=cause, also=(*others, *(one.cause for one in found if one.cause is not cause)))
     if found:
-        phase = "data" if found[0].step else "files"
-        first = First(found[0].step, phase, found[0].cause.key, (), 0.0, 0.0)
-        return replace(verdict, first=first, cause=found[0].cause, also=tuple(one.cause for one in found[1:]))
+        first = First(found[0].step, "data" if found[0].step else "files", found[0].cause.key)
+        also = tuple(one.cause for one in found[1:])
+        return replace(verdict, status="differs", first=first, cause=found[0].cause, also=also)
     if floor.last_step == 0:
         return replace(verdict, status="not compared", why="rounding alone makes two runs on one rank differ in step 1")
-    ended = end_differs(reference, many)
-    if ended is not None:
-        return replace(verdict, first=First(num_steps + 1, "steps", ended.key, (), 0.0, 0.0), cause=ended)
-    return replace(verdict, status="equal", num_steps=min(num_steps, floor.last_step or num_steps))
+    return ended_apart(verdict, reference, many) or replace(
+        verdict, num_steps=min(num_steps, floor.last_step or num_steps)
+    )
 
 
 def _causes(evidence: Evidence, many: Run) -> list[Cause]:
@@ -108,16 +215,12 @@ def _warned(text: str, told: Cause) -> Cause:
     return Cause("warned", f"rankwise warns of it: {words}", fix or told.fix, line=told.line)
 
 
-def _draws_otherwise(steps: Sequence[Step]) -> bool:
-    return any(call.drew and not call.drew_by_rows for step in steps for call in step.calls)
-
-
 def unseeded(one: RankRun, again: RankRun) -> Verdict | None:
     """Return the verdict if two runs on one rank already differ in their data or initial parameters."""
     gap = compare.is_unseeded(one, again)
     if gap is None:
         return None
-    first = First(gap.step, gap.phase, gap.name, (0,), gap.error, 0.0)
+    first = First(gap.step, gap.phase, gap.name, (0,), gap.error)
     return Verdict(num_ranks=1, status="differs", first=first, cause=_UNSEEDED)
 
 
@@ -205,10 +308,18 @@ def without_steps(num_ranks: int, one: RankRun, many: Run) -> Verdict:
         return not_compared(num_ranks, "some rank takes no step of a torch optimizer", many)
     # What rankwise says of ranks that differ does not know of files.
     cause = (causes.loaded_apart(one, many.ranks) if has_diverged(many) else None) or _failed(many, num_ranks)
-    return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key, (), 0.0, 0.0), cause=cause)
+    return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key), cause=cause)
 
 
-def end_differs(reference: RankRun, many: Run) -> Cause | None:
+def ended_apart(verdict: Verdict, reference: RankRun, many: Run) -> Verdict | None:
+    """Return the verdict on runs whose steps are equal, if they did not end alike."""
+    cause = _end_differs(reference, many)
+    if cause is None:
+        return None
+    return replace(verdict, status="differs", first=First(verdict.num_steps + 1, "steps", cause.key), cause=cause)
+
+
+def _end_differs(reference: RankRun, many: Run) -> Cause | None:
     """Return why the ranks took fewer or more steps than one rank, or failed after them."""
     if reference.end == "steps" and "parameter_server" in many.ranks[0].facts.strategies:
         # The servers wait for workers that verify has stopped.

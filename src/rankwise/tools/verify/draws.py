@@ -7,8 +7,6 @@ Only calls of torch's own functions are followed; ``drew_by_rows`` says whether 
 
 from __future__ import annotations
 
-import random
-import sys
 import zlib
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -16,28 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from rankwise.data.seeds import generator_state
 from rankwise.tensors.as_bytes import memory_of
-from rankwise.tools.verify.sketches import inverse_permutation, permutation
+from rankwise.tools.replacing import replace_attributes
+from rankwise.tools.verify.sketches import permutation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import ModuleType
 
-_OF_A_TENSOR = (
+_DRAWING = (
     (functional, ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")),
-    (torch, ("dropout", "randn_like", "rand_like", "bernoulli")),
+    (torch, ("dropout", "randn_like", "rand_like", "bernoulli", "randn", "rand")),
 )
-_OF_A_SIZE = ("randn", "rand")
+"""Functions of a tensor, or of a size, whose first dim may be the rows."""
 
 
 def state_digests() -> dict[str, int]:
     """Return a digest of the state of each generator: torch's, Python's, NumPy's."""
-    digests = {"torch": torch_digest(), "random": hash(random.getstate())}
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        _, keys, position, *_ = numpy_random.get_state()
-        digests["numpy"] = zlib.crc32(keys.tobytes(), position)
-    return digests
+    python, (_, keys, position, *_), _ = generator_state()
+    return {"torch": torch_digest(), "random": hash(python), "numpy": zlib.crc32(keys.tobytes(), position)}
 
 
 def drawn_from(before: dict[str, int], after: dict[str, int]) -> str:
@@ -50,19 +45,25 @@ State = tuple[torch.Tensor, ...]
 """Of torch's generators: the processor's, and the accelerator's if the process uses one."""
 
 
+def _generators() -> list[torch.Generator]:
+    kind = torch.accelerator.current_accelerator()
+    module = None if kind is None else torch.get_device_module(kind)
+    is_initialized = getattr(module, "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        return [torch.default_generator]
+    of_devices = getattr(module, "default_generators", ())
+    return [torch.default_generator, *of_devices[torch.accelerator.current_device_index() :][:1]]
+
+
 def torch_state() -> State:
     """Return the state of torch's generators."""
-    module = _accelerator()
-    own = torch.get_rng_state()
-    return (own,) if module is None else (own, module.get_rng_state())
+    return tuple(one.get_state() for one in _generators())
 
 
 def set_torch_state(state: State) -> None:
     """Put torch's generators into a state that :func:`torch_state` returned."""
-    torch.set_rng_state(state[0])
-    module = _accelerator()
-    if module is not None and len(state) > 1:
-        module.set_rng_state(state[1])
+    for generator, own in zip(_generators(), state, strict=False):
+        generator.set_state(own)
 
 
 def torch_digest() -> int:
@@ -71,16 +72,6 @@ def torch_digest() -> int:
     for one in torch_state():
         digest = zlib.crc32(memory_of(one.cpu()), digest)
     return digest
-
-
-def _accelerator() -> ModuleType | None:
-    """Return torch's module for the accelerator that this process has used, such as ``torch.cuda``."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return None
-    module = torch.get_device_module(kind)
-    is_initialized = getattr(module, "is_initialized", None)
-    return module if is_initialized is not None and is_initialized() else None
 
 
 class RowDraws:
@@ -99,11 +90,8 @@ class RowDraws:
 
     def install(self) -> None:
         """Replace torch's functions that draw, before the script imports them."""
-        for module, names in _OF_A_TENSOR:
-            for name in names:
-                self._replace(module, name, _rows_of_tensor)
-        for name in _OF_A_SIZE:
-            self._replace(torch, name, _rows_of_size)
+        for module, names in _DRAWING:
+            replace_attributes(module, names, self._by_rows)
 
     def begin(
         self, rows: int, parts: Sequence[int] = (), states: Sequence[State] = (), *, is_permuted: bool = True
@@ -129,24 +117,21 @@ class RowDraws:
         now = torch_digest()
         return now != self._before, self._is_by_rows and now == self._digest
 
-    def _replace(self, module: ModuleType, name: str, rows_of: Callable[..., int | None]) -> None:
-        original: Callable[..., Any] = getattr(module, name)
-
+    def _by_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def draw(*args: Any, **kwargs: Any) -> Any:
             if self._rows is None or self._is_inside:
                 return original(*args, **kwargs)
             self._is_inside = True
             try:
-                return self._draw(original, rows_of(args, kwargs), args, kwargs)
+                return self._draw(original, args, kwargs)
             finally:
                 self._is_inside = False
 
-        setattr(module, name, draw)
+        return draw
 
-    def _draw(
-        self, original: Callable[..., Any], rows: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _draw(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = _rows_of(args, kwargs)
         if torch_digest() != self._digest:
             self._is_by_rows = False
         if rows != self._rows or not rows:
@@ -156,9 +141,12 @@ class RowDraws:
         elif self._states and sum(self._parts) == rows:
             result = self._draw_for_ranks(original, args, kwargs)
         elif self._is_permuted:
-            device = args[0].device if args and isinstance(args[0], torch.Tensor) else None
-            inverse, forward = inverse_permutation(rows).to(device), permutation(rows).to(device)
-            result = original(*_taken(args, lambda tensor: tensor[inverse]), **kwargs)[forward]
+            first, order = args[0], permutation(rows)
+            if isinstance(first, torch.Tensor):
+                order = order.to(first.device)
+                args = (first[order.argsort()], *args[1:])
+            result = original(*args, **kwargs)
+            result = result[order.to(result.device)]
         else:
             result = original(*args, **kwargs)
         self._digest = torch_digest()
@@ -177,23 +165,12 @@ class RowDraws:
         return torch.cat(results)
 
 
-def _rows_of_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    if not args or not isinstance(args[0], torch.Tensor) or not args[0].dim() or kwargs.get("inplace"):
-        return None
-    return args[0].shape[0]
-
-
-def _rows_of_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    if kwargs.get("generator") is not None or not args:
-        return None
-    first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
-    return first if isinstance(first, int) else None
-
-
-def _taken(args: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    if args and isinstance(args[0], torch.Tensor):
-        return (change(args[0]), *args[1:])
-    return args
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor):
+        return first.shape[0] if first.dim() and not kwargs.get("inplace") else None
+    size = first[0] if isinstance(first, list | tuple) and first else first
+    return size if isinstance(size, int) and kwargs.get("generator") is None else None
 
 
 def _part(args: tuple[Any, ...], start: int, size: int) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ def names_kept(text: str, file: str) -> list[Kept]:
     A loss is what ``backward()`` is called on, or what a function like ``forward`` returns.
     """
     names = _Names(file)
-    names.events(ast.parse(text).body)
+    names.events(ast.parse(text))
     found, pending = set(names.sinks), list(names.sinks)
     while pending:
         sources = names.sources.get(pending.pop(), set()) - found
@@ -69,63 +69,50 @@ class _Names:
         self.sinks: set[str] = set()
         self.carried: list[Kept] = []
 
-    def events(self, body: Sequence[ast.stmt], function: str = "") -> list[tuple[str, int]]:
-        """Return the names that statements read, with 0, and change, with the line; functions are looked at apart."""
-        return [event for statement in body for event in self._events(statement, function)]
-
-    def _events(self, one: ast.stmt, function: str) -> list[tuple[str, int]]:
-        match one:
+    def events(self, node: ast.AST, function: str = "") -> list[tuple[str, int]]:
+        """Return the names that code reads, with 0, and changes, with the line; functions are looked at apart."""
+        match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self._function(one)
+                self._function(node)
                 return []
-            case ast.ClassDef():
-                return self.events(one.body)
-            case ast.For() | ast.AsyncFor():
-                inner = self._assigned([one.target], one.iter, one.lineno) + self.events(one.body, function)
-                # The iterator is made once, before the loop.
-                self._carry(inner[len(_names(one.iter)) :], _lines(one))
-                return [*inner, *self.events(one.orelse, function)]
-            case ast.While():
-                inner = [*self._reads(one.test), *self.events(one.body, function)]
-                self._carry(inner, _lines(one))
-                return inner
+            case ast.For() | ast.AsyncFor() | ast.While():
+                return self._loop(node, function)
             case ast.If():
-                branches = [self.events(one.body, function), self.events(one.orelse, function)]
-                return [*self._reads(one.test), *_of_branches(branches)]
-            case ast.With() | ast.AsyncWith():
-                opened = [self._assigned([item.optional_vars], item.context_expr, one.lineno) for item in one.items]
-                return [*(event for events in opened for event in events), *self.events(one.body, function)]
-            case ast.Try():
-                handled = [statement for handler in one.handlers for statement in handler.body]
-                return self.events([*one.body, *handled, *one.orelse, *one.finalbody], function)
-            case _:
-                return self._of_simple(one, function)
-
-    def _of_simple(self, one: ast.stmt, function: str) -> list[tuple[str, int]]:
-        match one:
+                branches = [self._all(node.body, function), self._all(node.orelse, function)]
+                return [*self._reads(node.test), *_of_branches(branches)]
             case ast.Assign() | ast.Delete():
-                return self._assigned(one.targets, one.value if isinstance(one, ast.Assign) else None, one.lineno)
-            case ast.AnnAssign():
-                return self._assigned([one.target], one.value, one.lineno)
-            case ast.AugAssign():
-                return [*self._reads(one.target), *self._assigned([one.target], one.value, one.lineno)]
-            case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner)) as call):
-                # A call whose result is not used changes its owner, as queue.extend(keys) does.
-                while isinstance(owner, ast.Call) and isinstance(owner.func, ast.Attribute):
-                    owner = owner.func.value
-                return self._assigned([owner], call, one.lineno)
+                return self._assigned(node.targets, getattr(node, "value", None), node.lineno)
+            case ast.AnnAssign() | ast.AugAssign():
+                held = self._reads(node.target) if isinstance(node, ast.AugAssign) else []
+                return [*held, *self._assigned([node.target], node.value, node.lineno)]
+            case ast.Expr(value=ast.Call(func=ast.Attribute()) as call):
+                return self._assigned([_owner(call)], call, node.lineno)
             case ast.Return(value=ast.expr() as value):
                 for name in (function, f".{function}()"):
                     self.sources.setdefault(name, set()).update(_names(value))
                 self.sinks |= _names(value) if function in _RETURN_LOSSES else set()
                 return self._reads(value)
+            case ast.expr() | ast.Expr() | ast.withitem():
+                return self._reads(node)
             case _:
-                return self._reads(one)
+                return self._all(ast.iter_child_nodes(node), function)
+
+    def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, function: str) -> list[tuple[str, int]]:
+        # An iterator is made once, before the loop.
+        is_test = isinstance(loop, ast.While)
+        head = self._reads(loop.test) if is_test else self._assigned([loop.target], loop.iter, loop.lineno)
+        inner = head + self._all(loop.body, function)
+        carried = inner if is_test else inner[len(_names(loop.iter)) :]
+        self._carry(carried, range(loop.lineno, (loop.end_lineno or loop.lineno) + 1))
+        return [*inner, *self._all(loop.orelse, function)]
+
+    def _all(self, nodes: Iterable[ast.AST], function: str) -> list[tuple[str, int]]:
+        return [event for node in nodes for event in self.events(node, function)]
 
     def _function(self, one: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         given = [(node.arg, one.lineno) for node in ast.walk(one.args) if isinstance(node, ast.arg)]
         outside = {name for node in ast.walk(one) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        events = given + self.events(one.body, one.name)
+        events = given + self._all(one.body, one.name)
         if one.name != "__init__":
             self._carry([event for event in events if event[0].startswith(".") or event[0] in outside], range(0))
 
@@ -158,10 +145,6 @@ class _Names:
         ]
 
 
-def _lines(one: ast.stmt) -> range:
-    return range(one.lineno, (one.end_lineno or one.lineno) + 1)
-
-
 def _of_branches(branches: Iterable[Sequence[tuple[str, int]]]) -> list[tuple[str, int]]:
     """Return what branches read before they change it, and then what any of them changes."""
     first = [(name, 0) for branch in branches for name, line in _firsts(branch).items() if not line]
@@ -184,6 +167,13 @@ def _names(node: ast.AST) -> set[str]:
     bound |= {one.arg for one in nodes if isinstance(one, ast.arg)}
     variables = {one.id for one in nodes if isinstance(one, ast.Name)} - bound
     return variables | {f".{one.attr}{'()' * (id(one) in methods)}" for one in nodes if isinstance(one, ast.Attribute)}
+
+
+def _owner(call: ast.expr) -> ast.expr:
+    """Return what a call changes whose result is not used, as queue.extend(keys) changes queue."""
+    while isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+        call = call.func.value
+    return call
 
 
 def _leaves(target: ast.AST) -> Iterator[ast.AST]:

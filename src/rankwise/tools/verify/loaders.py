@@ -7,11 +7,9 @@ random numbers that they drew for it. Imported by ``recorder``.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,52 +24,30 @@ from rankwise.tools.verify.records import Batch, Loader
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
+    from rankwise.tools.verify.records import Plan
+    from rankwise.tools.verify.script_files import ScriptLines
+
 MOST_BYTES = 2**30
 """Of the batches of one rank that are kept for a run on one rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderPlan:
-    """What is done with batches."""
-
-    float64: bool = False
-    permute: bool = False
-    keep: str | None = None
-    """A folder for this rank's batches."""
-    join: tuple[str, ...] = ()
-    """The folders of the ranks whose batches are taken instead of the loader's own."""
-
-
-class Listener(Protocol):
-    """Receives what the loaders of the script do."""
-
-    def on_loader(self, loader: Loader) -> None:
-        """Note a loader that is iterated for the first time."""
-        ...
-
-    def on_batch(self, batch: Batch) -> None:
-        """Note a batch that is about to be given to the script."""
-        ...
-
-    def line(self) -> str:
-        """Return the line of the script that is running."""
-        ...
-
-    def stop(self) -> None:
-        """End the script: there are no more batches of the other run."""
-        ...
+class StepsTaken(SystemExit):
+    """Ends the script: it has taken as many steps as were asked for, or there are no more batches of another run."""
 
 
 class Loaders:
     """The loaders of one process."""
 
-    def __init__(self, plan: LoaderPlan, listener: Listener) -> None:
+    def __init__(self, plan: Plan, rank: int, lines: ScriptLines, on_loader: Callable[[Loader], None]) -> None:
         self._plan = plan
-        self._listener = listener
+        self._folder = plan.batches(rank)
+        self._lines = lines
+        self._on_loader = on_loader
+        self.batches_kept = True
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._epochs: dict[int, int] = {}
         self._bytes = 0
-        self.batches_kept = True
+        self._taken: list[Batch] = []
         self._is_inside = False
         """Whether a batch of a loader is being made."""
 
@@ -79,6 +55,11 @@ class Loaders:
         """Replace the iteration of loaders."""
         for kind in (data.DataLoader, own_loader.DataLoader):
             replace_attributes(kind, ["__iter__"], self._following)
+
+    def taken(self) -> list[Batch]:
+        """Return the batches that the script has taken since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
 
     def _following(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @wraps(original)
@@ -88,23 +69,22 @@ class Loaders:
                 return original(loader)
             if self._plan.join:
                 return self._joined(loader)
-            if has_workers(loader):
-                with noting_draws(loader):
-                    return self._followed(loader, original(loader), by_workers=True)
-            return self._followed(loader, original(loader))
+            has_workers = isinstance(loader, data.DataLoader) and loader.num_workers > 0
+            with _noting_draws(loader) if has_workers else nullcontext():
+                return self._followed(loader, original(loader), by_workers=has_workers)
 
         return iterate
 
     def _place(self, loader: Any) -> tuple[int, int]:
         if loader not in self._numbers:
             self._numbers[loader] = len(self._numbers)
-            self._listener.on_loader(_described(loader, self._numbers[loader], self._listener.line()))
+            self._on_loader(_described(loader, self._numbers[loader], self._lines.running()))
         number = self._numbers[loader]
         epoch = self._epochs.get(number, 0)
         self._epochs[number] = epoch + 1
         return number, epoch
 
-    def _followed(self, loader: Any, batches: Iterator[Any], *, by_workers: bool = False) -> Generator[Any]:
+    def _followed(self, loader: Any, batches: Iterator[Any], *, by_workers: bool) -> Generator[Any]:
         # Counted at the first batch: tqdm.auto makes an iterator that it never uses.
         number, epoch = self._place(loader)
         position = 0
@@ -123,59 +103,52 @@ class Loaders:
                 if by_workers:
                     batch, drawn = batch[0], drawn + batch[1]
                 if self._plan.float64:
-                    batch = sketches.in_float64(batch)
+                    batch = sketches.cast(batch, torch.float64)
                 if self._plan.permute:
                     batch = sketches.permuted(batch)
-                self._keep(batch, f"{number}-{epoch}-{position}")
-                self._listener.on_batch(_recorded(batch, number, epoch, position, drawn))
+                self._keep(batch, f"{number}-{epoch}-{position}.pt")
+                self._taken.append(Batch(number, epoch, _digests(batch), drawn))
                 yield batch
                 position += 1
         finally:
             close = getattr(batches, "close", None)
             if close is not None:
                 close()
-        if self._plan.keep is not None:
-            Path(self._plan.keep, f"{number}-{epoch}.end").touch()
+        if self._plan.keep:
+            (self._folder / f"{number}-{epoch}.end").touch()
 
     def _keep(self, batch: Any, name: str) -> None:
-        if self._plan.keep is None or not self.batches_kept:
-            return
         self._bytes += sum(one.numel() * one.element_size() for one in sketches.tensors_in(batch))
-        if self._bytes > MOST_BYTES:
-            self.batches_kept = False
-            return
-        try:
-            torch.save(batch, Path(self._plan.keep, f"{name}.pt"))
-        except Exception:  # noqa: BLE001 - objects of the script that cannot be pickled
-            self.batches_kept = False
+        self.batches_kept = self.batches_kept and self._bytes <= MOST_BYTES
+        if self._plan.keep and self.batches_kept:
+            try:
+                torch.save(batch, self._folder / name)
+            except Exception:  # noqa: BLE001 - objects of the script that cannot be pickled
+                self.batches_kept = False
 
     def _joined(self, loader: Any) -> Generator[Any]:
         number, epoch = self._place(loader)
+        folders = self._plan.joined_batches
         position = 0
-        while True:
-            paths = [Path(folder, f"{number}-{epoch}-{position}.pt") for folder in self._plan.join]
-            found = [path for path in paths if path.exists()]
-            if not found:
-                if all(Path(folder, f"{number}-{epoch}.end").exists() for folder in self._plan.join):
-                    return
-                self._listener.stop()
+        while found := [path for folder in folders if (path := folder / f"{number}-{epoch}-{position}.pt").exists()]:
             parts = [torch.load(path, weights_only=False) for path in found]
             batch = parts[0] if _are_one(parts) else sketches.joined(parts)
-            self._listener.on_batch(_recorded(batch, number, epoch, position, ""))
+            self._taken.append(Batch(number, epoch, _digests(batch)))
             yield batch
             position += 1
+        if not all((folder / f"{number}-{epoch}.end").exists() for folder in folders):
+            raise StepsTaken(0)
 
 
 def _are_one(parts: Sequence[Any]) -> bool:
     """Return whether each rank has the whole batch, as of a loader for an evaluation: all have the same samples."""
-    samples = [_recorded(part, 0, 0, 0, "").digests for part in parts]
+    samples = [_digests(part) for part in parts]
     return len(set(samples)) == 1 and len(set(samples[0])) == len(samples[0]) > 0
 
 
-def _recorded(batch: Any, loader: int, epoch: int, number: int, drawn: str) -> Batch:
+def _digests(batch: Any) -> tuple[int, ...]:
     rows = sketches.with_rows(sketches.tensors_in(batch))
-    digests = sketches.digests_of_rows(rows) if rows else ()
-    return Batch(loader, epoch, number, digests, drawn)
+    return sketches.digests_of_rows(rows) if rows else ()
 
 
 def _described(loader: Any, number: int, line: str) -> Loader:
@@ -185,15 +158,8 @@ def _described(loader: Any, number: int, line: str) -> Loader:
         length = None
     sampler = getattr(loader, "sampler", None)
     shuffles = callable(getattr(sampler, "set_epoch", None)) and bool(getattr(sampler, "shuffle", False))
-    return Loader(
-        number,
-        type(loader).__name__,
-        length,
-        getattr(loader, "batch_size", None),
-        type(sampler).__name__,
-        shuffles,
-        line,
-    )
+    size = getattr(loader, "batch_size", None)
+    return Loader(number, length, size, type(sampler).__name__, shuffles, line)
 
 
 class WorkerDraws:
@@ -211,20 +177,15 @@ class WorkerDraws:
         self._states = state_digests()
 
     def collate(self, samples: Any) -> tuple[Any, str]:
-        """Stand in for ``collate_fn``."""
+        """Stand in for ``collate_fn``: return the batch with what the worker drew for it."""
         batch = self._collate(samples)
         before, self._states = self._states, state_digests()
         return batch, drawn_from(before, self._states)
 
 
-def has_workers(loader: object) -> TypeGuard[data.DataLoader[Any]]:
-    """Tell whether a loader of torch reads in worker processes."""
-    return isinstance(loader, data.DataLoader) and loader.num_workers > 0
-
-
 @contextmanager
-def noting_draws(loader: data.DataLoader[Any]) -> Generator[None]:
-    """Make the workers that start inside the block give each batch with what they drew, as a tuple of two."""
+def _noting_draws(loader: data.DataLoader[Any]) -> Generator[None]:
+    """Make the workers that start inside the block give each batch with what they drew."""
     draws = WorkerDraws(loader.worker_init_fn, loader.collate_fn)
     with replaced(
         (loader, ["worker_init_fn"], lambda _: draws.begin), (loader, ["collate_fn"], lambda _: draws.collate)

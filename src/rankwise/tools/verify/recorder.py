@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what the script does in each step: hooks on torch, installed before the script runs.
 
-Every value is reduced to a sketch or a digest at once; nothing communicates. Imported by ``rank``.
+Every value is reduced to a sketch or a digest at once; nothing communicates. Imported by ``runs``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import logging
 import multiprocessing
 import os
 import sys
-import traceback
-from dataclasses import asdict, dataclass, replace
-from functools import wraps
+from dataclasses import dataclass, field, fields, replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,112 +22,78 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankwise.comm.session import current, current_or_none
+from rankwise.health.call_site import responsible_module
 from rankwise.log import logger
 from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify import sketches
-from rankwise.tools.verify.draws import RowDraws, State, torch_state
+from rankwise.tools.verify.draws import RowDraws, torch_state
 from rankwise.tools.verify.kept import KeptValues
-from rankwise.tools.verify.loaders import LoaderPlan, Loaders
-from rankwise.tools.verify.names import WRAPPERS, Names
+from rankwise.tools.verify.loaders import Loaders, StepsTaken
+from rankwise.tools.verify.names import WRAPPERS, Names, numbered
 from rankwise.tools.verify.records import (
     Batch,
     Call,
     Facts,
     Last,
-    Loader,
     ModuleOutput,
     Parameter,
+    Plan,
     Sketch,
     Step,
     Written,
-    line_of,
-    read,
+    add_to,
 )
-from rankwise.tools.verify.working_copy import WRITTEN
+from rankwise.tools.verify.script_files import WRITTEN, ScriptLines, copy_of_link, missing_file
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.saving import on_save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import FrameType, ModuleType
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from rankwise.tools.replacing import Replaced
-    from rankwise.tools.verify.records import RankRun
+    from rankwise.tools.verify.draws import State
 
 MOST_FILES = 1000
-_LIBRARIES = ("site-packages", "dist-packages")
-_STRATEGIES = (
-    "replicate",
-    "shard.shard",
-    "tensor_parallel.tensor_parallel",
-    "pipeline.pipeline",
-    "local_sgd.local_sgd",
-    "parameter_server.parameter_server",
-)
-"""Modules of rankwise's with a function of the same name that takes a model."""
+_STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "local_sgd", "parameter_server")
+"""Functions of rankwise's that take a model."""
+_BETWEEN_WARNING_AND_HANDLER = ("rankwise.log", __name__)
 _ABOUT_RESULTS = ("rankwise.parallel.", "rankwise.comm.optimizer_steps")
 """Modules whose warnings name what makes results depend on the number of ranks."""
 _ABOUT_SPEED = "rankwise.parallel.randomness.philox"
 """And that of them whose warnings do not."""
 
 
-class StepsTaken(SystemExit):
-    """Ends the script: it has taken as many steps as were asked for."""
+@dataclass(slots=True)
+class _Since:
+    """What has happened since the last step: fields of :class:`Step`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How one run of the script is recorded."""
-
-    record: str
-    """A folder; each rank writes a file into it."""
-    working_folder: str
-    """The folder whose files are the script's, to which names of files are relative."""
-    origin: str
-    """The user's working folder, of which this process has a copy."""
-    steps: int
-    float64: bool
-    permute: bool = False
-    """Whether the rows of each batch are put in another order."""
-    keep: bool = False
-    """Whether batches are kept for a run on one rank."""
-    join: str | None = None
-    """The record of a run whose ranks' batches and hyperparameters are taken; for a run on one rank."""
-    num_joined: int = 0
-    """How many ranks it had."""
-
-    def path(self, rank: int) -> Path:
-        """Return the file of a rank."""
-        return Path(self.record, f"rank-{rank}.jsonl")
-
-    def loaders(self, rank: int) -> LoaderPlan:
-        """Return what is done with the batches of a rank."""
-        join = () if self.join is None else tuple(_batches(self.join, one) for one in range(self.num_joined))
-        return LoaderPlan(self.float64, self.permute, _batches(self.record, rank) if self.keep else None, join)
-
-
-def _batches(record: str, rank: int) -> str:
-    return str(Path(record, f"batches-{rank}"))
+    rows: int = 0
+    inputs: list[int] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    clipped: list[float] = field(default_factory=list)
+    metrics: list[float] = field(default_factory=list)
+    loss_line: str = ""
 
 
 class Recorder:
     """What one rank records, from :meth:`install` to :meth:`finish`."""
 
-    def __init__(self, plan: Plan, rank: int, world_size: int) -> None:
+    def __init__(self, plan: Plan, rank: int) -> None:
         Path(plan.record).mkdir(parents=True, exist_ok=True)
         self._plan = plan
         self._rank = rank
-        self._world_size = world_size
         self._pid = os.getpid()
-        self._file = plan.path(rank).open("w", encoding="utf-8")
-        self._root = f"{Path(plan.working_folder).resolve()}{os.sep}"
+        self._file = plan.path(rank).open("wb")
+        self._lines = ScriptLines(plan.root)
         self._draws = RowDraws(permutes=plan.permute)
-        self._loaders = Loaders(plan.loaders(rank), self)
+        self._loaders = Loaders(plan, rank, self._lines, lambda loader: self._write(loaders=loader))
         self._names = Names()
-        self._kept_values = KeptValues(self._root)
-        self._lines_of_kept: dict[str, str] = {}
-        self._joined: list[RankRun] = []
+        self._kept_values = KeptValues(self._lines.root)
+        self._facts = Facts(rank, "float64" if plan.float64 else "as-is", data_rank=rank)
+        self._found: dict[str, Any] = {"lines_of_kept": {}, "loaded": {}}
+        """Fields of :class:`RankRun` that are written at the end."""
         self._steps = 0
         self._num_calls = 0
         self._depth = 0
@@ -136,42 +101,28 @@ class Recorder:
         self._schedulers = 0
         self._scheduler_depth = 0
         self._paths: set[str] = set()
-        self._optimizers: dict[int, tuple[Optimizer, str]] = {}
+        self._optimizers: dict[Optimizer, str] = {}
         self._own: list[dict[str, Any]] = []
         self._scales: dict[str, float] = {}
-        self._unused: list[Batch] = []
-        self._loaded: dict[str, str] = {}
         self._last_read = ""
-        self._hooked: dict[int, torch.Tensor] = {}
+        self._hooked: set[torch.Tensor] = set()
         self._here = Path.cwd()
         self._inexact: dict[str, str] = {}
-        self._noted: dict[str, object] | None = None
-        """What is to be known of rankwise's part in the run, after the first step."""
-        self._metrics: list[float] = []
-        self._scheduler_line = self._hook_line = self._spawn_line = ""
         self._clear()
-        self._write("facts", Facts(rank, world_size, "float64" if plan.float64 else "as-is", data_rank=rank))
+        self._write(facts=self._facts)
         if plan.keep:
-            Path(_batches(plan.record, rank)).mkdir(exist_ok=True)
-        if plan.join is not None:
-            found = [read(Path(plan.join, f"rank-{one}.jsonl")) for one in range(plan.num_joined)]
-            self._joined = [one for one in found if one is not None]
+            plan.batches(rank).mkdir(exist_ok=True)
+        self._joined = list(plan.join.ranks) if plan.join else []
 
     def _clear(self) -> None:
-        self._rows = 0
-        self._inputs: list[int] = []
-        self._batches: list[Batch] = []
+        self._since = _Since()
+        self._modules: dict[str, ModuleOutput] = {}
+        self._kept: dict[str, Sketch] | None = None
         self._has_loader = False
         """Whether the script has taken batches from a loader."""
-        self._calls: list[Call] = []
-        self._modules: dict[str, ModuleOutput] = {}
-        self._losses: list[float] = []
-        self._local: dict[int, Sketch] = {}
-        self._clipped: list[float] = []
-        self._loss_line = ""
-        self._before: dict[int, tuple[Sketch, Sketch | None]] = {}
+        self._local: dict[torch.Tensor, Sketch] = {}
+        self._stepped: list[tuple[torch.Tensor, Parameter]] = []
         self._state: dict[str, tuple[float, float]] = {}
-        self._kept: dict[str, Sketch] | None = None
 
     # -- torch ---------------------------------------------------------------------------------------------
 
@@ -185,24 +136,66 @@ class Recorder:
         replace_attributes(torch, ["compile"], lambda _: _uncompiled)
         self._loaders.install()
         self._draws.install()
+        package = sys.modules["rankwise"]
+        for name in _STRATEGIES:
+            package.__dict__.pop(name, None)
+        replace_attributes(package, ["__getattr__"], self._around_public_names)
         replace_attributes(nn.Module, ["__call__"], self._around_module)
-        replace_attributes(torch.Tensor, ["backward"], self._around_backward)
-        for kind, name in ((torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook")):
-            replace_attributes(kind, [name], self._around_hooks)
-        for kind in (nn.Module, Optimizer):
-            replace_attributes(kind, ["load_state_dict"], self._around_loading)
-        replace_attributes(torch.multiprocessing, ["spawn", "start_processes"], self._around_start)
-        replace_attributes(multiprocessing.Process, ["start"], self._around_start)
-        replace_attributes(nn.utils, ["clip_grad_norm_"], self._around_clipping)
-        replace_attributes(Optimizer, ["add_param_group"], self._around_groups)
-        replace_attributes(torch.amp.GradScaler, ["step"], self._around_scaler)
         for kind in (LRScheduler, ReduceLROnPlateau):
             replace_attributes(kind, ["step"], self._around_scheduler)
+        self._watch(torch.Tensor, "backward", self._note_backward)
+        self._watch(torch.Tensor, "register_hook", self._note_hook)
+        self._watch(nn.Module, "register_full_backward_hook", self._note_hook)
+        for kind in (nn.Module, Optimizer):
+            self._watch(kind, "load_state_dict", self._note_loading)
+        for owner, name in (
+            (torch.multiprocessing, "spawn"),
+            (torch.multiprocessing, "start_processes"),
+            (multiprocessing.Process, "start"),
+        ):
+            self._watch(owner, name, lambda line, *_, **__: self._note_line("spawn_line", line))
+        self._watch(torch.amp.GradScaler, "step", self._note_scale)
+        self._watch(nn.utils, "clip_grad_norm_", after=lambda norm, *_: self._since.clipped.append(float(norm)))
+        # Also parameters that are in no module.
+        self._watch(
+            Optimizer,
+            "add_param_group",
+            after=lambda _, optimizer, *__: self._follow_gradients(optimizer.param_groups[-1]["params"]),
+        )
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         on_save(self._note_file)
         sys.addaudithook(self._audit)
-        logger.addHandler(_Warnings(lambda text: self._write("warning", text)))
+        logger.addHandler(_Warnings(lambda text: self._write(warnings=text)))
+
+    def _watch(
+        self,
+        owner: object,
+        name: str,
+        before: Callable[..., None] = lambda *_, **__: None,
+        after: Callable[..., None] = lambda *_, **__: None,
+    ) -> None:
+        """Have calls noted: before them their line, if it is one of the script's, and arguments; after them the result.
+
+        Args:
+            owner: a module or a class.
+            name: of its function.
+            before: receives the line and the arguments.
+            after: receives the result and the arguments by position.
+        """
+
+        def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
+                before(self._lines.of(frame, frame.f_lineno), *args, **kwargs)
+                result = original(*args, **kwargs)
+                after(result, *args)
+                return result
+
+            return call
+
+        replace_attributes(owner, [name], watched)
 
     def finish(self, how: str, error: BaseException | None = None) -> None:
         """Write how the script ended, and which line of it raised ``error``."""
@@ -210,98 +203,41 @@ class Recorder:
         self._file.close()
 
     def _end(self, how: str, error: BaseException | None = None) -> None:
-        last = None
         if how == "script":
             copies = self._names.copies(with_parameters=True)
-            last = asdict(Last(self._names.buffers(), copies, tuple(self._metrics)))
-        content = {
-            "how": how,
-            "line": "" if error is None else self._line_of_error(error),
-            "batches_kept": self._loaders.batches_kept,
-            "facts": self._noted or {},
-            "last": last,
-            "loaded": self._loaded,
-            "lines_of_kept": self._lines_of_kept,
-            "lines_of_copies": self._names.lines_of_copies(),
-            "missing": "" if error is None else self._missing(error),
-            "scheduler_line": self._scheduler_line,
-            "hook_line": self._hook_line,
-            "spawn_line": self._spawn_line,
-        }
-        self._write("end", content)
+            self._found["last"] = Last(self._names.buffers(), copies, self._since.metrics)
+        if error is not None:
+            self._found["end_line"] = self._lines.of_error(error)
+            self._found["missing"] = missing_file(error, self._here, self._plan.origin)
+        self._write(
+            end=how,
+            batches_kept=self._loaders.batches_kept,
+            lines_of_copies=self._names.lines_of_copies(),
+            **self._found,
+        )
 
-    def _missing(self, error: BaseException) -> str:
-        """Return the file or folder that ended the script because only the user's folder has it beside it."""
-        named: list[str] = []
-        if isinstance(error, FileNotFoundError) and isinstance(error.filename, str | bytes):
-            named = [os.fsdecode(error.filename)]
-        elif isinstance(error, ModuleNotFoundError) and error.name:
-            named = [str(Path(folder, f"{error.name}{end}")) for folder in sys.path for end in ("", ".py")]
-        beside = [os.path.relpath(self._here / one, self._here) for one in named]
-        found = [one for one in beside if one.startswith("..") and Path(self._plan.origin, one).exists()]
-        return found[0] if found else self._missing(error.__cause__) if error.__cause__ is not None else ""
+    def _note_line(self, name: str, line: str) -> None:
+        """Note the first line of the script that does something: a field of :class:`RankRun`."""
+        if line:
+            self._found.setdefault(name, line)
 
-    def _line_of_error(self, error: BaseException) -> str:
-        """Return the innermost line of the script in the traceback of the error, or of what caused it."""
-        causes = self._line_of_error(error.__cause__) if error.__cause__ is not None else ""
-        lines = [self._line_in(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        return causes or next((line for line in reversed(lines) if line), "")
-
-    def stop(self) -> NoReturn:
-        """End the script: it has taken all steps, or there are no more batches."""
-        raise StepsTaken(0)
-
-    def line(self) -> str:
-        """Return the line of the script that is running, ``train.py:31``."""
-        return next((self._line_in(frame, frame.f_lineno) for frame in self._frames()), "")
-
-    def _frames(self) -> Iterator[FrameType]:
-        """Yield the functions of the script that are running, the innermost first."""
-        frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
-        while frame is not None:
-            if self._line_in(frame, frame.f_lineno):
-                yield frame
-            frame = frame.f_back
-
-    def _note_kept(self) -> None:
-        """Note what the script keeps from step to step, when the first loss of a step is computed."""
-        if self._kept is None:
-            values = self._kept_values.now(self._frames())
-            self._kept = {name: sketch for name, (sketch, _) in values.items()}
-            self._lines_of_kept |= {name: line for name, (_, line) in values.items()}
-
-    def _line_in(self, frame: FrameType, number: int) -> str:
-        """Return the line as ``train.py:31``; empty if it is none of the script's."""
-        name = frame.f_code.co_filename
-        is_own = name.startswith(self._root) and not any(word in name for word in _LIBRARIES)
-        return f"{name.removeprefix(self._root)}:{number}" if is_own else ""
-
-    def _write(self, kind: str, value: Facts | Step | Loader | Written | Mapping[str, object] | str) -> None:
+    def _write(self, **values: object) -> None:
         if os.getpid() == self._pid and not self._file.closed:
-            self._file.write(line_of(kind, value))
-            self._file.flush()
+            add_to(self._file, **values)
 
     # -- loaders and files ---------------------------------------------------------------------------------
 
-    def on_loader(self, loader: Loader) -> None:
-        """Note a loader that is iterated for the first time."""
-        self._write("loader", loader)
-
-    def on_batch(self, batch: Batch) -> None:
-        """Note a batch that is about to be given to the script."""
-        self._unused.append(batch)
-
     def _note_use(self, *, is_trained: bool) -> None:
         """Note that a model is called, with the batches that were taken since the last call."""
-        self._has_loader = self._has_loader or bool(self._unused)
+        batches = self._loaders.taken()
+        self._has_loader = self._has_loader or bool(batches)
         if _takes_own_data():
-            self._batches += [replace(batch, is_trained=is_trained) for batch in self._unused]
-        self._unused = []
+            self._since.batches += [replace(batch, is_trained=is_trained) for batch in batches]
 
     def _note_inputs(self, given: Sequence[torch.Tensor]) -> None:
         if given and _takes_own_data():
-            self._rows += given[0].shape[0]
-            self._inputs += sketches.digests_of_rows(given)
+            self._since.rows += given[0].shape[0]
+            self._since.inputs += sketches.digests_of_rows(given)
 
     def _audit(self, event: str, args: tuple[object, ...]) -> None:
         if event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+"):
@@ -315,18 +251,21 @@ class Recorder:
         self._is_recording = True
         try:
             given = Path(os.fsdecode(name)).absolute()
-            _own_copy(given, self._root)
-            path = str(given.resolve())
-            line = self.line()
-            if path.startswith(self._root) and path not in self._paths and line and len(self._paths) < MOST_FILES:
-                self._paths.add(path)
-                shown = path.removeprefix(self._root)
+            copy_of_link(given, self._lines.root)
+            shown = self._lines.within(str(given.resolve()))
+            line = self._lines.running()
+            if shown and shown not in self._paths and line and len(self._paths) < MOST_FILES:
+                self._paths.add(shown)
                 if not any(part.startswith((".", "__")) for part in Path(shown).parts):
-                    self._write("written", Written(shown, line))
+                    self._write(written=Written(shown, line))
         except OSError:
             pass
         finally:
             self._is_recording = False
+
+    def _note_loading(self, line: str, *_: Any, **__: Any) -> None:
+        if line and not self._steps:
+            self._found["loaded"][self._last_read or "a state of its own"] = line
 
     # -- models --------------------------------------------------------------------------------------------
 
@@ -337,36 +276,23 @@ class Recorder:
             if is_transforming() or type(torch.empty(0)) is not torch.Tensor:
                 # What is recorded of it would become a part of the graph, or has no values.
                 return original(module, *args, **kwargs)
-            if self._is_recording or not self._names.has_parameters(module):
-                return self._parameterless(original, module, args, kwargs)
-            if self._depth or not torch.is_grad_enabled() or in_backward():
-                return self._inner(original, module, args, kwargs)
-            return self._outermost(original, module, args, kwargs)
-
-        return call
-
-    def _parameterless(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        result = original(module, *args, **kwargs)
-        if self._depth and not self._is_recording and "Dropout" in type(module).__name__:
-            self._note_output(module, result)
-        return result
-
-    def _inner(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not self._depth:
-            if not in_backward():
-                self._note_use(is_trained=False)
-                self._names.add_copy(module, self.line())
+            is_model = self._names.has_parameters(module)
+            if self._is_recording or self._depth or not is_model:
+                result = original(module, *args, **kwargs)
+                is_shown = not in_backward() if is_model else "Dropout" in type(module).__name__
+                if self._depth and not self._is_recording and is_shown:
+                    self._note_output(module, result)
+                return result
             if self._plan.float64:
                 args, kwargs = self._names.cast(module, args, kwargs)
+            if not in_backward():
+                if torch.is_grad_enabled():
+                    return self._outermost(original, module, args, kwargs)
+                self._note_use(is_trained=False)
+                self._names.add_copy(module, self._lines.running())
             return original(module, *args, **kwargs)
-        result = original(module, *args, **kwargs)
-        if not in_backward():
-            self._note_output(module, result)
-        return result
+
+        return call
 
     def _outermost(
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -375,8 +301,6 @@ class Recorder:
         torch.backends.cudnn.benchmark = False
         root = self._names.add_root(module)
         self._note_use(is_trained=True)
-        if self._plan.float64:
-            args, kwargs = self._names.cast(root, args, kwargs)
         self._follow_gradients(root.parameters())
         given = sketches.with_rows(sketches.tensors_in((args, kwargs)))
         rows = given[0].shape[0] if given else 0
@@ -390,40 +314,27 @@ class Recorder:
         finally:
             self._depth -= 1
             drew, by_rows = self._draws.end()
-        self._keep_state(states, drew=drew)
+        if self._plan.keep and drew and not current_or_none():
+            torch.save(states, self._plan.batches(self._rank) / f"call-{self._num_calls}.state")
         self._num_calls += 1
         self._note_inputs(given)
-        self._calls.append(Call(rows, drew, by_rows, self.line()))
+        self._since.calls.append(Call(rows, drew, by_rows, self._lines.running()))
         self._note_output(root, result, sketches.of_rows(floats[0]) if floats else None)
         return result
 
     def _note_output(self, module: nn.Module, result: object, inputs: Sketch | None = None) -> None:
-        if type(module).__name__ in WRAPPERS:
-            return
         tensors = [one for one in sketches.tensors_in(result) if one.dim() > 0 and one.is_floating_point()]
         name = self._names.of(module)
         # Ranks that hold parts of layers all compute all rows.
-        if not tensors or name is None or not _takes_own_data(but_stages=True):
+        if type(module).__name__ in WRAPPERS or not tensors or name is None or not _takes_own_data(but_stages=True):
             return
-        output = sketches.of_rows(tensors[0])
+        found = ModuleOutput(name, type(module).__name__, sketches.of_rows(tensors[0]), inputs)
         earlier = self._modules.get(name)
-        if earlier is None:
-            self._modules[name] = ModuleOutput(name, type(module).__name__, output, inputs)
-        elif earlier.output.shape == output.shape:
-            both = inputs if earlier.inputs is None else earlier.inputs
-            if inputs is not None and earlier.inputs is not None and earlier.inputs.shape == inputs.shape:
-                both = earlier.inputs + inputs
-            self._modules[name] = ModuleOutput(name, earlier.kind, earlier.output + output, both)
-
-    def _keep_state(self, state: State, *, drew: bool) -> None:
-        if self._plan.keep and drew and not current_or_none():
-            torch.save(state, Path(_batches(self._plan.record, self._rank), f"call-{self._num_calls}.state"))
+        if earlier is None or earlier.output.shape == found.output.shape:
+            self._modules[name] = found if earlier is None else earlier.plus(found)
 
     def _draws_of_ranks(self) -> tuple[list[int], list[State]]:
-        if self._plan.join is None:
-            return [], []
-        folders = [_batches(self._plan.join, rank) for rank in range(self._plan.num_joined)]
-        paths = [Path(folder, f"call-{self._num_calls}.state") for folder in folders]
+        paths = [path / f"call-{self._num_calls}.state" for path in self._plan.joined_batches]
         calls = [[call for step in rank.steps for call in step.calls] for rank in self._joined]
         if not all(path.exists() for path in paths) or any(len(one) <= self._num_calls for one in calls):
             return [], []
@@ -431,106 +342,53 @@ class Recorder:
 
     # -- loss and gradients --------------------------------------------------------------------------------
 
-    def _around_groups(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def add(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-            original(optimizer, param_group)
-            # Also those that are in no module.
-            self._follow_gradients(optimizer.param_groups[-1]["params"])
-
-        return add
-
     def _follow_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
-            key = id(parameter)
-            if parameter.requires_grad and key not in self._hooked and not is_lazy(parameter):
-                self._hooked[key] = parameter
-                parameter.register_hook(self._hook_of(key))
+            if parameter.requires_grad and parameter not in self._hooked and not is_lazy(parameter):
+                self._hooked.add(parameter)
+                parameter.register_hook(partial(self._note_gradient, parameter))
 
-    def _hook_of(self, key: int) -> Callable[[torch.Tensor | None], None]:
-        def note(gradient: torch.Tensor | None) -> None:
-            if gradient is None or is_transforming():
-                # None of a part of the graph that nothing flowed through.
-                return
-            sketch = sketches.of_tensor(gradient)
-            earlier = self._local.get(key)
-            self._local[key] = sketch if earlier is None else earlier + sketch
+    def _note_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        # None of a part of the graph that nothing flowed through.
+        if gradient is not None and not is_transforming():
+            sketch, earlier = sketches.of_tensor(gradient), self._local.get(parameter)
+            self._local[parameter] = sketch if earlier is None else earlier + sketch
 
-        return note
+    def _note_backward(self, _line: str, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        if tensor.numel() == 1:
+            self._since.losses.append(float(tensor.detach()))
+        self._note_loss_line()
 
-    def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if tensor.numel() == 1:
-                self._losses.append(float(tensor.detach()))
-            self._loss_line = self.line() or self._loss_line
-            self._note_kept()
-            return original(tensor, *args, **kwargs)
+    def _note_loss_line(self) -> None:
+        """Note where a loss is computed, and with the first one of a step what the script keeps from step to step."""
+        self._since.loss_line = self._lines.running() or self._since.loss_line
+        if self._kept is None:
+            values = self._kept_values.now(self._lines.frames())
+            self._kept = {name: sketch for name, (sketch, _) in values.items()}
+            self._found["lines_of_kept"] |= {name: line for name, (_, line) in values.items()}
 
-        return backward
+    def _note_hook(self, line: str, owner: torch.Tensor | nn.Module, *_: Any, **__: Any) -> None:
+        # Those of parameters are hooks on the gradient that ranks exchange.
+        if not (isinstance(owner, torch.Tensor) and owner.is_leaf):
+            self._note_line("hook_line", line)
 
-    def _around_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def register(owner: torch.Tensor | nn.Module, *args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
-            # Those of parameters are hooks on the gradient that ranks exchange.
-            if not (isinstance(owner, torch.Tensor) and owner.is_leaf):
-                self._hook_line = self._hook_line or self._line_in(frame, frame.f_lineno)
-            return original(owner, *args, **kwargs)
-
-        return register
-
-    def _around_loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
-            line = self._line_in(frame, frame.f_lineno)
-            if line and not self._steps:
-                self._loaded[self._last_read or "a state of its own"] = line
-            return original(*args, **kwargs)
-
-        return load
-
-    def _around_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def start(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)  # noqa: SLF001 - public in all but name
-            self._spawn_line = self._spawn_line or self._line_in(frame, frame.f_lineno)
-            return original(*args, **kwargs)
-
-        return start
-
-    def _around_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            norm = original(*args, **kwargs)
-            self._clipped.append(float(norm))
-            return norm
-
-        return clip
-
-    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def step(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
-            self._scales = {"scale of the loss": scaler.get_scale()}
-            return original(scaler, *args, **kwargs)
-
-        return step
+    def _note_scale(self, _line: str, scaler: torch.amp.GradScaler, *_: Any, **__: Any) -> None:
+        self._scales = {"scale of the loss": scaler.get_scale()}
 
     # -- strategies ----------------------------------------------------------------------------------------
 
-    def of_strategies(self) -> dict[str, Callable[[ModuleType], Replaced]]:
-        """Return what is changed in modules of rankwise's once they are imported."""
+    def _around_public_names(self, original: Callable[[str], Any]) -> Callable[[str], Any]:
+        """Follow calls of strategies, which rankwise imports when a script first names them."""
 
-        def change(module: ModuleType) -> Replaced:
-            name = module.__name__.rpartition(".")[2]
-            # It may be bound already; it is looked up again.
-            sys.modules["rankwise"].__dict__.pop(name, None)
-            return replace_attributes(module, [name], self._around_strategy)
+        @wraps(original)
+        def find(name: str) -> Any:
+            found = original(name)
+            if name in _STRATEGIES:
+                found = self._around_strategy(found)
+                setattr(sys.modules["rankwise"], name, found)
+            return found
 
-        changes = {f"rankwise.parallel.{name}": change for name in _STRATEGIES}
-        step = "rankwise.parallel.pipeline.step_api"
-        return {**changes, step: lambda module: replace_attributes(module.Pipeline, ["__call__"], self._around_staged)}
+        return find
 
     def _around_strategy(self, original: Callable[..., Any]) -> Callable[..., Any]:
         name = original.__name__
@@ -539,8 +397,8 @@ class Recorder:
         def apply(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             given = [f"{key}={value!r}" for key, value in kwargs.items() if _gives_up_equality(key, value)]
             if given or name == "local_sgd":
-                self._inexact[f"rankwise.{name}({', '.join(given)})"] = self.line()
-            if name == "pipeline" and self._world_size == 1:
+                self._inexact[f"rankwise.{name}({', '.join(given)})"] = self._lines.running()
+            if name == "pipeline" and self._plan.num_scripts == 1:
                 # The reference is one device, which computes the batch as a whole.
                 kwargs |= {"micro_batches": 1, "split": None}
             # Strategies call models to look at them.
@@ -552,6 +410,8 @@ class Recorder:
             if name == "pipeline":
                 # It calls layers, not the model.
                 self._names.add_root(model)
+                if not hasattr(type(result).__call__, "__wrapped__"):
+                    replace_attributes(type(result), ["__call__"], self._around_staged)
             return result
 
         return apply
@@ -561,15 +421,15 @@ class Recorder:
         def call(step: Any, x: object, target: object) -> torch.Tensor:
             self._note_use(is_trained=True)
             self._note_inputs(sketches.with_rows(sketches.tensors_in(x)))
-            self._loss_line = self.line()
-            self._note_kept()
+            self._note_loss_line()
             states, self._depth = torch_state(), self._depth + 1
             try:
                 loss = original(step, x, target)
             finally:
                 self._depth -= 1
-            self._losses.append(float(loss))
-            self._calls.append(Call(0, not _are_equal(states, torch_state()), drew_by_rows=False, line=self._loss_line))
+            self._since.losses.append(float(loss))
+            drew = not all(map(torch.equal, states, torch_state()))
+            self._since.calls.append(Call(0, drew, drew_by_rows=False, line=self._since.loss_line))
             return loss
 
         return call
@@ -582,8 +442,8 @@ class Recorder:
             # A scheduler of schedulers steps its own.
             self._scheduler_depth += 1
             if isinstance(scheduler, ReduceLROnPlateau):
-                self._scheduler_line = self.line()
-                self._metrics += [float(one) for one in (*args[:1], *_named(kwargs, "metrics"))]
+                self._found["scheduler_line"] = self._lines.running()
+                self._since.metrics.append(float(args[0] if args else kwargs["metrics"]))
             try:
                 return original(scheduler, *args, **kwargs)
             finally:
@@ -593,18 +453,16 @@ class Recorder:
         return step
 
     def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        if id(optimizer) not in self._optimizers:
-            same = sum(type(one) is type(optimizer) for one, _ in self._optimizers.values())
-            name = type(optimizer).__name__ + (f"#{same + 1}" if same else "")
-            self._optimizers[id(optimizer)] = optimizer, name
+        self._optimizers.setdefault(optimizer, numbered(optimizer, self._optimizers))
         self._impose(optimizer)
-        self._state = {}
-        for group in optimizer.param_groups:
-            for parameter in filter(_is_held, group["params"]):
-                name = self._names.parameter(parameter) or f"parameter {len(self._before)}"
-                self._state |= _state_of(optimizer.state.get(parameter, {}), name)
-                gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
-                self._before[id(parameter)] = sketches.of_tensor(parameter), gradient
+        self._stepped, self._state = [], {}
+        for parameter in _held_by(optimizer):
+            name = self._names.parameter(parameter)
+            name = name or f"parameter {len(self._stepped)} of {self._optimizers[optimizer]}"
+            self._state |= _state_of(optimizer.state.get(parameter, {}), name)
+            gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
+            before, ranks = sketches.of_tensor(parameter), sketches.ranks_of_parts(parameter)
+            self._stepped.append((parameter, Parameter(name, gradient, None, before, before, ranks)))
 
     def _impose(self, optimizer: Optimizer) -> None:
         """Take the hyperparameters of the run whose batches were joined."""
@@ -614,66 +472,48 @@ class Recorder:
             for group, values in zip(optimizer.param_groups, theirs, strict=False):
                 self._own.append({key: group[key] for key in values if key in group})
                 for key, value in values.items():
-                    _set(group, key, value)
+                    if isinstance(group.get(key), torch.Tensor):
+                        group[key].fill_(value)
+                    elif isinstance(group.get(key), float):
+                        group[key] = value
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         # Those of a model that is called in parts, or is no module.
         self._note_use(is_trained=True)
-        name = self._optimizers[id(optimizer)][1]
         hyperparameters = tuple(_numbers(group) | self._scales for group in optimizer.param_groups)
         for group, own in zip(optimizer.param_groups, self._own, strict=False):
-            for key, value in own.items():
-                if not isinstance(group[key], torch.Tensor):
-                    group[key] = value
-        parameters: list[Parameter] = []
-        for group in optimizer.param_groups:
-            for parameter in filter(_is_held, group["params"]):
-                before, gradient = self._before[id(parameter)]
-                known = self._names.parameter(parameter) or f"parameter {len(parameters)} of {name}"
-                local = self._local.get(id(parameter))
-                ranks = sketches.ranks_of_parts(parameter)
-                parameters.append(Parameter(known, gradient, local, before, sketches.of_tensor(parameter), ranks))
+            group |= {key: value for key, value in own.items() if not isinstance(group[key], torch.Tensor)}
         self._steps += 1
-        if self._noted is None and current_or_none() is not None:
-            self._noted = _facts_of_rankwise() | {"inexact": self._inexact}
-        self._write(
-            "step",
-            Step(
-                self._steps,
-                name,
-                self._rows,
-                tuple(self._inputs),
-                tuple(self._batches),
-                tuple(self._calls),
-                tuple(self._modules.values()),
-                tuple(self._losses),
-                tuple(parameters),
-                self._names.buffers(),
-                hyperparameters,
-                tuple(self._clipped),
-                self._schedulers,
-                self._loss_line,
-                self.line(),
-                self._state,
-                self._names.copies(),
-                tuple(self._metrics),
-                self._kept or {},
+        if not self._facts.uses_rankwise and current_or_none() is not None:
+            self._facts = _with_rankwise(self._facts, self._inexact)
+            self._write(facts=self._facts)
+        step = Step(
+            number=self._steps,
+            optimizer=self._optimizers[optimizer],
+            modules=tuple(self._modules.values()),
+            parameters=tuple(
+                replace(one, local=self._local.get(parameter), after=sketches.of_tensor(parameter))
+                for parameter, one in self._stepped
             ),
+            buffers=self._names.buffers(),
+            hyperparameters=hyperparameters,
+            num_scheduler_steps=self._schedulers,
+            step_line=self._lines.running(),
+            state=self._state,
+            copies=self._names.copies(),
+            kept=self._kept or {},
+            **{one.name: getattr(self._since, one.name) for one in fields(_Since)},
         )
-        self._metrics = []
+        self._write(steps=step)
         self._clear()
         if self._steps >= self._plan.steps:
             self._end("steps")
-            self.stop()
+            raise StepsTaken(0)
 
 
 def _gives_up_equality(option: str, value: object) -> bool:
     """Return whether an option of a strategy makes it give another result than one rank's."""
     return (option, value) == ("mode", "async") or (option == "compress" and value is not None)
-
-
-def _are_equal(one: State, other: State) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 def _takes_own_data(*, but_stages: bool = False) -> bool:
@@ -685,29 +525,26 @@ def _takes_own_data(*, but_stages: bool = False) -> bool:
     return not axes.coordinate(rank, "tp") and (but_stages or not axes.coordinate(rank, "pp"))
 
 
-def _is_held(parameter: torch.Tensor) -> bool:
-    """Return whether this rank holds the values of a parameter: other stages of a pipeline do not."""
-    return not parameter.is_meta
+def _held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters whose values this rank holds, not those of other stages of a pipeline."""
+    return [one for group in optimizer.param_groups for one in group["params"] if not one.is_meta]
 
 
-def _named(kwargs: Mapping[str, Any], name: str) -> tuple[Any, ...]:
-    return (kwargs[name],) if name in kwargs else ()
-
-
-def _facts_of_rankwise() -> dict[str, object]:
+def _with_rankwise(facts: Facts, inexact: Mapping[str, str]) -> Facts:
     # In memory only if the script uses rankwise.
     from rankwise.parallel.core.strategy_registry import strategies_by_parameter  # noqa: PLC0415
     from rankwise.parallel.randomness.model_draws import ways_to_draw  # noqa: PLC0415
 
-    strategies = sorted(set(strategies_by_parameter().values()))
     session = current()
     rank = session.world.rank
-    return {
-        "uses_rankwise": True,
-        "strategies": strategies,
-        "data_rank": rank if session.axes is None else session.axes.data_rank(rank),
-        "randomness": sorted(ways_to_draw()),
-    }
+    return replace(
+        facts,
+        uses_rankwise=True,
+        strategies=tuple(sorted(set(strategies_by_parameter().values()))),
+        data_rank=rank if session.axes is None else session.axes.data_rank(rank),
+        randomness=tuple(sorted(ways_to_draw())),
+        inexact=inexact,
+    )
 
 
 class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
@@ -719,11 +556,7 @@ class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgu
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        # The module that warns: above logging, and rankwise.log.
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - public in all but name
-        while frame is not None and frame.f_globals["__name__"] in {"logging", "rankwise.log"}:
-            frame = frame.f_back
-        source = "" if frame is None else frame.f_globals["__name__"]
+        source = responsible_module(_BETWEEN_WARNING_AND_HANDLER)
         if record.levelno >= logging.WARNING and source.startswith(_ABOUT_RESULTS) and source != _ABOUT_SPEED:
             self._note(record.getMessage())
         super().emit(record)
@@ -750,22 +583,6 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, tuple) and all(isinstance(one, int | float) for one in value):
             found |= {f"{key}[{number}]": float(one) for number, one in enumerate(value)}
     return found
-
-
-def _set(group: dict[str, Any], key: str, value: float) -> None:
-    if isinstance(group.get(key), torch.Tensor):
-        group[key].fill_(value)
-    elif isinstance(group.get(key), float):
-        group[key] = value
-
-
-def _own_copy(path: Path, root: str) -> None:
-    """Replace a link to one of the user's large files by a copy, before the script writes to it."""
-    if path.is_symlink() and str(path).startswith(root):
-        content = path.resolve()
-        path.unlink()
-        if content.is_file():
-            path.write_bytes(content.read_bytes())
 
 
 def _uncompiled(model: Any = None, **_: object) -> Any:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank records of each step, and the file that holds it: one JSON value per line.
+"""What a rank records of each step, and the file that holds it.
 
 Values only; imports no torch. Written by ``recorder``, read by ``compare``.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+import contextlib
+import pickle
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,12 @@ class ModuleOutput:
     inputs: Sketch | None = None
     """Of the outermost module alone: what the script passed."""
 
+    def plus(self, other: ModuleOutput) -> ModuleOutput:
+        """Return the output with that of another call."""
+        return replace(
+            self, output=self.output + other.output, inputs=summed((self.inputs, other.inputs)) or self.inputs
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -87,7 +94,6 @@ class Batch:
 
     loader: int
     epoch: int
-    number: int
     digests: tuple[int, ...]
     """One per sample, of the bits of its tensors."""
     drawn: str = ""
@@ -115,17 +121,17 @@ class Step:
     optimizer: str
     rows: int
     """Samples that the script passed to its models."""
-    inputs: tuple[int, ...]
+    inputs: Sequence[int]
     """One digest per sample passed to a model."""
-    batches: tuple[Batch, ...]
-    calls: tuple[Call, ...]
-    modules: tuple[ModuleOutput, ...]
-    losses: tuple[float, ...]
+    batches: Sequence[Batch]
+    calls: Sequence[Call]
+    modules: Sequence[ModuleOutput]
+    losses: Sequence[float]
     parameters: tuple[Parameter, ...]
     buffers: Mapping[str, Sketch]
     hyperparameters: tuple[Mapping[str, float], ...]
     """One mapping per parameter group."""
-    clipped: tuple[float, ...]
+    clipped: Sequence[float]
     """Norms that ``clip_grad_norm_`` returned."""
     num_scheduler_steps: int
     """Since the start."""
@@ -135,7 +141,7 @@ class Step:
     """What the optimizer held before the step: of each tensor the sum, and the norm."""
     copies: Mapping[str, Sketch] = field(default_factory=dict)
     """Buffers of models that were called without gradients only."""
-    metrics: tuple[float, ...] = ()
+    metrics: Sequence[float] = ()
     """What schedulers were given to decide from, since the step before."""
     kept: Mapping[str, Sketch] = field(default_factory=dict)
     """What the script keeps from step to step and computes its loss from, when it called ``backward()``."""
@@ -148,7 +154,7 @@ class Last:
     buffers: Mapping[str, Sketch]
     copies: Mapping[str, Sketch]
     """Buffers and parameters of models that were called without gradients only."""
-    metrics: tuple[float, ...]
+    metrics: Sequence[float]
     """As of a step."""
 
 
@@ -157,7 +163,6 @@ class Loader:
     """A loader that the script iterated."""
 
     number: int
-    kind: str
     length: int | None
     batch_size: int | None
     sampler: str
@@ -179,7 +184,6 @@ class Facts:
     """What holds for the whole run of a rank."""
 
     rank: int
-    world_size: int
     dtype: str
     uses_rankwise: bool = False
     """Whether it called ``rankwise.join()``."""
@@ -236,109 +240,82 @@ class Run:
     output: str = field(default="", repr=False)
     """The last lines that it wrote."""
     seconds: float = 0.0
+    record: str = ""
+    """The folder with the files of its ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How one run of the script is recorded."""
+
+    num_ranks: int = 1
+    steps: int
+    """After so many it is ended."""
+    float64: bool
+    """Whether it computes in float64."""
+    permute: bool = False
+    """Whether the rows of each batch are put in another order."""
+    join: Run | None = None
+    """The run whose ranks' batches and hyperparameters are taken; for a run on one rank."""
+    auto: bool = False
+    """Whether rank zero runs it and the others serve, as with ``rankwise run --auto``."""
+    record: str = ""
+    """A folder; each rank writes a file into it."""
+    root: str = ""
+    """The folder whose files are the script's, to which names of files are relative."""
+    origin: str = ""
+    """The user's working folder, of which this process has a copy."""
+
+    @property
+    def num_scripts(self) -> int:
+        """How many ranks run the script."""
+        return 1 if self.auto else self.num_ranks
+
+    @property
+    def keep(self) -> bool:
+        """Whether batches are kept for a run on one rank."""
+        return self.num_scripts > 1
+
+    @property
+    def joined_batches(self) -> list[Path]:
+        """The folders with the batches of the run to join."""
+        return [] if self.join is None else [Path(self.join.record, _batches(n)) for n in range(len(self.join.ranks))]
+
+    def path(self, rank: int) -> Path:
+        """Return the file of a rank."""
+        return Path(self.record, f"rank-{rank}")
+
+    def batches(self, rank: int) -> Path:
+        """Return the folder of a rank's batches."""
+        return Path(self.record, _batches(rank))
+
+
+def _batches(rank: int) -> str:
+    return f"batches-{rank}"
 
 
 # -- the file ------------------------------------------------------------------------------------------------
 
+_REPEATED = ("steps", "loaders", "written", "warnings")
+"""Fields of :class:`RankRun` whose values are added one by one."""
 
-def line_of(kind: str, value: Facts | Step | Loader | Written | Mapping[str, object] | str) -> str:
-    """Return one line of the file."""
-    content = value if isinstance(value, dict | str) else asdict(value)  # pyright: ignore[reportArgumentType]
-    return json.dumps([kind, content], separators=(",", ":")) + "\n"
+
+def add_to(file: BinaryIO, **fields: object) -> None:
+    """Add fields of :class:`RankRun` to its file: a value, or the next one of a field that has several."""
+    pickle.dump(fields, file)
+    file.flush()
 
 
 def read(path: Path) -> RankRun | None:
-    """Read what a rank recorded; ``None`` if it recorded nothing. A last line that was cut off is left out."""
-    found: dict[str, list[Any]] = {}
+    """Read what a rank recorded; ``None`` if it recorded nothing. A last entry that was cut off is left out."""
+    found: dict[str, Any] = {}
     if not path.exists():
         return None
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                kind, content = json.loads(line)
-                found.setdefault(kind, []).append(content)
-    if "facts" not in found:
-        return None
-    end = found.get("end", [{}])[-1]
-    return RankRun(
-        facts=_facts({**found["facts"][0], **end.get("facts", {})}),
-        steps=tuple(map(_step, found.get("step", []))),
-        loaders=tuple(Loader(**one) for one in found.get("loader", [])),
-        written=tuple(Written(**one) for one in found.get("written", [])),
-        end=end.get("how", ""),
-        end_line=end.get("line", ""),
-        batches_kept=end.get("batches_kept", True),
-        last=None if end.get("last") is None else _last(end["last"]),
-        warnings=tuple(found.get("warning", [])),
-        lines_of_copies=end.get("lines_of_copies", {}),
-        loaded=end.get("loaded", {}),
-        lines_of_kept=end.get("lines_of_kept", {}),
-        scheduler_line=end.get("scheduler_line", ""),
-        hook_line=end.get("hook_line", ""),
-        spawn_line=end.get("spawn_line", ""),
-        missing=end.get("missing", ""),
-    )
-
-
-def _facts(content: dict[str, Any]) -> Facts:
-    read_back: dict[str, Any] = {key: tuple(content[key]) for key in ("strategies", "randomness")}
-    return Facts(**(content | read_back))
-
-
-def _last(content: dict[str, Any]) -> Last:
-    return Last(_sketches(content["buffers"]), _sketches(content["copies"]), tuple(content["metrics"]))
-
-
-def _step(content: dict[str, Any]) -> Step:
-    read_back: dict[str, Any] = {
-        "inputs": tuple(content["inputs"]),
-        "batches": tuple(map(_batch, content["batches"])),
-        "calls": tuple(Call(**one) for one in content["calls"]),
-        "modules": tuple(_module(one) for one in content["modules"]),
-        "losses": tuple(content["losses"]),
-        "parameters": tuple(_parameter(one) for one in content["parameters"]),
-        "buffers": _sketches(content["buffers"]),
-        "copies": _sketches(content["copies"]),
-        "metrics": tuple(content["metrics"]),
-        "kept": _sketches(content["kept"]),
-        "hyperparameters": tuple(content["hyperparameters"]),
-        "clipped": tuple(content["clipped"]),
-        "state": {name: tuple(one) for name, one in content["state"].items()},
-    }
-    return Step(**(content | read_back))
-
-
-def _batch(content: dict[str, Any]) -> Batch:
-    read_back: dict[str, Any] = {"digests": tuple(content["digests"])}
-    return Batch(**(content | read_back))
-
-
-def _sketch(content: dict[str, Any]) -> Sketch:
-    read_back: dict[str, Any] = {key: tuple(content[key]) for key in ("shape", "projections", "bends")}
-    return Sketch(**(content | read_back))
-
-
-def _sketches(content: dict[str, dict[str, Any]]) -> dict[str, Sketch]:
-    return {name: _sketch(one) for name, one in content.items()}
-
-
-def _optional(content: dict[str, Any] | None) -> Sketch | None:
-    return None if content is None else _sketch(content)
-
-
-def _module(content: dict[str, Any]) -> ModuleOutput:
-    return ModuleOutput(content["name"], content["kind"], _sketch(content["output"]), _optional(content["inputs"]))
-
-
-def _parameter(content: dict[str, Any]) -> Parameter:
-    return Parameter(
-        content["name"],
-        _optional(content["gradient"]),
-        _optional(content["local"]),
-        _sketch(content["before"]),
-        _sketch(content["after"]),
-        tuple(content["ranks"]),
-    )
+    with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            for name, value in pickle.load(file).items():  # noqa: S301 - written by a rank of this command
+                found[name] = (*found.get(name, ()), value) if name in _REPEATED else value
+    return RankRun(**found) if "facts" in found else None
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.tools.verify import causes, compare, conclude
-from rankwise.tools.verify.compare import PLAUSIBLE, Floor
-from rankwise.tools.verify.evidence import Cause, Evidence
-from rankwise.tools.verify.verdict import First, Verdict, modules_at, table
+from rankwise.tools.verify.compare import PLAUSIBLE, Cause, Evidence, Floor
+from rankwise.tools.verify.conclude import measured
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.tools.verify.conclude import Verdict
     from rankwise.tools.verify.records import RankRun, Run
 
 _LACKS = {
@@ -58,23 +58,13 @@ def compared(reference: RankRun, many: Run, floor: Floor) -> Verdict:
     before = f"uninterrupted, they are equal over {len(reference.steps)} steps"
     one, continued = _from_step(reference, done), replace(many, ranks=tuple(_cut(many.ranks, reference, done)))
     rest = Floor(floor.dtype, _shifted(floor, done), floor.why_assumed)
-    verdict = Verdict(
-        num_ranks=number,
-        status="differs",
-        num_steps=len(one.steps),
-        rows=table(one, continued.ranks, rest),
-        modules=modules_at(one, continued.ranks, rest, 1),
-        notes=(f"{before}; interrupted, they continue after step {done}, from which steps are counted",),
-    )
-    different = next(iter(compare.differences(one, continued.ranks, rest)), None)
+    verdict, different = measured(one, continued.ranks, rest)
+    note = f"{before}; interrupted, they continue after step {done}, from which steps are counted"
+    verdict = replace(verdict, notes=(note,))
     if different is not None:
-        gap = different.gap
-        first = First(gap.step, gap.phase, gap.name, gap.ranks, gap.error, different.multiple)
-        return replace(verdict, first=first, cause=_cause(Evidence(gap, one, continued.ranks, is_joined=False)))
-    ended = conclude.end_differs(one, continued)
-    if ended is not None:
-        return replace(verdict, first=First(len(one.steps) + 1, "steps", ended.key, (), 0.0, 0.0), cause=ended)
-    return replace(verdict, status="equal")
+        evidence = Evidence(different.gap, one, continued.ranks)
+        return replace(verdict, cause=_cause(evidence))
+    return conclude.ended_apart(verdict, one, continued) or verdict
 
 
 def _cause(evidence: Evidence) -> Cause:
@@ -93,12 +83,9 @@ def _cause(evidence: Evidence) -> Cause:
 
 def _steps_before(reference: RankRun, ranks: Sequence[RankRun]) -> int | None:
     """Return how many steps of the reference precede a continued run; ``None`` if none has its parameters."""
-    errors: dict[int, float] = {}
-    for number, step in enumerate(reference.steps):
-        first = [rank.steps[0] for rank in ranks]
-        gaps = list(compare.initial_gaps(step, first))
-        errors[number] = max((gap.error for gap in gaps), default=1.0)
-    nearest = min(errors, key=lambda number: errors[number])
+    first = [rank.steps[0] for rank in ranks]
+    errors = [max((gap.error for gap in compare.initial_gaps(step, first)), default=1.0) for step in reference.steps]
+    nearest = errors.index(min(errors))
     return nearest if errors[nearest] <= PLAUSIBLE[reference.facts.dtype] else None
 
 

@@ -5,28 +5,39 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import signal
+import sys
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
+import torch
+
+from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server import descendants
+from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
+from rankwise.launch.options import LaunchOptions
+from rankwise.launch.report.failure_report import TerminalReporter
+from rankwise.launch.start import launch
+from rankwise.tools.auto.script import AutoScript
+from rankwise.tools.batched_backward import one_by_one
 from rankwise.tools.verify.conclude import TIMED_OUT
-from rankwise.tools.verify.rank import RunOrder, launch_ranks
-from rankwise.tools.verify.recorder import Plan
+from rankwise.tools.verify.loaders import StepsTaken
+from rankwise.tools.verify.recorder import Recorder
 from rankwise.tools.verify.records import Run, assembled, read
-from rankwise.tools.verify.working_copy import copy_folder
+from rankwise.tools.verify.script_files import Copies
+from rankwise.world.environments.process import make_cublas_deterministic, read_process
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from rankwise.launch.fork_server.entrypoint import Module, Target
+    from rankwise.launch.fork_server.entrypoint import Script as ScriptFile
+    from rankwise.tools.verify.records import Plan
 
 NUM_LAST_LINES = 30
-LEAST_LIMIT_SECONDS = 60.0
-"""How long a run on several ranks may take at least."""
-TIMES_SLOWER = 20.0
-"""And at most this many times as long as the run on one rank."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end all runs."""
 _STOP_SECONDS = 5.0
@@ -56,83 +67,31 @@ class Workspace:
         self._folder = folder
         self._script = script
         self._num_runs = 0
-        self._copies: tuple[Path, Path, str] | None = None
+        self._copies: Copies | None = None
 
-    def run(
-        self,
-        num_ranks: int,
-        *,
-        float64: bool,
-        permute: bool = False,
-        join: tuple[str, int] | None = None,
-        limit_seconds: float | None = None,
-        steps: int | None = None,
-        continues: bool = False,
-    ) -> tuple[Run, str]:
-        """Run the script; return what its ranks recorded, and the folder of the records.
+    def run(self, plan: Plan, limit_seconds: float, *, continues: bool = False) -> Run:
+        """Run the script.
 
         Args:
-            num_ranks: how many ranks.
-            float64: whether it computes in float64.
-            permute: whether the rows of each batch are in another order.
-            join: the records of an earlier run and its number of ranks, whose batches are taken together.
-            limit_seconds: after this time the run is ended; ``None``: the script's limit.
-            steps: after so many it is ended; ``None``: as many as are compared.
+            plan: how it is recorded; the folders are filled in.
+            limit_seconds: after this time the run is ended.
             continues: whether it runs in the folder of the run before it.
         """
         self._num_runs += 1
         here = self._folder / f"run-{self._num_runs}"
-        record = here / "record"
+        here.mkdir(parents=True)
         if self._copies is None or not continues:
-            self._copies = _copies(self._script, here / "work")
-        working, root, target = self._copies
-        plan = Plan(
-            record=str(record),
-            working_folder=str(root),
-            origin=str(Path.cwd()),
-            steps=steps or self._script.steps,
-            float64=float64,
-            permute=permute,
-            keep=num_ranks > 1 and not self._script.auto,
-            join=None if join is None else join[0],
-            num_joined=0 if join is None else join[1],
-        )
-        order = RunOrder(
-            target,
-            self._script.is_module,
-            self._script.arguments,
-            num_ranks,
-            self._script.device,
-            plan,
-            self._script.auto,
-        )
+            self._copies = Copies.of(self._script.target, here / "work", is_module=self._script.is_module)
+        plan = replace(plan, record=str(here / "record"), root=str(self._copies.root), origin=str(Path.cwd()))
         began = time.monotonic()
-        here.mkdir(parents=True, exist_ok=True)
-        exit_code = _run(order, working, here / "output", limit_seconds or self._script.timeout_seconds)
+        exit_code = _run(self._script, self._copies, plan, here / "output", limit_seconds)
         seconds = time.monotonic() - began
-        found = [read(plan.path(rank)) for rank in range(1 if self._script.auto else num_ranks)]
-        ranks = tuple(rank for rank in found if rank is not None)
-        return Run(assembled(ranks), exit_code, _last_lines(here / "output"), seconds), str(record)
+        ranks = [rank for number in range(plan.num_scripts) if (rank := read(plan.path(number))) is not None]
+        lines = (here / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        return Run(assembled(ranks), exit_code, "\n".join(lines[-NUM_LAST_LINES:]), seconds, plan.record)
 
 
-def _copies(script: Script, folder: Path) -> tuple[Path, Path, str]:
-    """Copy the working folder, and the script's own if it is elsewhere.
-
-    Returns:
-        The working folder's copy, the folder that holds all copies, and the script's path.
-    """
-    here = Path.cwd()
-    copy_folder(here, folder / here.name)
-    if script.is_module or not Path(script.target).absolute().is_file():
-        return folder / here.name, folder / here.name, script.target
-    path = Path(os.path.normpath(Path(script.target).absolute()))
-    if path.is_relative_to(here):
-        return folder / here.name, folder / here.name, str(path.relative_to(here))
-    copy_folder(path.parent, folder / "script" / path.parent.name)
-    return folder / here.name, folder, str(folder / "script" / path.parent.name / path.name)
-
-
-def _run(order: RunOrder, working: Path, output: Path, limit_seconds: float) -> int:
+def _run(script: Script, copies: Copies, plan: Plan, output: Path, limit_seconds: float) -> int:
     """Run the launcher in a fork of this process, which has torch in memory and no threads; return its exit code.
 
     Returns in this process only: a rank leaves through here with SystemExit, as it leaves ``launch``.
@@ -143,9 +102,9 @@ def _run(order: RunOrder, working: Path, output: Path, limit_seconds: float) -> 
         for number in STOPS:
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        os.chdir(working)
+        os.chdir(copies.working_folder)
         _redirect(output)
-        launch_ranks(order)
+        _launch(script, copies.target, plan)
     descriptor = os.pidfd_open(pid)
     try:
         if not select.select([descriptor], [], [], limit_seconds)[0]:
@@ -180,6 +139,54 @@ def _end(pid: int, descriptor: int) -> None:
             return
 
 
-def _last_lines(output: Path) -> str:
-    lines: Sequence[str] = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-NUM_LAST_LINES:])
+def _launch(script: Script, target: str, plan: Plan) -> NoReturn:
+    """Run the ranks, and end this process with their exit code; a rank leaves with SystemExit."""
+    # As in a new process: forks of one process would otherwise all draw the same unseeded numbers.
+    torch.default_generator.seed()
+    random.seed()
+    # Read by cuBLAS when a rank first uses it; without it, equal products may differ in their last bits.
+    make_cublas_deterministic()
+    found = find_target(target, script.arguments, is_module=script.is_module)
+    # The recorder is installed last: it sees the calls that the script makes, not their parts.
+    run: Target = Recorded(found, plan)
+    if plan.auto:
+        # The script is given no local rank.
+        run = AutoScript(Recorded(replace(found, local_rank_option=None), plan), splits_always=True)
+    try:
+        exit_code = launch(run, LaunchOptions(num_ranks=plan.num_ranks, device=script.device), TerminalReporter())
+    except RankwiseError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        exit_code = 2
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A script that is recorded while it runs: what each rank runs."""
+
+    target: ScriptFile | Module
+    plan: Plan
+
+    def __str__(self) -> str:
+        return str(self.target)
+
+    def run(self) -> None:
+        """Record the script as it runs."""
+        place = None if self.plan.auto else read_process()
+        recorder = Recorder(self.plan, 0 if place is None else place.rank)
+        recorder.install()
+        how, failed = "script", None
+        try:
+            with one_by_one():
+                run_as_main(self.target)
+        except StepsTaken:
+            how = "steps"
+        except SystemExit as error:
+            how = "script" if error.code in {None, 0} else f"SystemExit: {error.code}"
+            raise
+        except BaseException as error:
+            how, failed = "".join(traceback.format_exception_only(error)).rstrip(), error
+            raise
+        finally:
+            recorder.finish(how, failed)

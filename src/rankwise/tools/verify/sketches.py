@@ -6,19 +6,21 @@ Projections are linear: those of N ranks' rows add up to those of one rank's. Im
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from rankwise.checkpoint.dtensor_layout import as_dtensor, region_of
 from rankwise.tools.verify.records import Sketch
+from rankwise.torch_private import tree
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 NUM_DIRECTIONS = 8
 WIDTH = 2**16
@@ -50,7 +52,7 @@ def _in_its_place(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=own_part(tensor).device)
     region = region_of(tensor, "")
-    coordinate = cast("Sequence[int]", split.device_mesh.get_coordinate() or ())
+    coordinate: Sequence[int] = split.device_mesh.get_coordinate() or ()
     is_first = all(not one.is_replicate() or not at for one, at in zip(split.placements, coordinate, strict=True))
     if region is not None and is_first:
         bounds = zip(region.offsets, region.shape, strict=True)
@@ -97,22 +99,18 @@ def _signs(size: int) -> torch.Tensor:
 
 
 def digests_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return one digest per row over the bits of all ``tensors``, which have the same number of rows."""
-    total = torch.zeros(tensors[0].shape[0], dtype=torch.int64)
-    for number, tensor in enumerate(tensors):
-        rows = tensor.detach().to("cpu").reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-        if rows.is_complex():
-            rows = torch.view_as_real(rows).flatten(1)
-        bits = rows.to(torch.float64).view(torch.int64) if rows.is_floating_point() else rows.to(torch.int64)
-        # Products wrap around: a polynomial hash modulo 2**64.
-        mixed = bits ^ (bits >> 29)
-        total = total * 1_000_003 + (mixed * _odd(bits.shape[1], number)).sum(1)
-    return tuple(total.tolist())
+    """Return one digest per row over the values of all ``tensors``, which have the same number of rows."""
+    parts = [_wide(tensor).numpy() for tensor in tensors]
+    rows = (b"".join(part[number].tobytes() for part in parts) for number in range(len(parts[0])))
+    return tuple(int.from_bytes(hashlib.blake2b(row, digest_size=8).digest(), "little") for row in rows)
 
 
-@cache
-def _odd(size: int, number: int) -> torch.Tensor:
-    return torch.from_numpy(_numbers(size, number).integers(-(2**62), 2**62, size) * 2 + 1)
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return values that do not depend on the dtype which holds them."""
+    plain = tensor.detach().to("cpu")
+    if plain.is_complex():
+        return plain.to(torch.complex128)
+    return plain.to(torch.float64 if plain.is_floating_point() else torch.int64)
 
 
 # -- batches -------------------------------------------------------------------------------------------------
@@ -120,13 +118,7 @@ def _odd(size: int, number: int) -> torch.Tensor:
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """Return the tensors of a batch or of a module's arguments, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for one in cast("dict[Any, object]", value).values() for tensor in tensors_in(one)]
-    if isinstance(value, list | tuple):
-        return [tensor for one in cast("list[object]", value) for tensor in tensors_in(one)]
-    return []
+    return [leaf for leaf in tree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -135,27 +127,13 @@ def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one for one in sized if one.shape[0] == sized[0].shape[0]]
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch with ``change`` applied to its leaves; lists of text count as leaves."""
-    if isinstance(value, dict):
-        changed = {key: mapped(one, change) for key, one in value.items()}
-        return changed if type(value) is dict else _as_type(value, changed)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(one, change) for one in value))
-    if isinstance(value, list | tuple) and not _is_leaf(value):
-        return type(value)(mapped(one, change) for one in value)
-    return change(value)
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """Return a batch, or arguments, with floating-point tensors in a dtype."""
 
+    def change(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-def _as_type(like: Any, changed: dict[Any, Any]) -> Any:
-    try:
-        return type(like)(changed)
-    except TypeError:
-        return changed
-
-
-def _is_leaf(value: list[Any] | tuple[Any, ...]) -> bool:
-    return bool(value) and not any(isinstance(one, torch.Tensor | dict | list | tuple) for one in value)
+    return tree.tree_map(change, values)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -164,23 +142,26 @@ def joined(parts: Sequence[Any]) -> Any:
     Raises:
         ValueError: they cannot be joined: other shapes, or values that are not the same.
     """
+    spec = tree.tree_flatten(parts[0], is_leaf=_is_column)[1]
+    columns = zip(*(tree.tree_leaves(part, is_leaf=_is_column) for part in parts), strict=True)
+    return tree.tree_unflatten(map(_joined_leaf, columns), spec)
+
+
+def _joined_leaf(parts: Sequence[Any]) -> Any:
     first = parts[0]
-    if isinstance(first, torch.Tensor):
-        if first.dim() == 0:
-            return first
+    if isinstance(first, torch.Tensor) and first.dim():
         if any(one.shape[1:] != first.shape[1:] for one in parts):
             shapes = ", ".join(str(list(one.shape)) for one in parts)
             raise ValueError(f"batches of shapes {shapes} cannot be joined")
         return torch.cat(list(parts))
-    if isinstance(first, dict):
-        return _as_type(first, {key: joined([one[key] for one in parts]) for key in first})
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(joined(column) for column in zip(*parts, strict=True)))
-    if isinstance(first, list | tuple):
-        if _is_leaf(first):
-            return type(first)(one for part in parts for one in part)
-        return type(first)(joined(column) for column in zip(*parts, strict=True))
-    return first
+    return type(first)(one for part in parts for one in part) if _is_column(first) else first
+
+
+def _is_column(value: object) -> bool:
+    """Return whether a list or a tuple holds one value per sample, such as texts."""
+    if not isinstance(value, list | tuple) or not value or hasattr(value, "_fields"):
+        return False
+    return not any(isinstance(one, torch.Tensor | dict | list | tuple) for one in value)  # pyright: ignore[reportUnknownVariableType]
 
 
 @cache
@@ -189,33 +170,16 @@ def permutation(num_rows: int) -> torch.Tensor:
     return torch.from_numpy(_numbers(num_rows).permutation(num_rows))
 
 
-@cache
-def inverse_permutation(num_rows: int) -> torch.Tensor:
-    """Return the permutation that undoes :func:`permutation`."""
-    return torch.argsort(permutation(num_rows))
-
-
 def permuted(batch: Any) -> Any:
     """Return a batch with its rows in another order."""
     rows = with_rows(tensors_in(batch))
-    if not rows:
-        return batch
-    num_rows = rows[0].shape[0]
+    num_rows = rows[0].shape[0] if rows else -1
 
     def change(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == num_rows:
             return leaf[permutation(num_rows).to(leaf.device)]
-        if isinstance(leaf, list | tuple) and len(leaf) == num_rows:
+        if _is_column(leaf) and len(leaf) == num_rows:
             return type(leaf)(leaf[number] for number in permutation(num_rows).tolist())
         return leaf
 
-    return mapped(batch, change)
-
-
-def in_float64(batch: Any) -> Any:
-    """Return a batch with its floating-point tensors in float64."""
-
-    def change(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return mapped(batch, change)
+    return tree.tree_map(change, batch, is_leaf=_is_column)

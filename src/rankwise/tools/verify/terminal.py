@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as a few lines of text."""
+"""The report as a few lines of text, and what the page shows too: titles and facts of each verdict."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from rankwise.errors import fold_ranks
 from rankwise.tools.verify.compare import PHASES
 
 if TYPE_CHECKING:
-    from rankwise.tools.verify.evidence import Cause
-    from rankwise.tools.verify.verdict import First, Report, Verdict
+    from collections.abc import Iterator
+
+    from rankwise.tools.verify.conclude import First, Report, Verdict
 
 _INDENT = " " * 12
 
@@ -19,40 +20,41 @@ def text_of(report: Report) -> str:
     """Return the report in complete lines."""
     lines = [f"note        {note}" for note in report.notes]
     for verdict in report.verdicts:
-        lines += _verdict(report, verdict)
+        lines.append(f"{report.script}: {title_of(verdict)}")
+        for name, (first, *others) in facts_of(verdict, report.dtype):
+            lines += [f"  {name:10}{first}", *(f"{_INDENT}{other}" for other in others)]
     return "\n".join(lines) + "\n"
 
 
-def _verdict(report: Report, verdict: Verdict) -> list[str]:
-    ranks = f"{verdict.num_ranks} ranks"
-    steps = f"{verdict.num_steps} step{'s' * (verdict.num_steps != 1)}"
-    notes = [f"  note      {note}" for note in verdict.notes]
-    if verdict.status == "equal":
-        return [
-            f"{report.script}: {ranks} compute what one rank computes, over {steps}",
-            f"  largest   relative difference {verdict.largest:.1e}, in {report.dtype}",
-            *notes,
-        ]
+def title_of(verdict: Verdict) -> str:
+    """Return what came out, in a few words."""
     if verdict.status == "not compared":
-        return [f"{report.script}: {ranks} could not be compared with one", f"  why       {verdict.why}", *notes]
-    lines = [f"{report.script}: {ranks} do not compute what one rank computes"]
+        return f"{verdict.num_ranks} ranks could not be compared with one"
+    if verdict.status == "differs":
+        return f"{verdict.num_ranks} ranks do not compute what one rank computes"
+    steps = f"{verdict.num_steps} step{'s' * (verdict.num_steps != 1)}"
+    return f"{verdict.num_ranks} ranks compute what one rank computes, over {steps}"
+
+
+def facts_of(verdict: Verdict, dtype: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield what is known of a verdict: a name, and lines."""
+    if verdict.status == "equal":
+        yield "largest", [f"relative difference {verdict.largest:.1e}, in {dtype}"]
+    if verdict.why:
+        yield "why", [verdict.why]
     if verdict.first is not None:
-        lines += [f"  first     {difference_in_words(verdict.first, verdict)}"]
-        before = agreeing_before(verdict.first)
-        lines += [f"  equal     until then: {before}"] if before else []
+        yield "first", [difference_in_words(verdict.first, verdict)]
+        before = _agreeing_before(verdict.first)
+        if before:
+            yield "equal", [f"until then: {before}"]
     if verdict.cause is not None:
-        lines += _cause(verdict.cause)
-    lines += [f"  also      {cause.words}" for cause in verdict.also]
-    return [*lines, *notes]
-
-
-def _cause(cause: Cause) -> list[str]:
-    where = f" ({cause.line})" if cause.line else ""
-    return [
-        f"  cause     {cause.words}{where}",
-        *(f"{_INDENT}{line}" for line in cause.evidence),
-        f"  fix       {cause.fix}",
-    ]
+        where = f" ({verdict.cause.line})" if verdict.cause.line else ""
+        yield "cause", [f"{verdict.cause.words}{where}", *verdict.cause.evidence]
+        yield "fix", [verdict.cause.fix]
+    for cause in verdict.also:
+        yield "also", [cause.words, f"fix: {cause.fix}"]
+    for note in verdict.notes:
+        yield "note", [note]
 
 
 def difference_in_words(first: First, verdict: Verdict) -> str:
@@ -69,7 +71,7 @@ def difference_in_words(first: First, verdict: Verdict) -> str:
     return f"{where}: {first.name}{ranks}, relative difference {first.error:.1e} (rounding explains {rounding:.0e})"
 
 
-def agreeing_before(first: First) -> str:
+def _agreeing_before(first: First) -> str:
     """Return what agrees up to the first difference."""
     if first.phase == "end":
         return f"steps 1 to {first.step}"
