@@ -206,7 +206,7 @@ class RecordFile:
         self._num_ended = memoryview(self._memory)[_ENDED_AT:_TAIL_AT].cast("I")
         self._began = memoryview(self._memory)[_BEGAN_AT:_ROWS_AT].cast("d")
         self._tail = _Tail(0, 1)
-        self._packer = _new_packer()
+        self._packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
         self._is_writing = False
         self._value_names: list[str] = []
         self._show_count(time.monotonic())
@@ -282,7 +282,7 @@ class RecordFile:
 
         if self._is_writing:
             # An interrupt has ended the last attempt: a reader may have its bytes or not, and these refer to neither.
-            self._packer = _new_packer()
+            self._packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
         self._is_writing = True
         count, number = self._tail
         rows = np.frombuffer(self._memory, np.float64, count * NUM_VALUES, _ROWS_AT).reshape(-1, NUM_VALUES)
@@ -316,10 +316,6 @@ class RecordFile:
             os.close(self._file)
             self._file = None
             warn(f"no more steps are recorded, because the record cannot be written: {error.strerror}")
-
-
-def _new_packer() -> zlib._Compress:
-    return zlib.compressobj(wbits=-zlib.MAX_WBITS)
 
 
 def read(path: Path) -> Record:
