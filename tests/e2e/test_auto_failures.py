@@ -353,6 +353,35 @@ def test_what_a_handler_raises_is_never_lost_and_disturbs_no_call(command: Comma
     assert "whole" not in text
 
 
+TWICE = """
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+for number in range(2):
+    try:
+        for count in range(10**9):
+            step()
+            if count == 4:
+                print("ready", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", number, flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_script_that_goes_on_gets_a_second_signal_too(command: Command, name: str) -> None:
+    command.write("train.py", HEAD + NET + TWICE)
+    started = _auto(command, name)
+    assert started.stdout is not None
+    for number in range(2):
+        assert started.stdout.readline() == "ready\n"
+        os.kill(started.pid, signal.Signals[name])
+        assert started.stdout.readline() == f"interrupted {number}\n"
+    _, text = started.communicate(timeout=120)
+    assert started.returncode == 7, text
+    assert command.processes() == []
+
+
 UNCAUGHT = """
 for number in range(10**9):
     step()

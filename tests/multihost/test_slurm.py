@@ -109,9 +109,9 @@ sys.exit(5)
 @pytest.mark.parametrize("way", ["-m rankwise.tools.auto", "-m rankwise run -n 2 --auto"])
 def test_scancel_lets_a_script_of_auto_save(slurm: Slurm, tmp_path: Path, way: str) -> None:
     (tmp_path / "train.py").write_text(TERMINATED)
-    tasks = "--ntasks-per-node=2" if "tools" in way else "--ntasks-per-node=1"
+    tasks = "--ntasks-per-node=2" if "tools" in way else "--nodes=1 --ntasks=1"
     text = f"RANKWISE_AUTO_SPLIT=always srun {tasks} {sys.executable} {way} train.py"
-    job_id = submit(slurm, tmp_path, text, tasks)
+    job_id = submit(slurm, tmp_path, text, "--ntasks-per-node=2")
     slurm.await_file(tmp_path / "begun")
     slurm.run("scancel", job_id)
     slurm.await_job(job_id, lambda job: job["JobState"] == "CANCELLED")

@@ -22,13 +22,25 @@ if TYPE_CHECKING:
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
-import faulthandler, os, sys, torch, rankwise as rw
+import contextlib, faulthandler, os, socket, sys, threading, torch, rankwise as rw
 faulthandler.dump_traceback_later(60, exit=True)  # a rank that hangs says where, before the limit of the test
 rank, world_size, url, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 torch.set_num_threads(1)
 if rank == 1 and what in ("die", "fail"):
     torch.distributed.init_process_group = lambda **_: os.kill(os.getpid(), 9) if what == "die" else 1 / 0
 limit = 300 if what in ("die", "fail") else 5
+
+class LongEnd:
+    def __del__(self):
+        # Holds up the end of Python until rank zero, which serves the store, is gone, and a thread in torch notices.
+        address = url.removeprefix("tcp://").split(":")
+        with contextlib.suppress(OSError):
+            while True:
+                socket.create_connection(address).close()
+        threading.Event().wait(1)
+
+if rank == 2 and what == "fail":
+    until_the_end = LongEnd()
 world = rw.join(init_method=url, rank=rank, world_size=world_size, timeout_seconds=limit)
 if what == "raise" and rank == 1:
     raise ValueError("rank one is bad")

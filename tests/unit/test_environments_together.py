@@ -3,12 +3,41 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from launcher_variables import ALONE, HYDRA, OPENMPI, PLAIN, SLURM, TORCHRUN, facts, golden
 
 from rankwise.errors import ConfigurationError, EnvironmentConflict
 from rankwise.world.environments import slurm
+from rankwise.world.environments.process import of_one_process, read_process
+from rankwise.world.environments.rankwise import variables_for
 from rankwise.world.environments.table import TABLE, read
+
+OWN = {
+    name: value
+    for name, value in variables_for(
+        rank=1,
+        world_size=2,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=0,
+        num_nodes=1,
+        ranks_per_node=[2],
+        store=("localhost", 1),
+        run_id="job",
+        attempt="0",
+        error_file="error",
+        stack_file="stack",
+        secret="known",  # noqa: S106 - of no job
+        check=True,
+        guard=True,
+        report="folder",
+        launcher="one",
+    ).items()
+    if not name.endswith("IFNAME")
+}
+"""What rankwise's launcher sets for a rank."""
 
 
 @pytest.mark.parametrize(
@@ -32,6 +61,22 @@ def test_two_readings_that_disagree_are_an_error_with_both(
     assert all(title in text for title in titles)
     assert all(f"{name}={value}" in text for name, value in one.items() if "RANK" in name and "NODE" not in name)
     assert "env -u " in text
+
+
+@pytest.mark.parametrize("variables", [HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN])
+def test_what_a_script_of_auto_starts_is_started_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    users = {"SLURM_JOB_ID": "7", "RANKWISE_DEVICE": "cpu"}
+    for name, value in {**variables, **users}.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with of_one_process():
+        reading = read_process()
+        assert (reading.source, reading.warns) == ("nobody", False)
+        assert users.items() <= os.environ.items()
+        assert not {name for name in os.environ if name.startswith("RANKWISE_")} & set(OWN)
+    assert dict(os.environ) == before
 
 
 def test_the_text_of_a_conflict() -> None:

@@ -23,6 +23,7 @@ OF_PYTHON = {
     "_fields",
     "_getframe",
     "_replace",
+    "_run_exitfuncs",
 }
 OF_TRANSFORMERS = {"_init_weights", "_no_split_modules"}
 ALSO_PUBLIC = {"reduce_dtype"}

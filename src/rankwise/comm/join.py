@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import traceback
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from rankwise.comm.collectives.signed import agree_on_key
 from rankwise.comm.point_to_point.endpoint import current_endpoint
 from rankwise.comm.point_to_point.ring import watch_ring
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
-from rankwise.comm.world_group import open_group, open_group_of_one
+from rankwise.comm.world_group import is_opening, open_group, open_group_of_one
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
 from rankwise.health.diagnosis import forked_from, world_left
@@ -440,8 +441,24 @@ def _hook_exit() -> None:
             previous(kind, error, trace)
         else:
             previous(type(reason), reason.with_traceback(trace), trace)
+        if issubclass(kind, Exception) and is_opening():
+            _end_without_python()
 
     sys.excepthook = report_and_show
+
+
+def _end_without_python() -> None:
+    """End this process as after an uncaught error, but for the end of Python itself.
+
+    A thread that returns from torch's C++ meanwhile would be ended there by Python, and abort the process.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # noqa: SLF001 - there is no public name
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _detach_fork() -> None:

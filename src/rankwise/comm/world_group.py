@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 _LOOK_SECONDS = 0.2
+_threads: list[threading.Thread] = []
+"""The one that has opened a group last, or waits in torch for a rank that has failed."""
 
 
 def open_group_of_one(world: World) -> None:
@@ -53,10 +55,16 @@ def open_group(world: World, store: Store, detector: FailureDetector) -> None:
     """
     keep_nccl_from_exiting()
     opening = _Opening(partial(_open, world, store, detector.timeout_seconds))
+    _threads[:] = [opening.thread]
     with CollectiveWait(detector, detector.ticket("opening torch's process group")) as wait:
         while not opening.is_done(_LOOK_SECONDS):
             wait.check()
             _check_neighbour(detector)
+
+
+def is_opening() -> bool:
+    """Return whether a thread is inside torch, where it waits for a rank that does not come."""
+    return any(thread.is_alive() for thread in _threads)
 
 
 def _check_neighbour(detector: FailureDetector) -> None:
@@ -87,8 +95,8 @@ class _Opening:
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rankwise-opening", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="rankwise-opening", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -98,8 +106,8 @@ class _Opening:
 
     def is_done(self, seconds: float) -> bool:
         """Wait for at most ``seconds``; return whether the group is open, or raise why it cannot be."""
-        self._thread.join(seconds)
-        if self._thread.is_alive():
+        self.thread.join(seconds)
+        if self.thread.is_alive():
             return False
         if self._error is not None:
             raise self._error
