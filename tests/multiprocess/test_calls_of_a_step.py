@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NUM_STEPS = 40
 FIRST_COUNTED = 8
 """By now buckets are laid out, kinds of calls are known, and checks of first steps are done."""
-LIMITS = {"step": (516, 48), "all_reduce": (82, 15), "save": (2650, 42)}
+LIMITS = {"step": (500, 48), "all_reduce": (44, 13), "save": (2600, 42)}
 """Calls and files of each."""
 
 
@@ -62,6 +62,6 @@ def test_calls_and_files(tmp_path: Path) -> None:
     of_rank_0 = run_ranks(counts, 2, str(tmp_path), timeout_seconds=120)[0].get()
 
     for name, counted in of_rank_0.items():
-        print(calls.table(name, counted))
+        print(calls.table(name, counted))  # noqa: T201 - shown by pytest -s
     measured = {name: (counted.total(), len(calls.files(counted))) for name, counted in of_rank_0.items()}
     assert all(a <= b for name in LIMITS for a, b in zip(measured[name], LIMITS[name], strict=True)), measured

@@ -27,7 +27,7 @@ from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import CHECKPOINT
 from rankwise.log import log, warn
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import pins, wait_for_copies
 

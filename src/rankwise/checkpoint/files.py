@@ -16,7 +16,7 @@ import safetensors
 import torch
 
 from rankwise.errors import CheckpointError
-from rankwise.tensors.as_bytes import as_sent, memory_of
+from rankwise.tensors.arrays import as_sent, memory_of
 from rankwise.tensors.files import CODES
 
 if TYPE_CHECKING:

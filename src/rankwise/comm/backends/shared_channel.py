@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.engine import Counters, Operation, Until
+from rankwise.comm.backends.engine import Counters, Operation
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.comm.backends.reducing import add_own, weighted_sum_into
 from rankwise.health import step_meter
@@ -199,7 +199,7 @@ class SharedChannel:
             return
         self.finish()  # this rank is one of the readers
         if not self._consumed.reach(self._round):
-            self._engine.wait(self._engine.start(iter((Until(self._consumed, self._round),))), self._ticket)
+            self._engine.wait(self._engine.start(iter(((self._consumed, self._round),))), self._ticket)
 
     def factor(self, share: float) -> float:
         """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
@@ -237,7 +237,7 @@ class SharedChannel:
         return bool(self._flags[flag])
 
     def _steps(self, round_: int) -> Generator[Awaited]:
-        yield Until(self._published, round_)
+        yield self._published, round_
         yield from self._add_up(round_)
         self._consumed.post(round_)
 
@@ -254,7 +254,7 @@ class SharedChannel:
         if self._own_slices:
             self._sum_own(factors)
         self._reduced.post(round_)
-        yield Until(self._reduced, round_)
+        yield self._reduced, round_
         self._take_result()
 
     def _sum_own(self, factors: Sequence[float]) -> None:

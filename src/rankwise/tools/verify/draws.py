@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.tools.verify.sketches import inverse_permutation, permutation
 
 if TYPE_CHECKING:
