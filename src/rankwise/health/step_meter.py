@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what this rank spends the time of each step on: which part of a step begins, and when a step ends.
 
-Code that a training loop passes calls :func:`enter` and :func:`resume`; without a meter these return at once. A step
+Code that a training loop passes calls ``meter``, which does nothing on a rank that does not measure. A step
 ends where the first part of the next one begins after an optimizer's update. Follows the thread that joined, only.
 
 Between two parts of a step nothing of this is in the processor's caches, and takes ten times as long as in a loop. So
@@ -33,7 +33,33 @@ LEAST_PAUSE, MOST_PAUSE, PAUSE_SHARE = 0.1, 0.5, 0.02
 with a rank that is killed."""
 
 
-class StepMeter:
+class Meter:
+    """Measures nothing: what a rank has that does not measure its steps."""
+
+    part = SCRIPT
+    """The part of the step that is under way."""
+
+    def enter(self, part: int) -> int:
+        """Note that a part of the step begins; return the part before, for :meth:`resume`."""
+        return part
+
+    def resume(self, part: int) -> None:
+        """Note that the part of the step that has begun last is over, and the one before it continues."""
+
+    def note_update(self) -> None:
+        """Note that an optimizer has updated parameters."""
+
+    def note_arrival(self) -> None:
+        """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
+
+    def count_samples(self, num: int) -> None:
+        """Add samples that this rank takes."""
+
+    def count_bytes(self, num: int) -> None:
+        """Add bytes that this rank gives to a collective."""
+
+
+class StepMeter(Meter):
     """The measurements of one rank, from join to leave. The recorder is closed with it."""
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -42,8 +68,9 @@ class StepMeter:
         self._device_times = recorder.device_times
         self._thread = get_ident()
         self._process = os.getpid()
-        self._number = 1
-        self._part = SCRIPT
+        self.step = 1
+        """The number of the step that is under way."""
+        self.part = SCRIPT
         self._has_forward = self._has_updated = False
         self._is_evaluated = False
         """Whether what was read last was used without gradients, and not for training so far."""
@@ -56,42 +83,34 @@ class StepMeter:
         self._record_at, self._wanted = self._began + LEAST_PAUSE, recorder.wanted(1)
         """When the steps that have ended are recorded, and after which one even before that."""
 
-    @property
-    def part(self) -> int:
-        """The part of the step that is under way."""
-        return self._part
-
-    @property
-    def step(self) -> int:
-        """The number of the step that is under way, from 1."""
-        return self._number
-
     def enter(self, part: int) -> int:
-        """Note that a part of the step begins; return the part before, for :meth:`resume`."""
-        before = self._part
+        """Note that a part of the step begins; return the part before."""
+        before = self.part
         if get_ident() == self._thread:
-            now = self._end_part(before)
+            now = monotonic()
+            self._ends.append((before, now))
+            if self._device_times is not None or len(self._ends) > MOST_SLICES:
+                self._note_end(before)
             if part in _FIRST:
                 self._begin_first(part, now)
-            self._part = self._now[0] = part
+            self.part = self._now[0] = part
         return before
 
     def resume(self, part: int) -> None:
-        """Note that the part of the step that has begun last is over, and the one before it continues."""
+        """Note that a part is over, and the one before it continues."""
         if get_ident() == self._thread:
-            self._end_part(self._part)
-            self._part = self._now[0] = part
+            self._ends.append((self.part, monotonic()))
+            if self._device_times is not None or len(self._ends) > MOST_SLICES:
+                self._note_end(self.part)
+            self.part = self._now[0] = part
 
-    def _end_part(self, part: int) -> float:
-        """Note that a part ends now; return when that is."""
-        now = monotonic()
-        self._ends.append((part, now))
+    def _note_end(self, part: int) -> None:
+        """Note on the device that a part has ended, and record the parts of this step if there are many."""
         if self._device_times is not None:
             self._device_times.end_part(part)
         if len(self._ends) > MOST_SLICES:
             self._record()
             self.recorder.add(self._ends)
-        return now
 
     def _begin_first(self, part: int, now: float) -> None:
         """Begin a part that a step may begin with."""
@@ -114,14 +133,15 @@ class StepMeter:
             self._device_times.note(what)
 
     def note_update(self) -> None:
-        """Note that an optimizer has updated parameters."""
+        """Note an update; the next part that a step may begin with begins the next one."""
         if get_ident() == self._thread:
             self._has_updated = True
 
     def note_arrival(self) -> None:
-        """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
+        """Note that this rank depends on the others from here on."""
         if get_ident() == self._thread:
-            self._note(ARRIVED, self._end_part(self._part))
+            self.resume(self.part)
+            self._note(ARRIVED, self._ends[-1][1] if self._ends else monotonic())
 
     def count_samples(self, num: int) -> None:
         """Add samples that this rank takes."""
@@ -129,19 +149,19 @@ class StepMeter:
             self._samples += num
 
     def count_bytes(self, num: int) -> None:
-        """Add bytes that this rank gives to a collective."""
+        """Add bytes that this rank gives to a collective, on any thread."""
         self._sent_bytes += num
 
     def begin_timeline(self, record: RecordFile) -> None:
         """Also record every step in detail in ``record``, until :meth:`end_timeline`."""
         self._end_updated()
         self.recorder.begin_timeline(record)
-        self._wanted = self.recorder.wanted(self._number)
+        self._wanted = self.recorder.wanted(self.step)
 
     def end_timeline(self) -> None:
         """Record the step under way as far as it has come, and no more in detail."""
         self._end_updated()
-        self.recorder.end_timeline(self._number, self._ends)
+        self.recorder.end_timeline(self.step, self._ends)
 
     def close(self) -> None:
         """Record the step under way, if it has updated parameters, and end the record.
@@ -153,23 +173,23 @@ class StepMeter:
         if self._has_updated:
             self._end_step(self._ends[-1][1] if self._ends else monotonic())
         self._record()
-        self.recorder.close(self._number - 1)
+        self.recorder.close(self.step - 1)
 
     def _end_updated(self) -> None:
         """End the step under way, if it has updated parameters, and record all that have ended."""
-        now = self._end_part(self._part)
+        self.resume(self.part)
         if self._has_updated:
-            self._end_step(now)
+            self._end_step(self._ends[-1][1] if self._ends else monotonic())
         self._record()
 
     def _end_step(self, now: float) -> None:
         if self._device_times is not None:
-            self._device_times.end_step(self._number, now)
+            self._device_times.end_step(self.step, now)
         self._ended.append((self._ends, now, self._samples, self._sent_bytes))
         number, seconds = self._wanted
-        is_due = now > self._record_at or self._number >= number or now - self._start > seconds
-        self.record.show_step(self._number, now)
-        self._number += 1
+        is_due = now > self._record_at or self.step >= number or now - self._start > seconds
+        self.record.show_step(self.step, now)
+        self.step += 1
         self._ends = []
         self._samples = self._sent_bytes = 0
         self._start = now
@@ -178,101 +198,69 @@ class StepMeter:
             self._record()
 
     def _record(self) -> None:
-        self.recorder.end_steps(self._ended, self._number - 1)
+        self.recorder.end_steps(self._ended, self.step - 1)
         self._ended.clear()
         pause = min(max(LEAST_PAUSE, PAUSE_SHARE * (self._start - self._began)), MOST_PAUSE)
-        self._record_at, self._wanted = self._start + pause, self.recorder.wanted(self._number)
+        self._record_at, self._wanted = self._start + pause, self.recorder.wanted(self.step)
 
 
 _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))
 """The parts that a step may begin with."""
-_open: list[StepMeter] = []
-"""The meter of this process, if it measures."""
-_of_parent: list[StepMeter] = []
+_SILENT = Meter()
+meter: Meter = _SILENT
+"""The meter of this process."""
+_of_parent: list[Meter] = []
 """The meter of the process that forked this one. Kept: where an event of a GPU is destroyed in a forked process, torch
 ends the process."""
 
 
+def start(new: Meter) -> None:
+    """Measure with ``new`` from now on. Called by ``join``, and by a launcher's rank before its script."""
+    global meter  # noqa: PLW0603 - a call through a function costs as much as what the meter does
+    meter = new
+
+
+def pause() -> None:
+    """Measure nothing until :func:`start`; the record stays open."""
+    start(_SILENT)
+
+
 def _leave_to_parent() -> None:
     """Measure nothing in a forked process, such as a worker of a loader: it is not the rank."""
-    _of_parent.extend(_open)
-    _open.clear()
+    _of_parent.append(meter)
+    pause()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def start(meter: StepMeter) -> None:
-    """Measure with ``meter`` from now on. Called by ``join``, and by a launcher's rank before its script."""
-    _open.clear()
-    _open.append(meter)
-
-
-def pause() -> None:
-    """Measure nothing until :func:`start`; the record stays open."""
-    _open.clear()
-
-
 def stop() -> None:
     """Stop measuring, and close the record."""
-    while _open:
-        _open.pop().close()
+    measuring = current()
+    pause()
+    if measuring is not None:
+        measuring.close()
 
 
 def current() -> StepMeter | None:
     """Return the meter of this process, if it measures."""
-    return _open[0] if _open else None
-
-
-def count_samples(num: int) -> None:
-    """Count samples that this rank takes."""
-    if _open:
-        _open[0].count_samples(num)
-
-
-def note_update() -> None:
-    """Note that an optimizer has updated parameters."""
-    if _open:
-        _open[0].note_update()
-
-
-def note_arrival() -> None:
-    """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
-    if _open:
-        _open[0].note_arrival()
-
-
-def count_bytes(num: int) -> None:
-    """Count bytes that this rank gives to a collective."""
-    if _open:
-        _open[0].count_bytes(num)
-
-
-def enter(part: int) -> int:
-    """Note that a part of the step begins; pass the result to :func:`resume` where it ends."""
-    return _open[0].enter(part) if _open else SCRIPT
-
-
-def resume(part: int) -> None:
-    """Note that a part of the step is over."""
-    if _open:
-        _open[0].resume(part)
+    return meter if isinstance(meter, StepMeter) else None
 
 
 @contextlib.contextmanager
 def spending(part: int) -> Generator[None]:
     """Count the time inside the block as a part of the step."""
-    before = enter(part)
+    before = meter.enter(part)
     try:
         yield
     finally:
-        resume(before)
+        meter.resume(before)
 
 
 def note_layout(what: str, **values: object) -> None:
     """Record how ranks or a model are laid out, for pictures of the run: JSON values, by name."""
-    if _open:
-        _open[0].record.note({"kind": "layout", "what": what, **values})
+    if isinstance(meter, StepMeter):
+        meter.record.note({"kind": "layout", "what": what, **values})
 
 
 def note_failure(text: str, ranks: Sequence[int], *, is_of_another: bool) -> None:
@@ -283,12 +271,12 @@ def note_failure(text: str, ranks: Sequence[int], *, is_of_another: bool) -> Non
         ranks: whose failure it is, as far as known.
         is_of_another: whether it is only the consequence of another rank's failure.
     """
-    if _open:
+    if isinstance(meter, StepMeter):
         whose = {"ranks": list(ranks), "is_of_another": is_of_another}
-        _open[0].record.note({"kind": FAILURE, "time": time.time(), "text": text, **whose})
+        meter.record.note({"kind": FAILURE, "time": time.time(), "text": text, **whose})
 
 
 def note_event(text: str) -> None:
     """Record something that happened on this rank, for the report of the run."""
-    if _open:
-        _open[0].record.note({"kind": "event", "time": time.time(), "text": text})
+    if isinstance(meter, StepMeter):
+        meter.record.note({"kind": "event", "time": time.time(), "text": text})

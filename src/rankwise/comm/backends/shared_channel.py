@@ -212,7 +212,7 @@ class SharedChannel:
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Publish the body, and advance as far as possible without waiting."""
         self._ticket = self._engine.detector.ticket(self._what, self._exchange_id)
-        step_meter.count_bytes(self.body.nbytes)
+        step_meter.meter.count_bytes(self.body.nbytes)
         header = self._headers[self._rank]
         HEADER.pack_into(header, 0, share, weight, len(absent))
         if self._all_flags:

@@ -477,8 +477,8 @@ def _finish_round() -> None:
     _round.clear()
     for sync in syncs:
         sync.note_others(len(syncs) - 1)
-    step_meter.note_arrival()
-    part = step_meter.enter(EXCHANGE) if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD
+    step_meter.meter.note_arrival()
+    part = step_meter.meter.enter(EXCHANGE) if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD
     try:
         for sync in syncs:
             sync.send_rest()
@@ -489,7 +489,7 @@ def _finish_round() -> None:
             sync.abandon()
         raise
     finally:
-        step_meter.resume(part)
+        step_meter.meter.resume(part)
 
 
 class SyncAfterForward(OwnHook):

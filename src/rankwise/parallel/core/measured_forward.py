@@ -24,13 +24,13 @@ def measure_forward(model: nn.Module) -> None:
 
 
 def _before(*_: object) -> None:
-    part = step_meter.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
+    part = step_meter.meter.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
     if part == BACKWARD:
         # A checkpoint that computes its part again: that is backward too.
-        step_meter.resume(BACKWARD)
+        step_meter.meter.resume(BACKWARD)
 
 
 def _after(*_: object) -> None:
-    meter = step_meter.current()
-    if meter is not None and meter.part != BACKWARD:
+    meter = step_meter.meter
+    if meter.part != BACKWARD:
         meter.resume(OPTIMIZER if is_updating() else SCRIPT)

@@ -93,11 +93,11 @@ def _undo() -> None:
 
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
-    part = step_meter.enter(BACKWARD)
+    part = step_meter.meter.enter(BACKWARD)
     try:
         _weighted_backward(tensors, *args, **kwargs)
     finally:
-        step_meter.resume(part)
+        step_meter.meter.resume(part)
     session = current_or_none()
     if session is not None and not in_backward():
         session.once(FirstBatches).after_backward()
