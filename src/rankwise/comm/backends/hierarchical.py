@@ -117,13 +117,14 @@ class TwoLevelChannel(SharedChannel):
         self._turn = self._cross_host.take_turn()
         super().start(share, weight, absent)
 
-    def _add_up(self, round_: int) -> Generator[Awaited]:
-        headers = [HEADER.unpack_from(header) for header in self._headers]
+    def _steps(self, round_: int) -> Generator[Awaited]:
+        yield self._published, round_
+        shares, weights, _ = zip(*map(HEADER.unpack_from, self._headers), strict=True)
         if self._own_slices:
             # Every owner sends the weights: it divides its slice by their sum.
             tail = self._tail if self._rank == 0 else torch.empty_like(self._tail)
-            self._sum_own([1.0 if share else 0.0 for share, _, _ in headers])
-            tail[0] = sum(weight for _, weight, _ in headers)
+            self._sum_own([1.0 if share else 0.0 for share in shares])
+            tail[0] = sum(weights)
             if self._all_flags:
                 tail[1:] = torch.frombuffer(bytearray(self._flags_of_host()), dtype=torch.uint8)
             yield from self._cross_host.all_reduce_(self._turn, [self._own_sums, tail])
@@ -136,3 +137,4 @@ class TwoLevelChannel(SharedChannel):
         self._total = self._tail[0].item()
         self._flags = (self._tail[1:] > 0).to(torch.uint8).numpy().tobytes()
         self._take_result()
+        self._consumed.post(round_)

@@ -76,12 +76,15 @@ class Verdict(NamedTuple):
 
     @property
     def weight(self) -> Amount:
-        """What the one mean is over."""
-        return next(term.amount for term in self.terms if term.kind == "mean")
+        """What the one mean is over: its only term."""
+        return self.terms[0].amount
 
     def read(self) -> Verdict:
         """Return the same with Python numbers only. Waits for the device that others are on."""
-        return Verdict(self.mode, tuple(term._replace(amount=float(term.amount)) for term in self.terms))
+        for term in self.terms:
+            if isinstance(term.amount, torch.Tensor):
+                return Verdict(self.mode, tuple(term._replace(amount=float(term.amount)) for term in self.terms))
+        return self
 
     @property
     def unknown(self) -> Term | None:
