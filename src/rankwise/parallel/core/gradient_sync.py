@@ -20,10 +20,9 @@ from rankwise.health import step_meter
 from rankwise.health.step_record import BACKWARD, EXCHANGE
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
-from rankwise.parallel.core.bucket import own_gradient
+from rankwise.parallel.core.bucket import Weights, WeightUnit, own_gradient
 from rankwise.parallel.core.gradient_buckets import GradientBuckets, call_when_accumulated
 from rankwise.parallel.core.gradient_hooks import GradientHooks
-from rankwise.parallel.core.gradient_weights import Weights, WeightUnit
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
@@ -191,7 +190,8 @@ class GradientSync:
 
         Called by: every forward pass that backward may follow.
         """
-        _abandon_round()  # no backward is under way
+        if _round:  # no backward is under way
+            _abandon_round()
         if self._in_backward:
             self.abandon()
         first = self.parameters[0]
@@ -202,7 +202,8 @@ class GradientSync:
                 evidence=f"it is {first.dtype} on {first.device}",
                 do=f"call model.to(...) first, then rankwise.{self.strategy}(model)",
             )
-        self.hook_new_parameters()
+        if self._unhooked:
+            self.hook_new_parameters()
 
     def note_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the inputs of the model's first call, if there are ranks to compare them with."""
@@ -328,7 +329,8 @@ class GradientSync:
             self.loss.report()
             if not self.loss.is_sum_on_ranks():
                 self._unit.agree(self._group, self._accumulation.carried + self._share(), self._what)
-        self._buckets.send_rest(self._report_weights())
+        if not self._buckets.are_sent():
+            self._buckets.send_rest(self._report_weights())
 
     def collect(self) -> None:
         """Wait for the means over ranks, which become the gradients."""
@@ -353,8 +355,6 @@ class GradientSync:
         self._in_backward = False
         self._has_gradients = False
         self._num_others = 0
-        if self._buckets is not None:
-            self._buckets.start_over()
         if self._hooks is not None:
             self._hooks.end()
         self.loss.end()
@@ -448,6 +448,8 @@ class GradientSync:
         if self in _round:
             _round.remove(self)
         self._accumulation.abandon()
+        if self._buckets is not None:
+            self._buckets.start_over()
         self._start_over()
 
 

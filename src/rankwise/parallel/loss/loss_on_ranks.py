@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rankwise.comm.session import current_or_none
 from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.loss.amounts import is_zero
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.comm.backends.protocol import Amount, Exchange
+    from rankwise.comm.session import Session
     from rankwise.health.call_site import CallSite
     from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
     from rankwise.parallel.loss.terms import ForwardCall
@@ -251,19 +251,21 @@ class LossOnRanks:
         elif 0.0 in amounts:
             raise _two_amounts(self._model_name)
 
-    def expect(self, verdict: Verdict, call: ForwardCall | None, *, is_empty: bool | None) -> None:
+    def expect(
+        self, verdict: Verdict, call: ForwardCall | None, session: Session | None, *, is_empty: bool | None
+    ) -> None:
         """Take in the verdict on the loss whose backward is about to run.
 
         Args:
             verdict: of this rank.
             call: from whose outputs the loss comes.
+            session: that is open.
             is_empty: whether this rank has no samples for any part of the loss; ``None``: as the model's last forward.
         """
         self._expected_weight = self.forward_weight if call is None else call.num_samples
         self._batch = batch_in_hand()
         self._rows = None
         if verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS) and self._channel is not None:
-            session = current_or_none()
             batch = None if session is None else session.latest_batch
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
