@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NUM_STEPS = 40
 FIRST_COUNTED = 8
 """By now buckets are laid out, kinds of calls are known, and checks of first steps are done."""
-LIMITS = {"step": (335, 46), "all_reduce": (43, 13), "save": (2450, 42)}
+LIMITS = {"step": (331, 46), "all_reduce": (43, 13), "save": (1800, 42)}
 """Calls and files of each."""
 
 
