@@ -179,12 +179,12 @@ def _part_in_a_closure(_: World, folder: str) -> list[int]:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss = model(torch.ones(1, 2)).square().sum()
-            parts.append(step_meter.enter(OPTIMIZER))
+            parts.append(step_meter.meter.enter(OPTIMIZER))
             loss.backward()
             return loss
 
         optimizer.step(closure)
-        parts.append(step_meter.enter(SCRIPT))
+        parts.append(step_meter.meter.enter(SCRIPT))
     return parts
 
 

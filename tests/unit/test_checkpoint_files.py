@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rankwise.checkpoint import checksums, files, state
 from rankwise.checkpoint.manifest import FileEntry, Region, TensorEntry, TensorPart, in_one_part, tiles, whole
 from rankwise.errors import CheckpointError
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

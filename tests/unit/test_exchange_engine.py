@@ -37,19 +37,19 @@ class Last:
         self.num_sleeps = 0
         self._comes_in_sleep = comes_in_sleep
 
-    def is_met(self) -> bool:
+    def reach(self, _: int) -> bool:
         return self._comes_in_sleep is not None and self.num_sleeps >= self._comes_in_sleep
 
-    def sleep(self, seconds: float) -> None:
+    def sleep_until(self, _: int, seconds: float) -> None:
         time.sleep(seconds)
         self.num_sleeps += 1
 
-    def rank(self) -> int | None:
+    def last(self, _: int) -> int | None:
         return 1
 
 
 def _operation(awaited: Last) -> Generator[Any]:
-    yield awaited
+    yield awaited, 1
 
 
 def _engine(peers: Peers) -> Engine:
@@ -72,7 +72,7 @@ def test_a_process_that_ended_without_a_last_message_is_given_up(peers: Peers) -
 
 
 def _failing(words: str) -> Generator[Any]:
-    yield Last(comes_in_sleep=0)
+    yield Last(comes_in_sleep=0), 1
     raise RuntimeError(words)
 
 
@@ -105,7 +105,7 @@ def test_an_interrupted_operation_gives_no_result_and_forbids_others(peers: Peer
     engine, started = Engine(detector, peers), Last(comes_in_sleep=1)
 
     def steps() -> Generator[Any]:
-        yield started
+        yield started, 1
         raise KeyboardInterrupt
 
     operation = engine.start(steps())
@@ -121,7 +121,8 @@ def test_a_barrier_that_is_reached_is_not_waited_for(peers: Peers) -> None:
     engine, met = _engine(peers), [Last(comes_in_sleep=0) for _ in range(3)]
 
     def steps() -> Generator[Any]:
-        yield from met
+        for last in met:
+            yield last, 1
 
     assert engine.start(steps()).is_done
     assert [one.num_sleeps for one in met] == [0, 0, 0]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankwise.comm.backends.engine import SYSCALL_NUMBER, Counters, sleep_while, wake
+from rankwise.comm.backends.engine import SYSCALL_NUMBER, Counters, sleep_while
 from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping, rounded_up
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.comm.backends.reducing import can_reduce, reduce_into, weighted_sum_into
@@ -80,8 +80,7 @@ def test_a_sleeper_wakes_when_the_counter_changes() -> None:
 
     thread = threading.Thread(target=sleep)
     thread.start()
-    mapping.words[64] = 1
-    wake(place)
+    Counters(mapping, 512, rank=0, num_ranks=1).post(1)
     thread.join(10)
     assert woken
     sleep_while(place, 0, 30.0)  # returns at once: the word is another already
@@ -113,8 +112,8 @@ def test_posting_wakes_the_process_that_sleeps_on_a_counter(poster: int) -> None
         thread.join(10)
         assert not thread.is_alive()
     finally:
-        for word in words:
-            wake(word)
+        for counter in counters:
+            counter.post(1)
         thread.join(10)
         mapping.settle()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.parallel.core import bucket
-from rankwise.parallel.core.gradient_weights import Weights
+from rankwise.parallel.core.bucket import Weights
 
 if TYPE_CHECKING:
     import pytest

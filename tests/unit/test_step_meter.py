@@ -280,7 +280,10 @@ FORKS = """
 import os
 from rankwise.health import step_meter
 
-class Meter:
+class Meter(step_meter.StepMeter):
+    def __init__(self):
+        pass
+
     def __del__(self):
         os.write(1, b"destroyed")
 

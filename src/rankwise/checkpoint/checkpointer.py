@@ -27,7 +27,7 @@ from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
 from rankwise.health.step_record import CHECKPOINT
 from rankwise.log import log, warn
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import pins, wait_for_copies
 
@@ -399,7 +399,8 @@ class Checkpointer:
                 foreign.append(path.name)
                 continue
             try:
-                saved, _ = examine(path)
+                # The stages of the save have just looked at every file of the newest.
+                is_good = path == newest or examine(path)[0] is not None
             except CheckpointError as error:
                 warn(f"the old checkpoint {path} is kept: {error.what}")
                 continue
@@ -408,7 +409,7 @@ class Checkpointer:
                     folder.remove(path, secrets.token_hex(8))
                 except OSError as error:
                     warn(f"the old checkpoint {path} could not be removed: {error}")
-            elif path not in self._damaged and saved is not None:
+            elif is_good and path not in self._damaged:
                 num_good += 1
         if foreign and self._names_foreign:
             self._names_foreign = False

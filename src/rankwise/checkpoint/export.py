@@ -26,7 +26,7 @@ from rankwise.checkpoint.phases import joined_ranks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
-from rankwise.tensors.as_bytes import as_sent, bytes_of
+from rankwise.tensors.arrays import as_sent, bytes_of
 from rankwise.tensors.synced_folders import commit, make_folder
 
 if TYPE_CHECKING:

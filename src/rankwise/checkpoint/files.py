@@ -10,13 +10,14 @@ import json
 import math
 import mmap
 import struct
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import safetensors
 import torch
 
 from rankwise.errors import CheckpointError
-from rankwise.tensors.as_bytes import as_sent, memory_of
+from rankwise.tensors.arrays import as_sent, memory_of
 from rankwise.tensors.files import CODES
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ _PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """The format does not have all of these: they are written as [..., 2], real and imaginary."""
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype as the manifest names it: ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name in the manifest.
 

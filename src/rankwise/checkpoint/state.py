@@ -31,6 +31,8 @@ MAX_DEPTH = 100
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _DICTS = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
+_DICT_OF = {tag: kind for kind, tag in _DICTS.items()}
+_KEYS = {str, int, float, bool, type(None)}
 _LISTS = {tuple: "tuple", torch.Size: "size"}
 _LARGEST_DECIMAL_BITS = 8192
 """Python refuses to read or write decimal integers of more than 4300 digits."""
@@ -96,12 +98,13 @@ class _Flattener:
 
     def _encode_dict(self, tree: dict[object, object], path: str, depth: int) -> Json:
         tag = _DICTS[type(tree)]
-        for key in tree:
-            if key is not None and type(key) not in (str, int, float, bool):
+        kinds = set(map(type, tree))
+        for key in () if kinds <= _KEYS else tree:
+            if type(key) not in _KEYS:
                 raise _refusal(key, f"{path}[{key!r}]", "a key of type")
         pairs = [(key, self.encode(item, child(path, key), depth + 1)) for key, item in tree.items()]
         encoded: dict[str, Json] = {}
-        if all(type(key) is str for key, _ in pairs):
+        if kinds <= {str}:
             encoded[tag] = cast("dict[str, Json]", dict(pairs))
         else:
             encoded[tag] = [[self.encode(key, path, depth + 1), item] for key, item in pairs]
@@ -151,13 +154,13 @@ def unflatten(skeleton: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any:
     if tag in _LISTS.values():
         items = [unflatten(item, tensor_of) for item in content]
         return tuple(items) if tag == "tuple" else torch.Size(items)
-    if tag in _DICTS.values():
+    if tag in _DICT_OF:
         return _decode_dict(skeleton, tag, tensor_of)
     return _decode_number(tag, skeleton)
 
 
 def _decode_dict(skeleton: dict[str, Any], tag: str, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    tree: dict[Any, Any] = next(kind for kind, name in _DICTS.items() if name == tag)()
+    tree: dict[Any, Any] = _DICT_OF[tag]()
     for key, item in _pairs(skeleton[tag]):
         tree[unflatten(key, tensor_of)] = unflatten(item, tensor_of)
     if "metadata" in skeleton:
@@ -254,7 +257,7 @@ def leaves(skeleton: Json, path: str, tensors: Mapping[str, str]) -> dict[str, s
         tag, content = "list" if isinstance(skeleton, list) else "scalar", skeleton
     if tag in ("tensor", "array"):
         return {path: tensors[str(content)]}
-    if tag in _DICTS.values():
+    if tag in _DICT_OF:
         parts = [leaves(item, child(path, unflatten(key, _no_tensor)), tensors) for key, item in _pairs(content)]
     elif tag == "list" or tag in _LISTS.values():
         items = cast("list[Json]", content)

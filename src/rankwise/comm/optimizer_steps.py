@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:

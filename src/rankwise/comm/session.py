@@ -200,7 +200,7 @@ class Session:
         if batch.loader not in self._outer:
             self._outer[batch.loader] = self.batch
         self.batch = batch
-        step_meter.count_samples(batch.num)
+        step_meter.meter.count_samples(batch.num)
         self.batches.pop(batch.loader, None)
         self.batches[batch.loader] = batch
         for action in self.taking:

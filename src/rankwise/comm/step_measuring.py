@@ -201,13 +201,13 @@ def _measuring_data(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(inner)
     def call(iterator: object) -> object:
         is_training = torch.is_grad_enabled()
-        part = step_meter.enter(DATA if is_training else EVALUATION)
+        part = step_meter.meter.enter(DATA if is_training else EVALUATION)
         try:
             batch = inner(iterator)
         finally:
-            step_meter.resume(part)
+            step_meter.meter.resume(part)
         if is_training and part != DATA:  # Otherwise it is rankwise.DataLoader that reads, and counts.
-            step_meter.count_samples(_rows_of(batch))
+            step_meter.meter.count_samples(_rows_of(batch))
         return batch
 
     return call
@@ -304,7 +304,7 @@ def is_updating() -> bool:
 
 @uncompiled_hook
 def _before_update(_optimizer: object, _args: object, _kwargs: object) -> None:
-    part = step_meter.enter(OPTIMIZER)
+    part = step_meter.meter.enter(OPTIMIZER)
     if part != OPTIMIZER:  # A step that has failed has left its own.
         _before_optimizers.clear()
     _before_optimizers.append(part)
@@ -312,5 +312,5 @@ def _before_update(_optimizer: object, _args: object, _kwargs: object) -> None:
 
 @uncompiled_hook
 def _after_update(_optimizer: object, _args: object, _kwargs: object) -> None:
-    step_meter.note_update()
-    step_meter.resume(_before_optimizers.pop() if _before_optimizers else SCRIPT)
+    step_meter.meter.note_update()
+    step_meter.meter.resume(_before_optimizers.pop() if _before_optimizers else SCRIPT)

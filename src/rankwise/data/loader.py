@@ -299,9 +299,9 @@ class DataLoader(StepSource, EpochPosition):
             session = current_or_none()
             if session is not None:
                 session.preemption.before_step(self)
-            part = step_meter.enter(DATA if torch.is_grad_enabled() else EVALUATION)
+            part = step_meter.meter.enter(DATA if torch.is_grad_enabled() else EVALUATION)
             fetched = next(batches, None)
-            step_meter.resume(part)
+            step_meter.meter.resume(part)
             if fetched is None:
                 break
             (stop, samples), batch = fetched

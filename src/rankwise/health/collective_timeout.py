@@ -90,7 +90,7 @@ class CollectiveWait:
 
     def __enter__(self) -> Self:
         self._detector.note_wait(self._ticket)
-        self._part = step_meter.enter(EXCHANGE)
+        self._part = step_meter.meter.enter(EXCHANGE)
         self._start = time.monotonic()
         return self
 
@@ -126,7 +126,7 @@ class CollectiveWait:
             if isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
                 self._raise_reason(error)
         finally:
-            step_meter.resume(self._part)
+            step_meter.meter.resume(self._part)
             self._detector.note_wait(None)
 
     def _raise_reason(self, error: Exception) -> None:

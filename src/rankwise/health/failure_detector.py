@@ -113,7 +113,7 @@ class FailureDetector:
         if self.check is not None and all(self.recorder.is_member(r, exchange_id) for r in range(self.world_size)):
             self.check(what if tensor is None else with_kind(what, tensor))
         if tensor is not None:
-            step_meter.count_bytes(tensor.nbytes)
+            step_meter.meter.count_bytes(tensor.nbytes)
         return self.recorder.begin(what, exchange_id)
 
     def _refuse_two_threads(self, what: str) -> None:

@@ -172,7 +172,7 @@ class FlightRecorder:
         site = call_site.user_call_site()
         if site is None and in_backward():
             # On GPUs hooks run in a thread of torch's, while the training thread is inside backward().
-            site = call_site.user_site_of_thread(self._thread_id)
+            site = call_site.user_call_site(self._thread_id)
         ticket = Ticket(number, what, exchange_id, sequence, site, purpose=self._purpose)
         self.recent.append(ticket)
         if self._last_collective is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what this rank spends the time of each step on: which part of a step begins, and when a step ends.
 
-Code that a training loop passes calls :func:`enter` and :func:`resume`; without a meter these return at once. A step
+Code that a training loop passes calls ``meter``, which does nothing on a rank that does not measure. A step
 ends where the first part of the next one begins after an optimizer's update. Follows the thread that joined, only.
 
 Between two parts of a step nothing of this is in the processor's caches, and takes ten times as long as in a loop. So
@@ -46,7 +46,33 @@ class _Step:
         self.samples = self.sent_bytes = 0
 
 
-class StepMeter:
+class Meter:
+    """Measures nothing: what a rank has that does not measure its steps."""
+
+    part = SCRIPT
+    """The part of the step that is under way."""
+
+    def enter(self, part: int) -> int:
+        """Note that a part of the step begins; return the part before, for :meth:`resume`."""
+        return part
+
+    def resume(self, part: int) -> None:
+        """Note that the part of the step that has begun last is over, and the one before it continues."""
+
+    def note_update(self) -> None:
+        """Note that an optimizer has updated parameters."""
+
+    def note_arrival(self) -> None:
+        """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
+
+    def count_samples(self, num: int) -> None:
+        """Add samples that this rank takes."""
+
+    def count_bytes(self, num: int) -> None:
+        """Add bytes that this rank gives to a collective."""
+
+
+class StepMeter(Meter):
     """The measurements of one rank, from join to leave. The recorder is closed with it."""
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -55,7 +81,7 @@ class StepMeter:
         self._device_times = recorder.device_times
         self._thread = get_ident()
         self._process = os.getpid()
-        self._part = SCRIPT
+        self.part = SCRIPT
         self._is_evaluated = False
         """Whether what was read last was used without gradients, and not for training so far."""
         self._began = monotonic()
@@ -67,42 +93,40 @@ class StepMeter:
         """When the steps that have ended are recorded, and after which one even before that."""
 
     @property
-    def part(self) -> int:
-        """The part of the step that is under way."""
-        return self._part
-
-    @property
     def step(self) -> int:
         """The number of the step that is under way, from 1."""
         return self._step.number
 
     def enter(self, part: int) -> int:
-        """Note that a part of the step begins; return the part before, for :meth:`resume`."""
-        before = self._part
+        """Note that a part of the step begins; return the part before."""
+        before = self.part
         if get_ident() == self._thread:
-            now = self._end_part(before)
+            now = monotonic()
+            step = self._step
+            step.ends.append((before, now))
+            if self._device_times is not None or len(step.ends) > MOST_SLICES:
+                self._note_end(step, before)
             if part in _FIRST:
                 self._begin_first(part, now)
-            self._part = self._now[0] = part
+            self.part = self._now[0] = part
         return before
 
     def resume(self, part: int) -> None:
-        """Note that the part of the step that has begun last is over, and the one before it continues."""
+        """Note that a part is over, and the one before it continues."""
         if get_ident() == self._thread:
-            self._end_part(self._part)
-            self._part = self._now[0] = part
+            step = self._step
+            step.ends.append((self.part, monotonic()))
+            if self._device_times is not None or len(step.ends) > MOST_SLICES:
+                self._note_end(step, self.part)
+            self.part = self._now[0] = part
 
-    def _end_part(self, part: int) -> float:
-        """Note that a part ends now; return when that is."""
-        now = monotonic()
-        step = self._step
-        step.ends.append((part, now))
+    def _note_end(self, step: _Step, part: int) -> None:
+        """Note on the device that a part has ended, and record the parts of this step if there are many."""
         if self._device_times is not None:
             self._device_times.end_part(part)
         if len(step.ends) > MOST_SLICES:
             self._record()
             self.recorder.add(step.number, step.start, step.ends)
-        return now
 
     def _begin_first(self, part: int, now: float) -> None:
         """Begin a part that a step may begin with."""
@@ -125,14 +149,15 @@ class StepMeter:
             self._device_times.note(what)
 
     def note_update(self) -> None:
-        """Note that an optimizer has updated parameters."""
+        """Note an update; the next part that a step may begin with begins the next one."""
         if get_ident() == self._thread:
             self._step.has_updated = True
 
     def note_arrival(self) -> None:
-        """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
+        """Note that this rank depends on the others from here on."""
         if get_ident() == self._thread:
-            self._note(ARRIVED, self._end_part(self._part))
+            self.resume(self.part)
+            self._note(ARRIVED, self._step.ends[-1][1] if self._step.ends else monotonic())
 
     def count_samples(self, num: int) -> None:
         """Add samples that this rank takes."""
@@ -140,7 +165,7 @@ class StepMeter:
             self._step.samples += num
 
     def count_bytes(self, num: int) -> None:
-        """Add bytes that this rank gives to a collective."""
+        """Add bytes that this rank gives to a collective, on any thread."""
         self._step.sent_bytes += num
 
     def begin_timeline(self, record: RecordFile) -> None:
@@ -161,17 +186,19 @@ class StepMeter:
         """
         if os.getpid() != self._process:
             return
-        step = self._step
-        if step.has_updated:
-            self._end_step(step.ends[-1][1] if step.ends else monotonic())
+        self._end_if_updated()
         self._record()
         self.recorder.close(self._step.number - 1)
 
+    def _end_if_updated(self) -> None:
+        step = self._step
+        if step.has_updated:
+            self._end_step(step.ends[-1][1] if step.ends else monotonic())
+
     def _end_updated(self) -> None:
         """End the step under way, if it has updated parameters, and record all that have ended."""
-        now = self._end_part(self._part)
-        if self._step.has_updated:
-            self._end_step(now)
+        self.resume(self.part)
+        self._end_if_updated()
         self._record()
 
     def _end_step(self, now: float) -> None:
@@ -196,93 +223,61 @@ class StepMeter:
 
 _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))
 """The parts that a step may begin with."""
-_open: list[StepMeter] = []
-"""The meter of this process, if it measures."""
-_of_parent: list[StepMeter] = []
+_SILENT = Meter()
+meter: Meter = _SILENT
+"""The meter of this process."""
+_of_parent: list[Meter] = []
 """The meter of the process that forked this one. Kept: where an event of a GPU is destroyed in a forked process, torch
 ends the process."""
 
 
+def start(new: Meter) -> None:
+    """Measure with ``new`` from now on. Called by ``join``, and by a launcher's rank before its script."""
+    global meter  # noqa: PLW0603 - a call through a function costs as much as what the meter does
+    meter = new
+
+
+def pause() -> None:
+    """Measure nothing until :func:`start`; the record stays open."""
+    start(_SILENT)
+
+
 def _leave_to_parent() -> None:
     """Measure nothing in a forked process, such as a worker of a loader: it is not the rank."""
-    _of_parent.extend(_open)
-    _open.clear()
+    _of_parent.append(meter)
+    pause()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def start(meter: StepMeter) -> None:
-    """Measure with ``meter`` from now on. Called by ``join``, and by a launcher's rank before its script."""
-    _open.clear()
-    _open.append(meter)
-
-
-def pause() -> None:
-    """Measure nothing until :func:`start`; the record stays open."""
-    _open.clear()
-
-
 def stop() -> None:
     """Stop measuring, and close the record."""
-    while _open:
-        _open.pop().close()
+    measuring = current()
+    pause()
+    if measuring is not None:
+        measuring.close()
 
 
 def current() -> StepMeter | None:
     """Return the meter of this process, if it measures."""
-    return _open[0] if _open else None
-
-
-def count_samples(num: int) -> None:
-    """Count samples that this rank takes."""
-    if _open:
-        _open[0].count_samples(num)
-
-
-def note_update() -> None:
-    """Note that an optimizer has updated parameters."""
-    if _open:
-        _open[0].note_update()
-
-
-def note_arrival() -> None:
-    """Note that this rank has computed its gradients, and depends on the other ranks from here on."""
-    if _open:
-        _open[0].note_arrival()
-
-
-def count_bytes(num: int) -> None:
-    """Count bytes that this rank gives to a collective."""
-    if _open:
-        _open[0].count_bytes(num)
-
-
-def enter(part: int) -> int:
-    """Note that a part of the step begins; pass the result to :func:`resume` where it ends."""
-    return _open[0].enter(part) if _open else SCRIPT
-
-
-def resume(part: int) -> None:
-    """Note that a part of the step is over."""
-    if _open:
-        _open[0].resume(part)
+    return meter if isinstance(meter, StepMeter) else None
 
 
 @contextlib.contextmanager
 def spending(part: int) -> Generator[None]:
     """Count the time inside the block as a part of the step."""
-    before = enter(part)
+    before = meter.enter(part)
     try:
         yield
     finally:
-        resume(before)
+        meter.resume(before)
 
 
 def note_layout(what: str, **values: object) -> None:
     """Record how ranks or a model are laid out, for pictures of the run: JSON values, by name."""
-    if _open:
-        _open[0].record.note({"kind": "layout", "what": what, **values})
+    if isinstance(meter, StepMeter):
+        meter.record.note({"kind": "layout", "what": what, **values})
 
 
 def note_failure(text: str, ranks: Sequence[int], *, is_of_another: bool) -> None:
@@ -293,12 +288,12 @@ def note_failure(text: str, ranks: Sequence[int], *, is_of_another: bool) -> Non
         ranks: whose failure it is, as far as known.
         is_of_another: whether it is only the consequence of another rank's failure.
     """
-    if _open:
+    if isinstance(meter, StepMeter):
         whose = {"ranks": list(ranks), "is_of_another": is_of_another}
-        _open[0].record.note({"kind": FAILURE, "time": time.time(), "text": text, **whose})
+        meter.record.note({"kind": FAILURE, "time": time.time(), "text": text, **whose})
 
 
 def note_event(text: str) -> None:
     """Record something that happened on this rank, for the report of the run."""
-    if _open:
-        _open[0].record.note({"kind": "event", "time": time.time(), "text": text})
+    if isinstance(meter, StepMeter):
+        meter.record.note({"kind": "event", "time": time.time(), "text": text})

@@ -145,7 +145,9 @@ def replicate(
     subscribe(sync.loss, session)
     register(model, sync)
     session.preemption.unless(WeakMethod(sync.is_mid_step))
-    buffers = None
+    before: list[Callable[..., object]] = []
+    """What is done before each forward pass."""
+    after_training = None
     if exchange is not None:
         obstacle = "it was replicated before" if is_again else _obstacle(model, method, session.axes)
         share_parameters(model, sync, exchange, session, wanted=one_copy_per_host, obstacle=obstacle)
@@ -155,19 +157,21 @@ def replicate(
         else:
             warn_of_own_statistics(model, "; replicate(model, sync_batchnorm=True) makes it exact")
         buffers = BufferSync(model, exchange, DivergedBuffers(model, exchange, type(model).__name__))
-        model.register_forward_pre_hook(OwnHook(buffers.before_training))
+        before.append(buffers.before_training)
+        after_training = buffers.after_forward
     if group is not None:
         split = GraphSplit(group.channel_bytes(parameters[0].device))
-        model.register_forward_pre_hook(OwnHook(split.begin))
         model.register_forward_hook(OwnHook(split.end), always_call=True)
         statistics = shared_statistics(model, SYNCHRONISED)
         guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         sync.loss.guard_by(guard)
-        model.register_forward_pre_hook(OwnHook(ModuleHooks(model).before_forward))
-        model.register_forward_pre_hook(
-            OwnHook(lambda *_: guard.before_forward(is_mid_step=sync.is_accumulating or sync.is_mid_step()))
-        )
-    after_training = None if buffers is None else buffers.after_forward
+        hooks = ModuleHooks(model)
+        before += [
+            split.begin,
+            hooks.before_forward,
+            lambda *_: guard.before_forward(is_mid_step=sync.is_accumulating or sync.is_mid_step()),
+        ]
+    model.register_forward_pre_hook(OwnHook(*before))
     model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of other libraries and plain numbers as tensors, and tensors converted back.
+"""Arrays of other libraries and plain numbers as tensors, tensors converted back, and tensors as bytes.
 
 NumPy arrays and scalars, Python numbers, and every array with ``__dlpack__``: JAX, CuPy, TensorFlow.
 No such library is imported here: a caller that passes its array has imported it.
@@ -153,3 +153,19 @@ def _of_tensorflow(leaf: Any, name: str) -> object:
 
 def _tensorflow_reader(tensor: torch.Tensor) -> Any:
     return sys.modules["tensorflow"].experimental.dlpack.from_dlpack(tensor.__dlpack__())
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor as they are sent: contiguous, without a graph; in the same memory if they are."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as [n] bytes in the same memory."""
+    # One element counts as contiguous at any stride; torch's view does not think so.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, to send from or to receive into."""
+    return bytes_of(tensor).numpy().data

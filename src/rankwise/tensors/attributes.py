@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
 _DEEPEST = 5
 """Containers and objects inside each other in which tensors are looked for."""
@@ -32,18 +32,20 @@ def _slots_of(kind: type) -> list[str]:
     return [one for one in ((slots,) if isinstance(slots, str) else slots) if not one.startswith("__")]
 
 
-def tensors_in(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain tensors in containers and objects inside each other, with the path to each."""
-    if type(value) is torch.Tensor:
-        yield path, value
-        return
-    parts: Mapping[Any, object] = {}
-    if isinstance(value, list | tuple):
-        parts = dict(enumerate(value))
-    elif isinstance(value, Mapping):
-        parts = value
-    elif not isinstance(value, str | bytes | int | float | None):
-        parts = attributes_of(value)
-    if depth < _DEEPEST:
-        for key, part in parts.items():
-            yield from tensors_in(part, f"{path}/{key}", depth + 1)
+def tensors_in(value: object) -> list[tuple[str, torch.Tensor]]:
+    """Return the plain tensors in containers and objects inside each other, in order, with the path to each."""
+    found: list[tuple[str, torch.Tensor]] = []
+    pending: list[tuple[str, object, int]] = [("", value, 0)]
+    while pending:
+        path, one, depth = pending.pop()
+        parts: Iterable[tuple[Any, object]] = ()
+        if type(one) is torch.Tensor:
+            found.append((path, one))
+        elif depth >= _DEEPEST or isinstance(one, str | bytes | int | float | None):
+            continue
+        elif isinstance(one, list | tuple):
+            parts = enumerate(one)
+        else:
+            parts = (one if isinstance(one, Mapping) else attributes_of(one)).items()
+        pending += [(f"{path}/{key}", part, depth + 1) for key, part in parts][::-1]
+    return found

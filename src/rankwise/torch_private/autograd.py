@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,9 +69,8 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()  # noqa: SLF001
 
 
-def metadata_of(node: Node) -> dict[str, Any]:
-    """Return a node's mutable metadata. Public in torch, which declares it as a function."""
-    return cast("dict[str, Any]", node.metadata)
+metadata_of: Callable[[Node], dict[str, Any]] = attrgetter("metadata")
+"""Returns a node's mutable metadata. Public in torch, which declares it as a function."""
 
 
 _Reader = Callable[["Node"], Any]

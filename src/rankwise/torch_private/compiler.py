@@ -19,7 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _compiler: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined] # noqa: SLF001
-_SKIP = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)  # noqa: SLF001
 _SKIP_ALL = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)  # noqa: SLF001
 
 OWN_RANDOMNESS_OFF = "torch._inductor.config.fallback_random"
@@ -30,17 +29,20 @@ def uncompiled(fn: Callable[P, R]) -> Callable[P, R]:
     """Return ``fn`` so that the compiler skips it: it runs uncompiled, between two compiled graphs.
 
     torch.compiler.disable imports the compiler (1.5 s) at once, and the private form does at its first call. Here it
-    is called only once the compiler has been imported: nothing is compiled before.
+    is called only while a graph is compiled.
     """
-    disabled = torch._disable_dynamo(fn)  # noqa: SLF001
+    disabled = between_graphs(fn)
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
+        return (disabled if torch.compiler.is_compiling() else fn)(*args, **kwargs)
 
-    # The compiler would compile this for every function and kind of arguments, and give up on it with a warning.
-    _compiler.set_code_exec_strategy(call.__code__, _SKIP)  # type: ignore[attr-defined]
-    return call
+    return skipped(call)
+
+
+def between_graphs(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return ``fn`` so that a graph which is compiled ends where it is called. Imports the compiler when called."""
+    return torch._disable_dynamo(fn)  # type: ignore[no-any-return] # noqa: SLF001
 
 
 def skipped(fn: Callable[P, R]) -> Callable[P, R]:

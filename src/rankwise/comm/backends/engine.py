@@ -15,7 +15,8 @@ import os
 import platform
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
 from rankwise.errors import RankwiseError
@@ -76,11 +77,6 @@ def sleep_while(address: int, value: int, seconds: float) -> None:
     _syscall(SYSCALL_NUMBER, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
 
 
-def wake(address: int) -> None:
-    """Wake every process that sleeps on the word at ``address``."""
-    _syscall(SYSCALL_NUMBER, address, _WAKE, _EVERYONE, None, None, 0)
-
-
 class Counters:
     """The progress of each rank of a host: counters that only grow."""
 
@@ -100,12 +96,15 @@ class Counters:
     def post(self, value: int) -> None:
         """Advance this rank's counter and wake the ranks that sleep on it."""
         self._words[self._own] = value
-        wake(self._own_address)
+        _syscall(SYSCALL_NUMBER, self._own_address, _WAKE, _EVERYONE, None, None, 0)
 
     def reach(self, value: int) -> bool:
         """Return whether every other rank has reached ``value``."""
         words = self._words
-        return all(words[place] >= value for _, place in self._others)
+        for _, place in self._others:  # noqa: SIM110 - without a generator: every wait asks several times
+            if words[place] < value:
+                return False
+        return True
 
     def last(self, value: int) -> int | None:
         """Return a rank of this host that has not reached ``value``."""
@@ -120,68 +119,40 @@ class Counters:
                 return
 
 
-class Awaited(Protocol):
-    """A condition that an operation waits for."""
+class Progress(Protocol):
+    """The progress of other ranks, as :class:`Counters` show it."""
 
-    def is_met(self) -> bool:
-        """Return whether it is met."""
+    def reach(self, value: int, /) -> bool:
+        """Return whether all have reached ``value``."""
         ...
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep until it may be met, for at most ``seconds``."""
+    def sleep_until(self, value: int, seconds: float, /) -> None:
+        """Sleep until one that has not reached ``value`` advances, for at most ``seconds``."""
         ...
 
-    def rank(self) -> int | None:
-        """Return a rank of this host that it depends on."""
+    def last(self, value: int, /) -> int | None:
+        """Return a rank of this host that has not reached ``value``."""
         ...
 
 
-class Until:
-    """Waits until every rank of this host has reached a value."""
-
-    __slots__ = ("_counters", "_value")
-
-    def __init__(self, counters: Counters, value: int) -> None:
-        self._counters = counters
-        self._value = value
-
-    def is_met(self) -> bool:
-        """Return whether all have reached it."""
-        return self._counters.reach(self._value)
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep until one of the last ranks advances."""
-        self._counters.sleep_until(self._value, seconds)
-
-    def rank(self) -> int | None:
-        """Return one of the last ranks."""
-        return self._counters.last(self._value)
+Awaited: TypeAlias = tuple[Progress, int]
+"""What an operation waits for: progress, and the value to be reached."""
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
     """A pending operation."""
 
-    __slots__ = ("awaited", "error", "is_done", "steps")
-
-    def __init__(self, steps: Iterator[Awaited]) -> None:
-        self.steps = steps
-        self.awaited: Awaited | None = None
-        self.is_done = False
-        self.error: Exception | None = None
-        """Why it failed; raised by the wait for it."""
+    steps: Iterator[Awaited]
+    awaited: Awaited | None = None
+    is_done: bool = False
+    error: Exception | None = None
+    """Why it failed; raised by the wait for it."""
 
     def fail(self, error: Exception) -> None:
         """End without a result."""
         self.is_done = True
         self.error = error
-
-    def advance(self) -> None:
-        """Advance as far as possible without waiting."""
-        while self.awaited is None or self.awaited.is_met():
-            self.awaited = next(self.steps, None)
-            if self.awaited is None:
-                self.is_done = True
-                return
 
 
 class Engine:
@@ -210,14 +181,19 @@ class Engine:
         return operation
 
     def advance(self) -> None:
-        """Advance every operation that can advance.
+        """Advance every operation as far as possible without waiting.
 
         Where one fails, its wait raises the error: what is done meanwhile may be no part of a collective.
         """
         with self._moving:
             for operation in tuple(self._active):
+                awaited = operation.awaited
                 try:
-                    operation.advance()
+                    while awaited is None or awaited[0].reach(awaited[1]):
+                        awaited = operation.awaited = next(operation.steps, None)
+                        if awaited is None:
+                            operation.is_done = True
+                            break
                 except BaseException as error:
                     if not isinstance(error, Exception) or is_of_a_signal_handler(error):
                         operation.fail(self._forbid_more())
@@ -278,14 +254,9 @@ class Engine:
             return
         limit = LOOK_SECONDS if len(self._active) == 1 else OTHERS_SECONDS
         started = time.monotonic()
-        awaited.sleep(min(seconds, limit))
-        if time.monotonic() - started >= limit:
-            self._check_alive(awaited)
-
-    def _check_alive(self, awaited: Awaited) -> None:
-        rank = awaited.rank()
-        if rank is None or not self.peers.has_ended(rank):
-            return
+        progress, value = awaited
+        progress.sleep_until(value, min(seconds, limit))
+        rank = progress.last(value) if time.monotonic() - started >= limit else None
         # Its last update may have arrived between the two checks.
-        if not awaited.is_met():
+        if rank is not None and self.peers.has_ended(rank) and not progress.reach(value):
             raise PeerEnded(self.peers.world_rank(rank), self.peers.process(rank))

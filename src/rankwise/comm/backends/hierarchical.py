@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rankwise.comm.backends.engine import Until
 from rankwise.comm.backends.shared_channel import HEADER, SharedChannel
 from rankwise.comm.backends.torch_group import REDUCE_OPS, handle_of
 
@@ -33,13 +32,16 @@ class _Elsewhere:
     """Waits for a condition that no rank of this host posts: there is no word of memory to sleep on."""
 
     def __init__(self, is_met: Callable[[], bool]) -> None:
-        self.is_met = is_met
+        self._is_met = is_met
 
-    def sleep(self, seconds: float) -> None:
+    def reach(self, value: int) -> bool:
+        return self._is_met() >= value
+
+    def sleep_until(self, _: int, seconds: float) -> None:
         """Sleep for a moment; all other pending operations are advanced afterwards."""
         time.sleep(min(seconds, MOMENT_SECONDS))
 
-    def rank(self) -> int | None:
+    def last(self, _: int) -> int | None:
         return None
 
 
@@ -72,7 +74,7 @@ class CrossHostGroup:
 
     def all_reduce_(self, turn: int, tensors: Sequence[torch.Tensor], op: str = "sum") -> Generator[Awaited]:
         """Reduce tensors over the hosts, in place."""
-        yield _Elsewhere(lambda: self.num_sent >= turn)
+        yield _Elsewhere(lambda: self.num_sent >= turn), True
         try:
             works = [
                 handle_of(dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
@@ -81,7 +83,7 @@ class CrossHostGroup:
         finally:
             self.num_sent += 1
         for work in works:
-            yield _Elsewhere(work.is_completed)
+            yield _Elsewhere(work.is_completed), True
             work.wait()  # raises its error
 
 
@@ -115,13 +117,14 @@ class TwoLevelChannel(SharedChannel):
         self._turn = self._cross_host.take_turn()
         super().start(share, weight, absent)
 
-    def _add_up(self, round_: int) -> Generator[Awaited]:
-        headers = [HEADER.unpack_from(header) for header in self._headers]
+    def _steps(self, round_: int) -> Generator[Awaited]:
+        yield self._published, round_
+        shares, weights, _ = zip(*map(HEADER.unpack_from, self._headers), strict=True)
         if self._own_slices:
             # Every owner sends the weights: it divides its slice by their sum.
             tail = self._tail if self._rank == 0 else torch.empty_like(self._tail)
-            self._sum_own([1.0 if share else 0.0 for share, _, _ in headers])
-            tail[0] = sum(weight for _, weight, _ in headers)
+            self._sum_own([1.0 if share else 0.0 for share in shares])
+            tail[0] = sum(weights)
             if self._all_flags:
                 tail[1:] = torch.frombuffer(bytearray(self._flags_of_host()), dtype=torch.uint8)
             yield from self._cross_host.all_reduce_(self._turn, [self._own_sums, tail])
@@ -130,7 +133,8 @@ class TwoLevelChannel(SharedChannel):
             if scale != 1.0:
                 self._own_sums.mul_(scale)
         self._reduced.post(round_)
-        yield Until(self._reduced, round_)
+        yield self._reduced, round_
         self._total = self._tail[0].item()
         self._flags = (self._tail[1:] > 0).to(torch.uint8).numpy().tobytes()
         self._take_result()
+        self._consumed.post(round_)

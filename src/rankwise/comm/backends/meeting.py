@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rankwise.comm.backends.engine import Counters, Until
+from rankwise.comm.backends.engine import Counters
 from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Meeting:
         ticket = memory.engine.detector.ticket(what, memory.exchange_id)
         self._is_here = True
         self._counters.post(self._round)
-        operation = memory.engine.start(iter((_AllHere(self._counters, self._round, self._check_progress),)))
+        operation = memory.engine.start(iter(((_AllHere(self._counters, self._check_progress), self._round),)))
         memory.engine.wait(operation, ticket)
         return [self._words[place : place + len(numbers)].tolist() for place in places]
 
@@ -104,18 +104,16 @@ class Meeting:
                 raise self._past(self._memory.ranks[local_rank])
 
 
-class _AllHere(Until):
-    """Waits until every rank of the host has come, unless one cannot come any more."""
+class _AllHere:
+    """The progress of the ranks of the host, unless one cannot come any more."""
 
-    __slots__ = ("_check",)
+    def __init__(self, counters: Counters, check: Callable[[], None]) -> None:
+        self._counters, self._check = counters, check
+        self.sleep_until, self.last = counters.sleep_until, counters.last
 
-    def __init__(self, counters: Counters, value: int, check: Callable[[], None]) -> None:
-        super().__init__(counters, value)
-        self._check = check
-
-    def is_met(self) -> bool:
+    def reach(self, value: int) -> bool:
         """Return whether all have come. Raises if one cannot come any more."""
-        if super().is_met():
+        if self._counters.reach(value):
             return True
         self._check()
         return False

@@ -50,16 +50,16 @@ def weighted_sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor], factors:
 
     ``out`` is not one of the parts.
     """
-    chosen = [(part, factor) for part, factor in zip(parts, factors, strict=True) if factor != 0.0]
-    if not chosen:
+    if 0.0 in factors:
+        parts = [part for part, factor in zip(parts, factors, strict=True) if factor]
+        factors = [factor for factor in factors if factor]
+    if not parts:
         out.zero_()
         return
-    counted = [part for part, _ in chosen]
-    factors = [factor for _, factor in chosen]
     if out.dtype not in _IN_FLOAT32:
-        _weighted_sum(out, counted, factors)
+        _weighted_sum(out, parts, factors)
         return
-    for piece in _pieces(out, counted):
+    for piece in _pieces(out, parts):
         wide = [part.float() for part in piece[1:]]
         _weighted_sum(wide[0], wide, factors)
         piece[0].copy_(wide[0])
@@ -74,7 +74,7 @@ def add_own(out: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor,
 
 def _weighted_sum(out: torch.Tensor, parts: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
     first = factors[0]
-    if all(factor == first for factor in factors):
+    if factors.count(first) == len(factors):
         if len(parts) > 1:
             torch.add(parts[0], parts[1], out=out)
             for part in parts[2:]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.engine import Counters, Operation, Until
+from rankwise.comm.backends.engine import Counters, Operation
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.comm.backends.reducing import add_own, weighted_sum_into
 from rankwise.health import step_meter
@@ -179,27 +179,29 @@ class SharedChannel:
         """Return whether every rank has read the memory's previous content, and nothing must be compared first."""
         if self._engine.detector.check is not None:
             return False
-        if all(channel.is_read() for channel in self._sharers):
-            return True
-        self._engine.advance()
-        return all(channel.is_read() for channel in self._sharers)
+        for channel in self._sharers:
+            if not channel.is_read():
+                self._engine.advance()
+                if not channel.is_read():
+                    return False
+        return True
 
     def claim(self) -> None:
         """Wait until every rank has read the memory's previous content."""
         for channel in self._sharers:
-            channel.wait_for_readers()
+            if not channel.is_read():
+                channel.wait_for_readers()
 
     def is_read(self) -> bool:
         """Return whether every rank has read the last message."""
-        return self._operation is None or (self._operation.is_done and self._consumed.reach(self._round))
+        last = self._operation
+        return last is None or (last.is_done and last.error is None and self._consumed.reach(self._round))
 
     def wait_for_readers(self) -> None:
         """Wait until every rank has read the last message."""
-        if self._ticket is None:
-            return
         self.finish()  # this rank is one of the readers
-        if not self._consumed.reach(self._round):
-            self._engine.wait(self._engine.start(iter((Until(self._consumed, self._round),))), self._ticket)
+        if self._ticket is not None and not self._consumed.reach(self._round):
+            self._engine.wait(self._engine.start(iter(((self._consumed, self._round),))), self._ticket)
 
     def factor(self, share: float) -> float:
         """Divide by the number of ranks when copying in: with equal weights the sum is already the mean."""
@@ -212,7 +214,7 @@ class SharedChannel:
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Publish the body, and advance as far as possible without waiting."""
         self._ticket = self._engine.detector.ticket(self._what, self._exchange_id)
-        step_meter.count_bytes(self.body.nbytes)
+        step_meter.meter.count_bytes(self.body.nbytes)
         header = self._headers[self._rank]
         HEADER.pack_into(header, 0, share, weight, len(absent))
         if self._all_flags:
@@ -237,25 +239,21 @@ class SharedChannel:
         return bool(self._flags[flag])
 
     def _steps(self, round_: int) -> Generator[Awaited]:
-        yield Until(self._published, round_)
-        yield from self._add_up(round_)
-        self._consumed.post(round_)
-
-    def _add_up(self, round_: int) -> Generator[Awaited]:
-        headers = [HEADER.unpack_from(header) for header in self._headers]
-        total = sum(weight for _, weight, _ in headers)
-        scale = len(headers) / total if total > 0 else 0.0
-        factors = [scale if share else 0.0 for share, _, _ in headers]
-        self._flags = self._all_flags if not any(absent for _, _, absent in headers) else self._flags_of_host()
-        self._total = total
+        yield self._published, round_
+        shares, weights, absent = zip(*map(HEADER.unpack_from, self._headers), strict=True)
+        self._total = total = sum(weights)
+        scale = len(shares) / total if total > 0 else 0.0
+        factors = [scale if share else 0.0 for share in shares]
+        self._flags = self._flags_of_host() if any(absent) else self._all_flags
         if not self._num_slices:
             weighted_sum_into(self.result, self._bodies, factors)
-            return
-        if self._own_slices:
-            self._sum_own(factors)
-        self._reduced.post(round_)
-        yield Until(self._reduced, round_)
-        self._take_result()
+        else:
+            if self._own_slices:
+                self._sum_own(factors)
+            self._reduced.post(round_)
+            yield self._reduced, round_
+            self._take_result()
+        self._consumed.post(round_)
 
     def _sum_own(self, factors: Sequence[float]) -> None:
         pieces, self._pieces = self._pieces, ()

@@ -23,10 +23,10 @@ from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, 
 from rankwise.comm.backends.staging import CallsDiffer, Staging
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import warn
-from rankwise.tensors.as_bytes import bytes_of
+from rankwise.tensors.arrays import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from rankwise.comm.backends.engine import Awaited, Engine, Operation
     from rankwise.comm.backends.gather_text import SupportsAllGather
@@ -135,8 +135,7 @@ class SharedMemory:
         if self._cross_host is not None:
             return self._torch_group.gather_notes(note, what)
         found: list[bytes] = []
-        words = self._words(what)
-        self._run(self._staging.gather_notes(note.ljust(NOTE_BYTES, b"\0"), found, words), words, None)
+        self._run(what, None, self._staging.gather_notes, note.ljust(NOTE_BYTES, b"\0"), found)
         return found
 
     def barrier(self, what: str) -> None:
@@ -144,8 +143,7 @@ class SharedMemory:
         if self._cross_host is not None:
             self._torch_group.barrier(what)
         else:
-            words = self._words(what)
-            self._run(self._staging.barrier(words), words, None)
+            self._run(what, None, self._staging.barrier)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
         """Return the reduction over all ranks, within each host in rank order."""
@@ -155,8 +153,7 @@ class SharedMemory:
         if self._cross_host is not None and tensor.nbytes <= FLAT_BYTES:
             return self._torch_group.all_reduce(tensor, op, what=what)
         out = self._results.empty(tuple(tensor.shape), tensor)
-        words = self._words(what)
-        self._run(self._staging.all_reduce(tensor.view(-1), out.view(-1), op, words, self._cross_host), words, tensor)
+        self._run(what, tensor, self._staging.all_reduce, tensor.view(-1), out.view(-1), op, self._cross_host)
         return out
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
@@ -165,8 +162,7 @@ class SharedMemory:
             return self._torch_group.all_gather(tensor, what=what)
         out = self._results.empty((self.world_size, *tensor.shape), tensor)
         rows = bytes_of(out).view(self.world_size, -1)
-        words = self._words(what)
-        self._run(self._staging.all_gather(bytes_of(tensor), rows, words), words, tensor)
+        self._run(what, tensor, self._staging.all_gather, bytes_of(tensor), rows)
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, what: str) -> torch.Tensor:
@@ -174,8 +170,7 @@ class SharedMemory:
         if tensor.device.type != "cpu" or self._cross_host is not None:
             return self._torch_group.broadcast(tensor, source, what=what)
         out = self._results.empty(tuple(tensor.shape), tensor)
-        words = self._words(what)
-        self._run(self._staging.broadcast(bytes_of(tensor), bytes_of(out), source, words), words, tensor)
+        self._run(what, tensor, self._staging.broadcast, bytes_of(tensor), bytes_of(out), source)
         return out
 
     def all_to_all(self, tensor: torch.Tensor, sizes: Sequence[Sequence[int]], *, what: str) -> torch.Tensor:
@@ -183,8 +178,7 @@ class SharedMemory:
         if tensor.device.type != "cpu" or self._cross_host is not None:
             return self._torch_group.all_to_all(tensor, sizes, what=what)
         out = self._results.empty((sum(row[self.rank] for row in sizes),), tensor)
-        words = self._words(what)
-        self._run(self._staging.all_to_all(tensor, out, sizes, words), words, None)
+        self._run(what, None, self._staging.all_to_all, tensor, out, sizes)
         return out
 
     def dup(self) -> SharedMemory:
@@ -278,18 +272,17 @@ class SharedMemory:
         """Release the handles of the other ranks' processes."""
         self._engine.peers.close()
 
-    def _words(self, what: str) -> str:
-        """Return the call that the starting collective must be on every rank."""
-        agreed, self._agreed = self._agreed, ""
-        return agreed or what
-
-    def _run(self, steps: Generator[Awaited], words: str, tensor: torch.Tensor | None) -> None:
+    def _run(
+        self, what: str, tensor: torch.Tensor | None, steps: Callable[..., Generator[Awaited]], *args: object
+    ) -> None:
+        """Run a collective of the staging memory: ``steps(call, *args)``, with the call that the ranks agree on."""
+        words, self._agreed = self._agreed or what, ""
         ticket = self.detector.ticket(words, self._exchange_id, tensor)
         if self._latest is not None and not self._latest[0].is_done:
             # An interrupt has left it pending. The slots are free when it is done.
             self._engine.wait(*self._latest)
         try:
-            self._latest = (self._engine.start(steps), ticket)
+            self._latest = (self._engine.start(steps(words, *args)), ticket)
             self._engine.wait(*self._latest)
         except CallsDiffer:
             self._latest = None
@@ -301,7 +294,7 @@ class SharedMemory:
     def _gather_calls(self, tensor: torch.Tensor) -> torch.Tensor:
         out = tensor.new_empty((len(self._host_map.ranks), *tensor.shape))
         rows = bytes_of(out).view(len(out), -1)
-        self._run(self._staging.all_gather(bytes_of(tensor), rows, WHAT_EACH_CALLED), WHAT_EACH_CALLED, tensor)
+        self._run(WHAT_EACH_CALLED, tensor, self._staging.all_gather, bytes_of(tensor), rows)
         return out
 
 

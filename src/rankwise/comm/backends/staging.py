@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.backends.engine import Counters, Until
+from rankwise.comm.backends.engine import Counters
 from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
 from rankwise.comm.backends.reducing import reduce_into
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.hierarchical import CrossHostGroup
     from rankwise.comm.backends.mapping import Mapping
 
-    Take = Callable[[int, int, int], Generator[Awaited]]
-    """Reads a piece: its round, its first element and the one after its last."""
+    Take = Callable[[list[torch.Tensor], int, int, int], Generator[Awaited] | None]
+    """Reads a piece from the slots of all ranks: its round, its first element and the one after its last. What it
+    returns is done before the slots may be filled again."""
 
 NUM_SLOTS = 2
 ALONE_BYTES = 2**15
@@ -57,10 +58,11 @@ class Staging:
         self._bytes = [
             [
                 mapping.tensor(first + (other * NUM_SLOTS + slot) * slot_bytes, [slot_bytes], torch.uint8)
-                for slot in range(NUM_SLOTS)
+                for other in range(num_ranks)
             ]
-            for other in range(num_ranks)
+            for slot in range(NUM_SLOTS)
         ]
+        """By slot and rank."""
         self._typed = {torch.uint8: self._bytes}
         # Bytes that are copied through a tensor take three times as long.
         self._views = [[memoryview(slot.numpy()) for slot in slots] for slots in self._bytes]  # type: ignore[arg-type]
@@ -83,69 +85,74 @@ class Staging:
         Raises:
             CallsDiffer: not every rank has reached ``what``; here and in the calls below.
         """
-        round_ = yield from self._claim()
-        yield from self._publish_first(round_, what)
-        self._consumed.post(round_)
+        return self.gather_notes(what, b"", [])
 
-    def gather_notes(self, note: bytes, found: list[bytes], what: str) -> Generator[Awaited]:
+    def gather_notes(self, what: str, note: bytes, found: list[bytes]) -> Generator[Awaited]:
         """Add the note of every rank to ``found``; they have one length, which fits a slot."""
-        round_ = yield from self._claim()
-        slot, size = round_ % NUM_SLOTS, len(note)
-        self._views[self._rank][slot][:size] = note
-        yield from self._publish_first(round_, what)
-        found += [bytes(views[slot][:size]) for views in self._views]
+        self._round = round_ = self._round + 1
+        views, size = self._views[round_ % NUM_SLOTS], len(note)
+        yield self._consumed, round_ - NUM_SLOTS
+        views[self._rank][:size] = note
+        self._publish_first(round_, what)
+        yield self._published, round_
+        self._check_calls(round_, what)
+        found += [bytes(view[:size]) for view in views]
         self._consumed.post(round_)
 
     def all_reduce(
-        self, tensor: torch.Tensor, out: torch.Tensor, op: str, what: str, cross_host: CrossHostGroup | None = None
+        self, what: str, tensor: torch.Tensor, out: torch.Tensor, op: str, cross_host: CrossHostGroup | None = None
     ) -> Generator[Awaited]:
         """Reduce ``tensor`` [n] over the ranks into ``out`` [n], and over the hosts if there is ``cross_host``."""
         # On one host, two ranks, or more ranks with little data, do not wait a second time.
         alone = cross_host is None and (self._num_ranks == 2 or tensor.nbytes <= ALONE_BYTES)  # noqa: PLR2004
+
+        def take(slots: list[torch.Tensor], round_: int, low: int, high: int) -> Generator[Awaited] | None:
+            slots = [slot[: high - low] for slot in slots]
+            if not alone:
+                return self._reduce_in_slices(slots, out[low:high], op, round_, cross_host)
+            reduce_into(out[low:high], slots, op)
+            return None
+
+        return self._in_pieces(what, tensor, take)
+
+    def _reduce_in_slices(
+        self, slots: list[torch.Tensor], out: torch.Tensor, op: str, round_: int, cross_host: CrossHostGroup | None
+    ) -> Generator[Awaited]:
+        """Reduce a slice, where this rank owns one, and copy the slices of all owners into ``out``."""
         num_slices = self._num_ranks if cross_host is None else cross_host.num_slices
+        length = -(-len(out) // num_slices)
+        slices = [slice(owner * length, (owner + 1) * length) for owner in range(num_slices)]
+        if self._rank < num_slices:
+            own = slices[self._rank]
+            reduce_into(out[own], [slot[own] for slot in slots], op)
+            # Only its owner reads this slice of this slot.
+            slots[self._rank][own].copy_(out[own])
+            if cross_host is not None:
+                yield from cross_host.all_reduce_(cross_host.take_turn(), [slots[self._rank][own]], op)
+        self._reduced.post(round_)
+        yield self._reduced, round_
+        for owner, slice_ in enumerate(slices):
+            out[slice_].copy_(slots[owner][slice_])
 
-        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
-            slots = [slot[: high - low] for slot in self._slots_of(tensor.dtype, round_)]
-            if alone:
-                reduce_into(out[low:high], slots, op)
-                return
-            length = -(-(high - low) // num_slices)
-            slices = [slice(owner * length, (owner + 1) * length) for owner in range(num_slices)]
-            if self._rank < num_slices:
-                own = slices[self._rank]
-                reduce_into(out[low:high][own], [slot[own] for slot in slots], op)
-                # Only its owner reads this slice of this slot.
-                slots[self._rank][own].copy_(out[low:high][own])
-                if cross_host is not None:
-                    yield from cross_host.all_reduce_(cross_host.take_turn(), [slots[self._rank][own]], op)
-            self._reduced.post(round_)
-            yield Until(self._reduced, round_)
-            for owner, slice_ in enumerate(slices):
-                out[low:high][slice_].copy_(slots[owner][slice_])
-
-        yield from self._in_pieces(tensor, take, what)
-
-    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor, what: str) -> Generator[Awaited]:
+    def all_gather(self, what: str, tensor: torch.Tensor, out: torch.Tensor) -> Generator[Awaited]:
         """Collect ``tensor`` [n], bytes, of every rank in ``out`` [L, n]."""
 
-        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
-            for row, slot in zip(out, self._slots_of(tensor.dtype, round_), strict=True):
+        def take(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
+            for row, slot in zip(out, slots, strict=True):
                 row[low:high].copy_(slot[: high - low])
-            yield from ()
 
-        yield from self._in_pieces(tensor, take, what)
+        return self._in_pieces(what, tensor, take)
 
-    def broadcast(self, tensor: torch.Tensor, out: torch.Tensor, source: int, what: str) -> Generator[Awaited]:
+    def broadcast(self, what: str, tensor: torch.Tensor, out: torch.Tensor, source: int) -> Generator[Awaited]:
         """Copy ``tensor`` [n], bytes, of rank ``source`` to every rank's ``out`` [n]."""
 
-        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
-            out[low:high].copy_(self._slots_of(tensor.dtype, round_)[source][: high - low])
-            yield from ()
+        def take(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
+            out[low:high].copy_(slots[source][: high - low])
 
-        yield from self._in_pieces(tensor, take, what, fills=self._rank == source)
+        return self._in_pieces(what, tensor, take, fills=self._rank == source)
 
     def all_to_all(
-        self, tensor: torch.Tensor, out: torch.Tensor, sizes: Sequence[Sequence[int]], what: str
+        self, what: str, tensor: torch.Tensor, out: torch.Tensor, sizes: Sequence[Sequence[int]]
     ) -> Generator[Awaited]:
         """Copy the part of every rank's ``tensor``, bytes, that is for this rank into ``out``.
 
@@ -156,74 +163,61 @@ class Staging:
         ends = [start + row[self._rank] for start, row in zip(starts, sizes, strict=True)]
         places = list(accumulate((row[self._rank] for row in sizes), initial=0))
 
-        def take(round_: int, low: int, high: int) -> Generator[Awaited]:
-            for source, slot in enumerate(self._slots_of(torch.uint8, round_)):
+        def take(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
+            for source, slot in enumerate(slots):
                 first, last = max(starts[source], low), min(ends[source], high)
                 if first < last:
                     place = places[source] + first - starts[source]
                     out[place : place + last - first].copy_(slot[first - low : last - low])
-            yield from ()
 
-        yield from self._in_pieces(tensor, take, what, most=max(map(sum, sizes)))
+        return self._in_pieces(what, tensor, take, most=max(map(sum, sizes)))
 
     def _in_pieces(
-        self,
-        tensor: torch.Tensor,
-        take: Callable[[int, int, int], Generator[Awaited]],
-        what: str,
-        *,
-        fills: bool = True,
-        most: int | None = None,
+        self, what: str, tensor: torch.Tensor, take: Take, *, fills: bool = True, most: int | None = None
     ) -> Generator[Awaited]:
         """Fill a slot per piece of ``tensor`` [n], and ``take`` each when every rank has filled its own.
 
         ``fills``: whether this rank has anything to send. ``most``: the largest n of any rank, if they differ.
         """
+        typed = self._typed.get(tensor.dtype)
+        if typed is None:
+            typed = self._typed[tensor.dtype] = [[slot.view(tensor.dtype) for slot in slots] for slots in self._bytes]
         length = self.slot_bytes // tensor.element_size()
         num_elements = tensor.numel() if most is None else most
-        last: tuple[int, int, int] | None = None
-        for low in range(0, max(num_elements, 1), length):
-            high = min(low + length, num_elements)
-            round_ = yield from self._claim()
-            if fills:
-                piece = tensor[low:high]
-                self._slots_of(tensor.dtype, round_)[self._rank][: piece.numel()].copy_(piece)
-            if low == 0:
-                yield from self._publish_first(round_, what)
-            else:
-                self._published.post(round_)
+        filled: tuple[int, int, int] | None = None
+        for low in (*range(0, max(num_elements, 1), length), None):
+            last, filled = filled, None
+            if low is not None:
+                self._round = round_ = self._round + 1
+                filled = round_, low, min(low + length, num_elements)
+                yield self._consumed, round_ - NUM_SLOTS
+                if fills:
+                    piece = tensor[low : low + length]
+                    typed[round_ % NUM_SLOTS][self._rank][: len(piece)].copy_(piece)
+                if low == 0:
+                    self._publish_first(round_, what)
+                    yield self._published, round_
+                    self._check_calls(round_, what)
+                else:
+                    self._published.post(round_)
             if last is not None:
-                yield from self._take(take, *last)
-            last = (round_, low, high)
-        if last is not None:
-            yield from self._take(take, *last)
+                if last[1]:
+                    yield self._published, last[0]
+                steps = take(typed[last[0] % NUM_SLOTS], *last)
+                if steps is not None:
+                    yield from steps
+                self._consumed.post(last[0])
 
-    def _take(self, take: Take, round_: int, low: int, high: int) -> Generator[Awaited]:
-        yield Until(self._published, round_)
-        yield from take(round_, low, high)
-        self._consumed.post(round_)
-
-    def _claim(self) -> Generator[Awaited, None, int]:
-        """Return the next round, when its slot may be written."""
-        self._round += 1
-        round_ = self._round
-        yield Until(self._consumed, round_ - NUM_SLOTS)
-        return round_
-
-    def _publish_first(self, round_: int, what: str) -> Generator[Awaited]:
-        """Publish the first round of a call, and continue when every rank has reached the same one."""
-        slot = round_ % NUM_SLOTS
-        self._words[self._digests[self._rank][slot]] = zlib.crc32(what.encode())
+    def _publish_first(self, round_: int, what: str) -> None:
+        """Publish the first round of a call, and which call it is."""
+        self._words[self._digests[self._rank][round_ % NUM_SLOTS]] = zlib.crc32(what.encode())
         self._published.post(round_)
-        yield Until(self._published, round_)
-        own = self._words[self._digests[self._rank][slot]]
-        if any(self._words[places[slot]] != own for places in self._digests):
-            self._consumed.post(round_)
-            raise CallsDiffer(what)
 
-    def _slots_of(self, dtype: torch.dtype, round_: int) -> list[torch.Tensor]:
-        typed = self._typed.get(dtype)
-        if typed is None:
-            by_rank = [[slot.view(dtype) for slot in slots] for slots in self._bytes]
-            typed = self._typed[dtype] = by_rank
-        return [slots[round_ % NUM_SLOTS] for slots in typed]
+    def _check_calls(self, round_: int, what: str) -> None:
+        """Raise unless every rank has reached the same call."""
+        slot = round_ % NUM_SLOTS
+        digest = self._words[self._digests[self._rank][slot]]
+        for places in self._digests:
+            if self._words[places[slot]] != digest:
+                self._consumed.post(round_)
+                raise CallsDiffer(what)

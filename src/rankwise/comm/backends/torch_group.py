@@ -23,7 +23,7 @@ from rankwise.comm.backends.torch_channel import TorchChannel
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
 from rankwise.health.queued_collectives import order_stream
-from rankwise.tensors.as_bytes import bytes_of
+from rankwise.tensors.arrays import bytes_of
 from rankwise.torch_private.groups import next_number, open_among
 
 if TYPE_CHECKING:

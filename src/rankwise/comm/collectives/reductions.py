@@ -10,11 +10,9 @@ import torch
 
 from rankwise.comm.backends.reducing import can_reduce, reduce_into
 from rankwise.comm.collectives.group import agreed, rank_in_group, size_of
-from rankwise.comm.collectives.packing import sent_by_dtype
-from rankwise.comm.collectives.trees import flattened, kind, kinds
+from rankwise.comm.collectives.trees import flattened, kind, kinds, sent_by_dtype
 from rankwise.errors import ConfigurationError
-from rankwise.tensors.arrays import back
-from rankwise.tensors.as_bytes import as_sent, bytes_of
+from rankwise.tensors.arrays import as_sent, back, bytes_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
     _check("all_reduce", tensors, op)
     words = f'all_reduce("{op}", {kinds(tensors, spec)})'
     exchange = agreed(words, group, sends=bool(tensors))
-    sent = [as_sent(tensor) for tensor in tensors]
+    sent = list(map(as_sent, tensors))
     if exchange is None:
         results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in sent]
     else:

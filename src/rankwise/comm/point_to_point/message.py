@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

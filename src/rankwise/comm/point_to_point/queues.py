@@ -22,7 +22,7 @@ import torch
 from rankwise.comm.point_to_point.message import sizes_of
 from rankwise.errors import RankwiseError
 from rankwise.store.wire import as_sent, fill_on_loop, json_frame, open_connection, receive_frame_on_loop
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from rankwise.parallel.compress.error_feedback import ErrorFeedback
-from rankwise.tensors.as_bytes import bytes_of
+from rankwise.tensors.arrays import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from rankwise.tensors.as_bytes import bytes_of
+from rankwise.tensors.arrays import bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

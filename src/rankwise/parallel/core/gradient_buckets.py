@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Amount, BucketChannel, Exchange
     from rankwise.parallel.compress.methods import Method
-    from rankwise.parallel.core.gradient_weights import Weights
+    from rankwise.parallel.core.bucket import Weights
 
 T = TypeVar("T")
 
@@ -196,9 +196,14 @@ class GradientBuckets:
         return bucket.num_missing <= 0 and bucket.channel.can_claim()
 
     def send_full(self, weights: Weights) -> None:
-        """Send the next buckets, as long as they are full and need not wait."""
+        """Send the next bucket, and those after it as long as they are full and need not wait."""
+        self._send_next(weights)
         while self._can_send_next():
             self._send_next(weights)
+
+    def are_sent(self) -> bool:
+        """Return whether nothing is left for :meth:`send_rest` in this step."""
+        return self._num_sent == len(self._buckets) and self._sparse is None
 
     def send_rest(self, weights: Weights) -> None:
         """Send the other buckets, full or not. A parameter without a gradient counts as zero.

@@ -42,7 +42,7 @@ class GradientHooks:
         self.parameters = parameters
         self.is_in_stages = is_in_stages
         self._names = names
-        self._held: dict[int, tuple[Hooks, Hooks]] = {}
+        self.held: dict[int, tuple[Hooks, Hooks]] = {}
         """By number of the parameter, torch's tables of hooks that change the gradient, and that follow it."""
         self._earlier: dict[int, torch.Tensor | None] = {}
         """What ``grad`` was before the backward under way adds to it."""
@@ -52,7 +52,7 @@ class GradientHooks:
 
     def _take_over(self) -> None:
         """Replace hooks that were registered since, in torch's tables, where their handles still remove them."""
-        self._held.clear()
+        self.held.clear()
         for number, parameter in enumerate(self.parameters):
             changing: Hooks = hooks_of_gradient(parameter) or {}
             following: Hooks = hooks_after_accumulation(parameter) or {}
@@ -64,21 +64,21 @@ class GradientHooks:
                     if not isinstance(hook, _Deferred) and not _is_own(hook):
                         table[key] = _Deferred(hook, self, number, changes=table is changing)
             if changing or any(isinstance(hook, _Deferred) for hook in following.values()):
-                self._held[number] = changing, following
+                self.held[number] = changing, following
 
     def stop(self) -> None:
         """Give the hooks back to torch."""
-        for tables in self._held.values():
+        for tables in self.held.values():
             for table in tables:
                 table.update({key: hook.hook for key, hook in table.items() if isinstance(hook, _Deferred)})
-        self._held.clear()
+        self.held.clear()
 
     def begin(self, *, is_deferred: bool) -> None:
         """Note that a backward begins. Called before it reaches the parameters, if the model itself was called."""
         self._take_over()
         self.is_deferred = is_deferred
         if is_deferred:
-            for number in self._held:
+            for number in self.held:
                 self.note_earlier(number)
 
     def note_earlier(self, number: int) -> None:
@@ -96,7 +96,7 @@ class GradientHooks:
         Args:
             aside: by identity of the parameter, earlier gradients that the means include and ``grad`` did not.
         """
-        for number, (changing, _) in self._held.items():
+        for number, (changing, _) in self.held.items():
             parameter = self.parameters[number]
             total = parameter.grad
             earlier = self._earlier.get(number)
@@ -113,7 +113,7 @@ class GradientHooks:
 
     def follow(self) -> None:
         """Call the hooks that follow accumulation, once ``grad`` is complete. They may step an optimizer."""
-        for number, (_, following) in self._held.items():
+        for number, (_, following) in self.held.items():
             parameter = self.parameters[number]
             earlier = self._earlier.get(number)
             hooks = [one.hook for one in following.values() if isinstance(one, _Deferred)]

@@ -9,6 +9,7 @@ units that all ranks share. Used by replicate, local_sgd and the parameter serve
 from __future__ import annotations
 
 import threading
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,9 @@ from rankwise.health import step_meter
 from rankwise.health.step_record import BACKWARD, EXCHANGE
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
-from rankwise.parallel.core.bucket import own_gradient
+from rankwise.parallel.core.bucket import Weights, WeightUnit, own_gradient
 from rankwise.parallel.core.gradient_buckets import GradientBuckets, call_when_accumulated
 from rankwise.parallel.core.gradient_hooks import GradientHooks
-from rankwise.parallel.core.gradient_weights import Weights, WeightUnit
 from rankwise.parallel.core.own_hooks import OwnHook
 from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
@@ -83,6 +83,8 @@ class GradientSync:
         self._kind = (self.parameters[0].dtype, self.parameters[0].device)
         self._kinds = [_kind_of(parameter) for parameter in self.parameters]
         self._group = group
+        self.num_ranks = 1 if group is None else group.world_size
+        """How many ranks the gradients are averaged over."""
         self._model_name = model_name
         self._first_call: FirstCall | None = None
         """The inputs of the first step, for ranks to compare."""
@@ -149,11 +151,6 @@ class GradientSync:
         """Call ``listener`` whenever a backward begins that synchronizes, as often as on every other rank."""
         self._on_backward = listener
 
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks the gradients are averaged over."""
-        return 1 if self._group is None else self._group.world_size
-
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
         return self._accumulation.is_open
@@ -193,7 +190,8 @@ class GradientSync:
 
         Called by: every forward pass that backward may follow.
         """
-        _abandon_round()  # no backward is under way
+        if _round:  # no backward is under way
+            _abandon_round()
         if self._in_backward:
             self.abandon()
         first = self.parameters[0]
@@ -204,7 +202,8 @@ class GradientSync:
                 evidence=f"it is {first.dtype} on {first.device}",
                 do=f"call model.to(...) first, then rankwise.{self.strategy}(model)",
             )
-        self.hook_new_parameters()
+        if self._unhooked:
+            self.hook_new_parameters()
 
     def note_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the inputs of the model's first call, if there are ranks to compare them with."""
@@ -247,9 +246,9 @@ class GradientSync:
         if self._in_backward:
             return
         self._in_backward = True
-        if self._on_backward is not None and not self.is_accumulating:
+        if self._on_backward is not None and not self._accumulation.is_continued:
             self._on_backward()
-        is_accumulated = self.is_accumulating or self._accumulation.is_open
+        is_accumulated = self._accumulation.is_continued or self._accumulation.is_open
         if self._hooks is not None:
             self._hooks.begin(is_deferred=not is_accumulated)
         if weight is None and self._group is None and self._on_mean is None and not is_accumulated:
@@ -257,7 +256,7 @@ class GradientSync:
             weight = 1.0
         self.loss.begin(weight)
         if is_accumulated:
-            self._accumulation.begin(sorted(self._hooked), self._share, continues=self.is_accumulating)
+            self._accumulation.begin(sorted(self._hooked), self._share, continues=self._accumulation.is_continued)
         if not _round:
             run_after_backward(_finish_round)
         _round.append(self)
@@ -278,7 +277,11 @@ class GradientSync:
 
         Called by: every rank, before each collective in backward that is not this class's own.
         """
-        if self._buckets is not None and self._is_order_known and not (self.is_accumulating or self._unit.is_open):
+        if (
+            self._buckets is not None
+            and self._is_order_known
+            and not (self._accumulation.is_continued or self._unit.is_open)
+        ):
             self._buckets.send_before(self._num_others, self._report_weights)
         self._num_others += 1
 
@@ -287,7 +290,7 @@ class GradientSync:
         if not self._in_backward:
             self.begin(self.loss.forward_weight)
         self._has_gradients = True
-        if self._buckets is None or self.is_accumulating:
+        if self._buckets is None or self._accumulation.is_continued:
             return
         is_held = self._unit.is_open or (self._needs_one_order and not (self._is_order_known and self._is_alone))
         if not self._is_order_known:
@@ -320,13 +323,14 @@ class GradientSync:
 
     def send_rest(self) -> None:
         """Send the buckets that are not full: this rank did not use all of their parameters."""
-        if self._group is None or self._buckets is None or self.is_accumulating or not self._has_gradients:
+        if self._group is None or self._buckets is None or self._accumulation.is_continued or not self._has_gradients:
             return
         if self._unit.is_open:
             self.loss.report()
             if not self.loss.is_sum_on_ranks():
                 self._unit.agree(self._group, self._accumulation.carried + self._share(), self._what)
-        self._buckets.send_rest(self._report_weights())
+        if not self._buckets.are_sent():
+            self._buckets.send_rest(self._report_weights())
 
     def collect(self) -> None:
         """Wait for the means over ranks, which become the gradients."""
@@ -336,13 +340,13 @@ class GradientSync:
                 return
             if self._accumulation.is_open:
                 self.loss.check_unit()
-            if self.is_accumulating:
+            if self._accumulation.is_continued:
                 self._accumulation.add(self._share())
             elif self._group is None or self._buckets is None:
                 self._divide_alone()
             else:
                 self._hand_back(self._group, self._buckets)
-                if self._hooks is not None and self._hooks.is_deferred:
+                if self._hooks is not None and self._hooks.held and self._hooks.is_deferred:
                     self._hooks.follow()
         finally:
             self._start_over()
@@ -351,8 +355,6 @@ class GradientSync:
         self._in_backward = False
         self._has_gradients = False
         self._num_others = 0
-        if self._buckets is not None:
-            self._buckets.start_over()
         if self._hooks is not None:
             self._hooks.end()
         self.loss.end()
@@ -366,7 +368,9 @@ class GradientSync:
             self._multiply(total)
         if self._on_mean is not None:
             self._on_mean(self.loss.counted(float(total) * self._unit.size))
-        self._change_by_hooks(is_sum=is_sum)
+        if self._hooks is not None and self._hooks.held and self._hooks.is_deferred:
+            # On a rank without samples, the means of the others include what was put aside.
+            self._hooks.change(self._accumulation.earlier() if self.loss.is_empty and not is_sum else {})
         if self.loss.is_empty and not is_sum and not self._accumulation.is_open:
             # The means of the others include their earlier gradients, which are the same.
             self._accumulation.close()
@@ -387,11 +391,6 @@ class GradientSync:
         elif not self._is_order_known and self._needs_one_order and self._num_others:
             buckets.send_by_turns({})
         self._is_order_known = True
-
-    def _change_by_hooks(self, *, is_sum: bool) -> None:
-        if self._hooks is not None and self._hooks.is_deferred:
-            # On a rank without samples, the means of the others include what was put aside.
-            self._hooks.change(self._accumulation.earlier() if self.loss.is_empty and not is_sum else {})
 
     def _adjust_unit(self, total: Amount, num_ranks: int) -> None:
         is_on_device = isinstance(total, torch.Tensor)
@@ -449,6 +448,8 @@ class GradientSync:
         if self in _round:
             _round.remove(self)
         self._accumulation.abandon()
+        if self._buckets is not None:
+            self._buckets.start_over()
         self._start_over()
 
 
@@ -473,12 +474,14 @@ def _abandon_round() -> None:
 
 def _finish_round() -> None:
     """Finish every model of this backward, in one order on all ranks: send all before waiting for any."""
-    syncs = sorted(_round, key=lambda sync: sync.number)
+    syncs = sorted(_round, key=attrgetter("number"))
     _round.clear()
+    is_alone = True
     for sync in syncs:
         sync.note_others(len(syncs) - 1)
-    step_meter.note_arrival()
-    part = step_meter.enter(EXCHANGE) if any(sync.num_ranks > 1 for sync in syncs) else BACKWARD
+        is_alone = is_alone and sync.num_ranks == 1
+    step_meter.meter.note_arrival()
+    part = BACKWARD if is_alone else step_meter.meter.enter(EXCHANGE)
     try:
         for sync in syncs:
             sync.send_rest()
@@ -489,7 +492,7 @@ def _finish_round() -> None:
             sync.abandon()
         raise
     finally:
-        step_meter.resume(part)
+        step_meter.meter.resume(part)
 
 
 class SyncAfterForward(OwnHook):

@@ -9,10 +9,13 @@ from weakref import ref
 
 import torch
 
-from rankwise.torch_private.compiler import uncompiled
+from rankwise.comm.step_measuring import is_updating
+from rankwise.health import step_meter
+from rankwise.health.step_record import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, SCRIPT
+from rankwise.torch_private.compiler import between_graphs, skipped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -21,21 +24,34 @@ _DOES_NOTHING = (getattr, (nullcontext(), "__exit__"))
 
 
 class OwnHook:
-    """A hook of a model that a strategy spread; it calls a function, which compiled graphs leave out."""
+    """A hook of a model that a strategy spread; it calls functions in turn, which compiled graphs leave out."""
 
-    def __init__(self, call: Callable[..., object]) -> None:
-        self._call = call
+    def __init__(self, *calls: Callable[..., object]) -> None:
+        self._calls = calls
 
-    @uncompiled
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the function, unless torch records the operations of a model for a graph. Called by torch."""
-        return None if torch.jit.is_tracing() else self._call(*args, **kwargs)
+    @skipped
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        """Call the functions, unless torch records the operations of a model for a graph. Called by torch."""
+        if torch.compiler.is_compiling():
+            return _call_between_graphs(self._calls, args, kwargs)
+        return None if torch.jit.is_tracing() else _call_in_turn(self._calls, args, kwargs)
 
     def __deepcopy__(self, memo: object) -> NoHook:
         return NoHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _DOES_NOTHING
+
+
+def _call_in_turn(calls: Sequence[Callable[..., object]], args: Any, kwargs: Any) -> object:
+    """Call functions; return the result of the last one."""
+    result = None
+    for call in calls:
+        result = call(*args, **kwargs)
+    return result
+
+
+_call_between_graphs = between_graphs(_call_in_turn)
 
 
 class NoHook:
@@ -97,3 +113,23 @@ def _without(table: dict[Any, Any], keys: list[Any]) -> dict[Any, Any]:
     for key in keys:
         rest.pop(key, None)
     return rest
+
+
+def measure_forward(model: nn.Module) -> None:
+    """Count the time of each forward pass of ``model`` as such, if this rank measures its steps."""
+    if step_meter.current() is not None:
+        model.register_forward_pre_hook(OwnHook(_before_forward), prepend=True)
+        model.register_forward_hook(OwnHook(_after_forward), always_call=True)
+
+
+def _before_forward(*_: object) -> None:
+    part = step_meter.meter.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
+    if part == BACKWARD:
+        # A checkpoint that computes its part again: that is backward too.
+        step_meter.meter.resume(BACKWARD)
+
+
+def _after_forward(*_: object) -> None:
+    meter = step_meter.meter
+    if meter.part != BACKWARD:
+        meter.resume(OPTIMIZER if is_updating() else SCRIPT)

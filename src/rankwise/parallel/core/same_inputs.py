@@ -15,7 +15,7 @@ from rankwise.comm.session import current_or_none
 from rankwise.log import log, warn
 from rankwise.parallel.core.same_model import described
 from rankwise.parallel.loss.terms import first_tensor
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:

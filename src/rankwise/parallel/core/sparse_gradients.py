@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
-    from rankwise.parallel.core.gradient_weights import Weights
+    from rankwise.parallel.core.bucket import Weights
 
 _ABSENT = -1
 _DENSE = -2

@@ -11,7 +11,7 @@ import torch
 
 from rankwise.comm import optimizer_steps
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.measured_forward import measure_forward
+from rankwise.parallel.core.own_hooks import measure_forward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.compress.error_feedback import HasErrorFeedback
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.compress.open_channels import open_channels
-from rankwise.parallel.core.gradient_weights import WeightUnit
+from rankwise.parallel.core.bucket import WeightUnit
 from rankwise.parallel.core.parameter_division import divide_by_size, plan
 
 if TYPE_CHECKING:

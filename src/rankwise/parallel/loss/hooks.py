@@ -8,6 +8,7 @@ saved are freed: ``torch.autograd.backward`` is wrapped from the first strategy 
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -65,7 +66,7 @@ def subscribe(subscriber: LossOnRanks, session: Session) -> None:
         session.before_save(_check_all)
     session.once(FirstBatches).follow_next()
     living = {subscriber, *_living()}
-    _subscribers[:] = [ref(one) for one in sorted(living, key=lambda one: one.number)]
+    _subscribers[:] = [ref(one) for one in sorted(living, key=attrgetter("number"))]
 
 
 def unsubscribe(subscriber: LossOnRanks) -> None:
@@ -93,17 +94,19 @@ def _undo() -> None:
 
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
-    part = step_meter.enter(BACKWARD)
-    try:
-        _weighted_backward(tensors, *args, **kwargs)
-    finally:
-        step_meter.resume(part)
+    part = step_meter.meter.enter(BACKWARD)
     session = current_or_none()
+    try:
+        _weighted_backward(session, tensors, *args, **kwargs)
+    finally:
+        step_meter.meter.resume(part)
     if session is not None and not in_backward():
         session.once(FirstBatches).after_backward()
 
 
-def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
+def _weighted_backward(
+    session: Session | None, tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object
+) -> None:
     run_checks()
     subscribers = [one for one in _living() if one.is_needed]
     # Inside a backward, the caller is a checkpoint that computes its part again.
@@ -111,20 +114,16 @@ def _weighted_backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: ob
         _original(tensors, *args, **kwargs)
         return
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    session = current_or_none()
     statistic = None if session is None else session.once(FirstBatches).statistic(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
     _check_inputs(kwargs.get("inputs"), subscribers)
-    verdict, reader = _read(roots, has_gradients=given is not None, subscribers=subscribers)
-    calls = reader.calls
-    is_read = not (verdict.mode is Mode.SAMPLES or any(one.is_given for one in subscribers if one.number in calls))
-    if statistic is not None and is_read:
+    verdict, reader, reached = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    if statistic is not None and verdict.mode is not Mode.SAMPLES and not any(one.is_given for one in reached):
         _warn_of_statistic(statistic)
     with ExitStack() as scaling:
         try:
             for one in subscribers:
-                one.expect(verdict, calls.get(one.number), is_empty=reader.is_empty)
-            reached = [one for one in subscribers if one.number in calls]
+                one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
             look_at_losses(roots, [term.amount for term in verdict.terms] + [one.expected_amount for one in reached])
             for one in reached:
                 one.report_at_start()
@@ -156,26 +155,31 @@ def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
 
 def _read(
     roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
-) -> tuple[Verdict, LossReader]:
-    """Return the verdict on a loss, and what was read; warn of a loss that cannot be read."""
+) -> tuple[Verdict, LossReader, list[LossOnRanks]]:
+    """Return the verdict on a loss, what was read, and the models it comes from; warn if it cannot be read."""
     reader = LossReader(subscribers)
     for root in roots:
         reader.read(root)
-    reached = [one for one in subscribers if one.number in reader.calls]
-    if not reached or any(one.is_given for one in reached):
+    reached: list[LossOnRanks] = []
+    is_given = reads_amounts = False
+    for one in subscribers:
+        if one.number in reader.calls:
+            reached.append(one)
+            is_given = is_given or one.is_given
+            reads_amounts = reads_amounts or one.reads_amounts
+    verdict = Verdict(Mode.SAMPLES)
+    if not reached or is_given:
         for one in reached:
             one.check_calls(*reader.unlike.get(one.number, ()))
-        return Verdict(Mode.SAMPLES), reader
+        return verdict, reader, reached
     if has_gradients and any(root.dim() for root in roots):
         _warn_unread("backward() was called with gradients")
-        return Verdict(Mode.SAMPLES), reader
-    verdict = verdict_of(reader.terms)
-    if verdict.mode is Mode.TERMS and are_of_single_samples(verdict.terms, _num_given()):
+        return verdict, reader, reached
+    found = verdict_of(reader.terms)
+    if found.mode is Mode.TERMS and are_of_single_samples(found.terms, _num_given()):
         _warn_of_loop()
-        return Verdict(Mode.SAMPLES), reader
-    if any(one.reads_amounts for one in reached):
-        verdict = verdict.read()
-    return _followed(verdict, reached), reader
+        return verdict, reader, reached
+    return _followed(found.read() if reads_amounts else found, reached), reader, reached
 
 
 def _num_given() -> int:
@@ -192,14 +196,14 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
             _warn_scaled(term)
     if verdict.mode is Mode.SAMPLES and verdict.terms:
         _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
-    is_accumulated = any(one.is_accumulated for one in reached)
-    if verdict.mode is Mode.TERMS and (is_accumulated or any(one.is_averaged_elsewhere for one in reached)):
-        # The factors of several microsteps' terms are known only after the last one, and never elsewhere.
-        simpler = as_one_sum(verdict)
+    simpler = verdict
+    if verdict.mode is Mode.TERMS:
+        is_accumulated = any(one.is_accumulated for one in reached)
+        if is_accumulated or any(one.is_averaged_elsewhere for one in reached):
+            # The factors of several microsteps' terms are known only after the last one, and never elsewhere.
+            simpler = as_one_sum(verdict)
         if is_accumulated and simpler.mode is Mode.SAMPLES:
             _warn_unread("several terms inside no_sync()")
-    else:
-        simpler = verdict
     mode = verdict.mode if simpler.mode is Mode.SAMPLES else simpler.mode
     for one in reached:
         if mode in one.cautions:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rankwise.comm.session import current_or_none
 from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.parallel.loss.amounts import is_zero
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.comm.backends.protocol import Amount, Exchange
+    from rankwise.comm.session import Session
     from rankwise.health.call_site import CallSite
     from rankwise.parallel.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
     from rankwise.parallel.loss.terms import ForwardCall
@@ -128,13 +128,14 @@ class LossOnRanks:
         self._ids = set(map(id, parameters))
         self._accumulation = accumulation
         self._device = device
-        self._num_begun = 0
-        """Backwards so far, for errors that are found later."""
+        self._num_begun = self._num_heard = 0
+        """Backwards so far, for errors that are found later; and those whose reports have been received."""
         self._given_weight: Amount | None = None
         """The number that the user declared around this backward."""
         self.forward_weight: Amount | None = None
         """Samples of the latest forward, for a backward that does not pass through its output."""
-        self.is_given_by_forward = False
+        self.is_given_by_forward = self.is_given = False
+        """Whether the user declares what the loss is a mean over, so that it need not be read."""
         self.is_averaged_elsewhere = False
         self.cautions: dict[Mode, str] = {}
         """Warnings by mode of the loss, of results that differ from those of one rank."""
@@ -143,6 +144,8 @@ class LossOnRanks:
         self.num_samples = 0.0
         """Of the forward whose backward is under way, and of the microsteps before it."""
         self._verdict = _SAMPLES
+        self.is_sum = self.is_empty = False
+        """Whether gradients are added up over ranks, not averaged; whether this rank has no samples of the batch."""
         self._expected_weight: Amount | None = None
         """Samples of the forward whose backward is about to run."""
         self._batch = 0
@@ -156,10 +159,8 @@ class LossOnRanks:
         self._rows_in_steps = RowLengthsInSteps()
         self._rows: RowLengths | None = None
         """Of the reduced tensors, if their rows are the samples."""
-        self._is_reported = False
-        self._is_heard = False
-        """Whether the reports of this step have been received."""
-        self._num_heard = 0
+        self._is_reported = self._is_heard = False
+        """Whether the report of this step has been sent; whether those of all ranks have been received."""
         self._kind: _Kind | None = None
         """Of the loss of the backward under way, as far as it must be the same on all ranks; ``None``: not read."""
         self._kind_before: _Kind | None = None
@@ -175,6 +176,7 @@ class LossOnRanks:
     def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Set the number that losses are a mean over, ``None`` to find it out; return the value before."""
         before, self._given_weight = self._given_weight, amount
+        self.is_given = amount is not None or self.is_given_by_forward
         return before
 
     def note_forward(self, amount: Amount | None) -> None:
@@ -189,6 +191,7 @@ class LossOnRanks:
             averages_elsewhere: servers or islands average this rank's results, by the weight that it sends them.
         """
         self.is_given_by_forward = by_forward
+        self.is_given = by_forward or self._given_weight is not None
         self.is_averaged_elsewhere = averages_elsewhere
         if averages_elsewhere:
             self._device = None
@@ -214,11 +217,6 @@ class LossOnRanks:
         self._ids.update(map(id, parameters))
 
     @property
-    def is_given(self) -> bool:
-        """Whether the user declares what the loss is a mean over, so that it need not be read."""
-        return self._given_weight is not None or self.is_given_by_forward
-
-    @property
     def expected_amount(self) -> Amount | None:
         """What the loss of the next backward is a mean over, as far as that is known: given, or samples."""
         return self._expected_weight if self._given_weight is None else self._given_weight
@@ -227,16 +225,6 @@ class LossOnRanks:
     def reads_amounts(self) -> bool:
         """Whether weights that are on a device are read before they are used."""
         return self._device is None
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether gradients are added up over ranks, not averaged."""
-        return self._verdict.mode is Mode.SUM
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank has no samples of the batch."""
-        return self._verdict.mode is Mode.NOTHING
 
     @property
     def is_needed(self) -> bool:
@@ -263,19 +251,21 @@ class LossOnRanks:
         elif 0.0 in amounts:
             raise _two_amounts(self._model_name)
 
-    def expect(self, verdict: Verdict, call: ForwardCall | None, *, is_empty: bool | None) -> None:
+    def expect(
+        self, verdict: Verdict, call: ForwardCall | None, session: Session | None, *, is_empty: bool | None
+    ) -> None:
         """Take in the verdict on the loss whose backward is about to run.
 
         Args:
             verdict: of this rank.
             call: from whose outputs the loss comes.
+            session: that is open.
             is_empty: whether this rank has no samples for any part of the loss; ``None``: as the model's last forward.
         """
         self._expected_weight = self.forward_weight if call is None else call.num_samples
         self._batch = batch_in_hand()
         self._rows = None
         if verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS) and self._channel is not None:
-            session = current_or_none()
             batch = None if session is None else session.latest_batch
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
@@ -284,6 +274,7 @@ class LossOnRanks:
             # All ranks may be without samples in the last microstep: the earlier ones tell that this is a sum.
             verdict, is_empty = Verdict(Mode.SUM), False
         self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
+        self.is_sum, self.is_empty = self._verdict.mode is Mode.SUM, self._verdict.mode is Mode.NOTHING
         self._kind = _kind_of(self._verdict)
         if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (self._is_queued and self._rows is not None):
             # Later it may be unknown: on a GPU another thread runs backward.
@@ -506,6 +497,7 @@ class LossOnRanks:
         if (self.is_sum or self.is_empty) and not self.is_accumulated:
             self._accumulation.give_back_earlier()
         self._verdict = _SAMPLES
+        self.is_sum = self.is_empty = False
         self._expected_weight = None
         self._batch = 0
         self._combined = None
@@ -542,11 +534,11 @@ def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
 
 def _kind_of(verdict: Verdict) -> _Kind | None:
     """Return what must be the same on all ranks; ``None`` if this rank alone cannot tell what its gradients count."""
-    terms = verdict.terms if verdict.mode is Mode.TERMS else ()
-    is_to_compare = any(term.kind == "sum" and (term.divisor or term.is_odd) for term in terms)
-    if verdict.mode is Mode.NOTHING or is_to_compare:
+    if verdict.mode is not Mode.TERMS:
+        return None if verdict.mode is Mode.NOTHING else (verdict.mode, ())
+    if any(term.kind == "sum" and (term.divisor or term.is_odd) for term in verdict.terms):
         return None
-    return verdict.mode, tuple((term.kind, term.operation) for term in terms)
+    return verdict.mode, tuple((term.kind, term.operation) for term in verdict.terms)
 
 
 def _known(weight: float | None) -> float:

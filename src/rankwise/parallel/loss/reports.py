@@ -15,6 +15,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -76,12 +77,15 @@ class Verdict(NamedTuple):
 
     @property
     def weight(self) -> Amount:
-        """What the one mean is over."""
-        return next(term.amount for term in self.terms if term.kind == "mean")
+        """What the one mean is over: its only term."""
+        return self.terms[0].amount
 
     def read(self) -> Verdict:
         """Return the same with Python numbers only. Waits for the device that others are on."""
-        return Verdict(self.mode, tuple(term._replace(amount=float(term.amount)) for term in self.terms))
+        for term in self.terms:
+            if isinstance(term.amount, torch.Tensor):
+                return Verdict(self.mode, tuple(term._replace(amount=float(term.amount)) for term in self.terms))
+        return self
 
     @property
     def unknown(self) -> Term | None:
@@ -152,18 +156,21 @@ class RowLengthsInSteps:
         """
         if call is None or not num_samples or len(call.sizes) < 2 or call.sizes[0] != num_samples:  # noqa: PLR2004
             return None
-        if any(term.kind in ("mean", "sum") and not term.num_rows for term in terms):
-            return None  # Other ranks add up the rows of more terms.
-        of_samples = [term for term in terms if term.per_row and term.num_rows == num_samples]
+        of_samples: list[Term] = []
+        for term in terms:
+            if term.kind in ("mean", "sum") and not term.num_rows:
+                return None  # Other ranks add up the rows of more terms.
+            if term.per_row and term.num_rows == num_samples:
+                of_samples.append(term)
         if not of_samples:
             return None
-        scales = tuple(itertools.chain.from_iterable(term.scales for term in of_samples))
+        scales = tuple(itertools.chain.from_iterable(map(attrgetter("scales"), of_samples)))
         self._num_alike = self._num_alike + 1 if scales == self._scales else 1
         self._scales = scales
         if scales and (self._num_alike < STEPS_OF_A_CONSTANT or 1.0 in scales):
             return None
         # Each rank has the same terms: if none differs, neither does their sum.
-        elements = math.fsum(term.per_row for term in of_samples)
+        elements = math.fsum(map(attrgetter("per_row"), of_samples))
         return RowLengths(elements, math.prod(call.sizes[1:]), math.prod(scales))
 
 
@@ -179,7 +186,7 @@ def report_of(
         return [weight, num_samples]
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
     code = float(_code(terms)) if terms else 0.0
-    num_rows = float(max([term.num_rows for term in verdict.terms], default=0))
+    num_rows = float(max(map(attrgetter("num_rows"), verdict.terms), default=0))
     mode = float(verdict.mode)
     report = [weight, num_samples, 1.0, mode, mode**2, code, code**2, num_rows, float(len(terms))]
     if rows is None:

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -292,7 +293,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     """Return the term at the end of a path from the loss to the reduced ``edge``, by its reduction over samples."""
     rows = path.reductions[-1].shape
     divisor = math.prod(path.by_python)
-    counted = math.prod(one.amount for one in path.reductions) * abs(math.prod(path.by_data))
+    counted = math.prod(map(attrgetter("amount"), path.reductions)) * abs(math.prod(path.by_data))
     operation = operation_of(deciding.node)
     factor = abs(math.prod(path.times_python))
     num_rows = rows[0] if rows else 1
@@ -302,7 +303,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     if is_nothing and has_constants:
         sizes.add(1)  # as in max(len(x), 1)
     kind: TermKind = "mean" if deciding.kind == "mean" or path.by_data else "sum"
-    shares = [abs(one) for one in path.by_python if abs(one) in sizes]
+    shares = sizes.intersection(map(abs, path.by_python))
     if kind == "mean":
         is_odd = num_rows > 1 and factor == num_rows
     else:
@@ -317,7 +318,9 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
         for mask in masks:
             is_something = is_something & ((math.prod(path.by_data) != 1.0) | mask.any())
         amount = torch.where(is_something, amount, 0.0)
-    elif not math.isfinite(amount) or (math.prod(path.by_data) == 1.0 and not all(bool(one.any()) for one in masks)):
+    elif not math.isfinite(amount) or (
+        masks and math.prod(path.by_data) == 1.0 and not all(bool(one.any()) for one in masks)
+    ):
         amount = 0.0
     if is_nothing:
         amount = 0.0
@@ -342,7 +345,7 @@ def _of_each_row(path: GraphPath, kind: TermKind, counted: Amount) -> tuple[floa
     Zero elements if values decide: masks, weights of classes, ignored targets.
     """
     shape = path.reductions[-1].shape
-    if len(shape) < 2 or path.by_data or any(one.is_weighted for one in path.reductions):  # noqa: PLR2004
+    if len(shape) < 2 or path.by_data or any(map(attrgetter("is_weighted"), path.reductions)):  # noqa: PLR2004
         return 0.0, ()
     num_rows, sizes = max(shape[0], 1), {*shape[1:], math.prod(shape[1:])}
     counted = float(counted)
@@ -421,8 +424,13 @@ class LossReader:
     @property
     def is_empty(self) -> bool | None:
         """Whether there are no samples at all; ``None`` if no call shows it."""
-        calls = [call for call in self.calls.values() if call is not None]
-        return all(call.is_empty for call in calls) and not self.has_others if calls else None
+        found: bool | None = None
+        for call in self.calls.values():
+            if call is not None:
+                if not call.is_empty or self.has_others:
+                    return False
+                found = True
+        return found
 
     def read(self, root: torch.Tensor) -> None:
         """Note the terms of one root of backward."""
@@ -453,7 +461,7 @@ class LossReader:
         elif saved(node, "reduction") in (1, 2):
             # Others than the first: targets that are computed by the model.
             others = [self._note_marks(one[0]) for one in live if one != inputs[0]] if WholeBatch.is_used else []
-            mixed = next((one for one in others if one == MIXED), None)
+            mixed = MIXED if MIXED in others else None
             self._end(inputs[0], path.through(_of_loss_function(node, self._shape(inputs[0]))), mixed)
         else:
             self._read_operation(edge, live, path)

@@ -17,7 +17,7 @@ from rankwise.comm.backends.choose import home_of
 from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.store.wire import as_sent, json_frame
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from rankwise.errors import CheckpointError
 from rankwise.log import warn
 from rankwise.parallel.parameter_server.optimizer_state import dense, options_of, set_options
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.tensors.synced_folders import make_folder, staged_file
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.parallel.core.accumulation import Earlier, add_back, restore, set_aside
+from rankwise.parallel.core.bucket import Weights
 from rankwise.parallel.core.gradient_buckets import GradientBuckets
 from rankwise.parallel.core.gradient_hooks import GradientHooks
-from rankwise.parallel.core.gradient_weights import Weights
 from rankwise.parallel.loss.amounts import multiply_
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part

@@ -21,7 +21,7 @@ from rankwise.comm.point_to_point.waiting import PeerWait, wait
 from rankwise.store import bootstrap
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import listen, open_connection, prepare, receive_frame_on_loop, send_frame
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.tools.auto.memory import SharedBytes, lay_out
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from rankwise.data.seeds import generator_state
-from rankwise.tensors.as_bytes import memory_of
+from rankwise.tensors.arrays import memory_of
 from rankwise.tools.replacing import replace_attributes
 from rankwise.tools.verify.sketches import permutation
 

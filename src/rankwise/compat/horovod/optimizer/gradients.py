@@ -23,8 +23,8 @@ from rankwise.compat.horovod.optimizer.wrapped_optimizer import PassCounter
 from rankwise.compat.horovod.reduce_ops import Average, Sum
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.compress.methods import Narrow
+from rankwise.parallel.core.bucket import Weights
 from rankwise.parallel.core.gradient_buckets import GradientBuckets
-from rankwise.parallel.core.gradient_weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

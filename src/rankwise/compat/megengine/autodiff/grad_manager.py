@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Exchange
-    from rankwise.parallel.core.gradient_weights import Weights
+    from rankwise.parallel.core.bucket import Weights
 
 GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
