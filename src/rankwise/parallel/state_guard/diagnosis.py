@@ -7,46 +7,24 @@ Its result is final, not the checksums. Every rank exchanges the same and gets t
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwise.comm.collectives.objects import gather_bytes
+from rankwise.comm.same_state.collective import furthest_apart, largest_element
+from rankwise.comm.same_state.differences import first_unlike_setting, listed
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.tensors.checksum import checksums_of_each, is_same_setting, settings_in
-from rankwise.tensors.rounding import FLOOR, tolerance
+from rankwise.tensors.checksum import checksums_of_each, settings_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rankwise.comm.backends.protocol import Exchange
-
-
-MOST_NAMES = 5
-CHUNK_ELEMENTS = 2**22
-"""How much of a tensor is exchanged at a time."""
-
-
-class PutRight(Protocol):
-    """Makes a fact the same on all ranks."""
-
-    def __call__(self, ranks: Exchange, *, is_expected: bool) -> None:
-        """Make it so, with a warning unless the difference was expected. Called by: every rank that compares."""
-        ...
-
-
-class HeldFact(NamedTuple):
-    """A fact (see :func:`rankwise.parallel.state_guard.guard.add_fact`) at the time of this rank's report."""
-
-    name: str
-    number: int | None
-    """``None``: nothing to compare yet."""
-    repair: PutRight | str
+    from rankwise.parallel.state_guard.facts import SharedFact
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +40,8 @@ class DivergedReplicas:
     """Parameter groups of those optimizers, in JSON-able form."""
     used: Mapping[str, Sequence[bytes]]
     """What each of those steps has used, by the optimizer: see UsedSettings."""
-    facts: Sequence[HeldFact]
+    facts: Sequence[tuple[SharedFact, int | None]]
+    """Each with its number at the time of this rank's report."""
     tensors: Mapping[str, torch.Tensor]
     """The tensors to compare by value; empty in a step that compares none."""
     steps: tuple[int, int]
@@ -74,18 +53,8 @@ class DivergedReplicas:
         return self.steps[1]
 
 
-class Harmless(Enum):
-    """The finding if replicas have not diverged."""
-
-    ROUNDING = auto()
-    """Values differ by rounding."""
-    PUT_RIGHT = auto()
-    """A fact differed, and is equal again."""
-    NOTHING = auto()
-
-
-def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> Harmless:
-    """Return the kind of a difference that is harmless or was put right; raise for any other.
+def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> tuple[bool, bool]:
+    """Return whether values differ by rounding, and whether a fact was made equal; raise for any other difference.
 
     Called by: every rank of ``exchange``.
 
@@ -95,7 +64,7 @@ def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> Harmless:
     tensors = list(replicas.tensors.values())
     own = {
         "rank": current().world.rank,
-        "facts": {fact.name: fact.number for fact in replicas.facts},
+        "facts": {fact.name: number for fact, number in replicas.facts},
         "steps": replicas.num_optimizer_steps,
         "groups": list(replicas.groups),
         "used": plain(replicas.used),
@@ -109,9 +78,7 @@ def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> Harmless:
     _check_groups(replicas, reports)
     check_used(replicas.model_name, reports, since)
     is_put_right = _check_facts(replicas, exchange, reports)
-    if _check_values(replicas, exchange, reports):
-        return Harmless.ROUNDING
-    return Harmless.PUT_RIGHT if is_put_right else Harmless.NOTHING
+    return _check_values(replicas, exchange, reports), is_put_right
 
 
 def plain(used: Mapping[str, Sequence[bytes]]) -> dict[str, list[list[dict[str, Any]]]]:
@@ -127,18 +94,11 @@ def check_used(model_name: str, reports: Sequence[dict[str, Any]], since: int) -
     """
     _check_steps(model_name, reports, since, "")
     for optimizer, steps in reports[0]["used"].items():
-        others = [report["used"].get(optimizer, steps) for report in reports]
-        places = [
-            (step, group, key)
-            for step, groups in enumerate(steps)
-            for group, values in enumerate(groups)
-            for key in values
-        ]
-        for step, group, key in places:
-            of_ranks = [one[step][group] if step < len(one) and group < len(one[step]) else {} for one in others]
-            value = steps[step][group][key]
-            held = [one.get(key, value) for one in of_ranks]
-            if any(not is_same_setting(one, value) for one in held):
+        of_ranks = [report["used"].get(optimizer, steps) for report in reports]
+        for step in range(len(steps)):
+            unlike = first_unlike_setting(one[step] if step < len(one) else [] for one in of_ranks)
+            if unlike is not None:
+                _, key, held = unlike
                 raise _differ(
                     f"{key} of {optimizer.partition('/')[0]} was not the same on all ranks in optimizer step "
                     f"{step + 1} of {model_name} since step {since}.",
@@ -162,22 +122,21 @@ def _times(number: int, since: int) -> str:
 
 def _check_groups(replicas: DivergedReplicas, reports: Sequence[dict[str, Any]]) -> None:
     """Raise if a hyperparameter of a parameter is not the same on all ranks that step it."""
-    by_rank = [_by_parameter(report["groups"]) for report in reports]
-    for number, (optimizer, values) in by_rank[0].items():
-        others = [one.get(number, (optimizer, values)) for one in by_rank]
-        for key in values:
-            held = [own.get(key, values[key]) for _, own in others]
-            if all(name == optimizer for name, _ in others) and any(not is_same_setting(one, held[0]) for one in held):
-                raise _differ(
-                    f"{key} of {optimizer} is not the same on all ranks before step {replicas.num_steps}: ranks would "
-                    f"train {replicas.parameters[number]} of {replicas.model_name} differently.",
-                    _folded(reports, held),
-                    _instead_of(key),
-                )
-
-
-def _by_parameter(groups: Sequence[dict[str, Any]]) -> dict[int, tuple[str, dict[str, Any]]]:
-    return {number: (group["optimizer"], group["values"]) for group in groups for number in group["parameters"]}
+    by_rank = [{n: group for group in report["groups"] for n in group["parameters"]} for report in reports]
+    for number, own in by_rank[0].items():
+        of_ranks = [one.get(number, own) for one in by_rank]
+        optimizer = own["optimizer"]
+        if any(one["optimizer"] != optimizer for one in of_ranks):
+            continue
+        unlike = first_unlike_setting([one["values"]] for one in of_ranks)
+        if unlike is not None:
+            _, key, held = unlike
+            raise _differ(
+                f"{key} of {optimizer} is not the same on all ranks before step {replicas.num_steps}: ranks would "
+                f"train {replicas.parameters[number]} of {replicas.model_name} differently.",
+                _folded(reports, held),
+                _instead_of(key),
+            )
 
 
 def _instead_of(key: str) -> str:
@@ -192,7 +151,7 @@ def _instead_of(key: str) -> str:
 def _check_facts(replicas: DivergedReplicas, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
     """Return whether facts differed that were put right, or that not every rank has yet; raise for others."""
     is_put_right = False
-    for fact in replicas.facts:
+    for fact, _ in replicas.facts:
         held = [report["facts"].get(fact.name) for report in reports]
         if len(set(held)) == 1:
             continue
@@ -205,7 +164,7 @@ def _check_facts(replicas: DivergedReplicas, exchange: Exchange, reports: Sequen
                 _folded(reports, [f"checksum {one:x}" for one in held]),
                 fact.repair,
             )
-        fact.repair(exchange, is_expected=False)
+        fact.repair.put_right(exchange, is_expected=False)
         is_put_right = True
     return is_put_right
 
@@ -243,8 +202,7 @@ def _how_many(replicas: DivergedReplicas, unlike: Sequence[str]) -> str:
         return (
             f"the other {len(replicas.tensors) - 1} are the same on all" if len(replicas.tensors) > 1 else "it is alone"
         )
-    names = ", ".join(unlike[:MOST_NAMES]) + (", ..." if len(unlike) > MOST_NAMES else "")
-    return f"{len(unlike)} of {len(replicas.tensors)} differ: {names}"
+    return f"{len(unlike)} of {len(replicas.tensors)} differ: {listed(unlike)}"
 
 
 def _cause(replicas: DivergedReplicas, name: str, reports: Sequence[dict[str, Any]]) -> str:
@@ -272,47 +230,3 @@ def _folded(reports: Sequence[dict[str, Any]], held: Sequence[object]) -> str:
 
 def _differ(what: str, evidence: str, do: str) -> ReplicasDiffer:
     return ReplicasDiffer(what, where=f"reported on {current().world}", evidence=evidence, do=do)
-
-
-def furthest_apart(tensor: torch.Tensor, exchange: Exchange, *, name: str, largest: float) -> int | None:
-    """Return the index of the element that ranks differ most in; ``None`` if they differ by rounding at most.
-
-    ``largest`` is the largest element of the model. Called by: every rank of ``exchange``, with the same result.
-    """
-    apart, index = _furthest_from_first(tensor.reshape(-1), exchange, name)
-    own = torch.tensor([apart, float(index), largest_element(tensor)], dtype=torch.float64)
-    rows = exchange.all_gather(own, what=f"the difference of {name}").tolist()
-    furthest = max(rows, key=lambda row: row[0])
-    allowed = tolerance(tensor.dtype) * max(FLOOR * largest, *(row[2] for row in rows))
-    return int(furthest[1]) if furthest[0] > allowed else None
-
-
-def _furthest_from_first(flat: torch.Tensor, exchange: Exchange, name: str) -> tuple[float, int]:
-    """Return the largest difference of this rank's values from the first rank's, and its index: NaN equals NaN."""
-    furthest, place = 0.0, 0
-    for start in range(0, flat.numel(), CHUNK_ELEMENTS):
-        own = flat[start : start + CHUNK_ELEMENTS].contiguous()
-        first = exchange.broadcast(own, 0, what=f"{name} of the first rank")
-        apart, index = furthest_from(own, first)
-        if apart > furthest:
-            furthest, place = apart, start + index
-    return furthest, place
-
-
-def furthest_from(own: torch.Tensor, first: torch.Tensor) -> tuple[float, int]:
-    """Return the largest difference of two tensors of one dim, and its index: NaN equals NaN."""
-    if not own.numel():
-        return 0.0, 0
-    wide = torch.complex128 if own.is_complex() else torch.float64
-    mine, other = own.cpu().to(wide), first.cpu().to(wide)
-    is_equal = (mine == other) | (mine.isnan() & other.isnan())
-    apart = torch.where(is_equal, 0.0, (mine - other).abs()).nan_to_num(nan=math.inf)
-    index = int(apart.argmax())
-    return float(apart[index]), index
-
-
-def largest_element(tensor: torch.Tensor) -> float:
-    """Return the largest finite element of a tensor, without its sign."""
-    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
-    return float(tensor.abs().nan_to_num(nan=0.0, posinf=0.0).max())
