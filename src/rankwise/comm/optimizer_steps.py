@@ -90,9 +90,9 @@ def follow(session: Session) -> None:
     """
     posted = Posted.of(session, "rankwise/steps")
     if posted is not None:
-        look = _Look(posted, session.world.world_size)
-        _following.append(register_optimizer_step_pre_hook(look.before_step))
-        _following.append(register_optimizer_step_post_hook(look.after_step))
+        first_steps = _FirstSteps(posted, session.world.world_size)
+        _following.append(register_optimizer_step_pre_hook(first_steps.before_step))
+        _following.append(register_optimizer_step_post_hook(first_steps.after_step))
 
 
 def stop() -> None:
@@ -101,7 +101,7 @@ def stop() -> None:
         _following.pop().remove()
 
 
-class _Look:
+class _FirstSteps:
     """What one rank has seen of its optimizers."""
 
     def __init__(self, posted: Posted, world_size: int) -> None:

@@ -346,7 +346,7 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
         session = current_or_none()
         return session is not None and session.batch is not None and session.batch.num_global < exchange.world_size
 
-    def put_right(ranks: Exchange, *, is_expected: bool) -> None:
+    def repair(ranks: Exchange, *, is_expected: bool) -> None:
         for generator in _generators(device):
             _copy_of_rank_zero(generator, ranks)
         if not (is_expected or _since.has_warned):
@@ -357,7 +357,7 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
                 "draw on all ranks or on none; draw along the batch within `with rankwise.as_one_rank():`"
             )
 
-    add_fact("The state of torch's random number generator", read, Repair(put_right, is_short))
+    add_fact("The state of torch's random number generator", read, Repair(repair, is_short))
 
 
 def forget_draws() -> None:

@@ -34,23 +34,18 @@ class DivergedReplicas:
     model_name: str
     parameters: list[str]
     """Names, by number."""
-    num_optimizer_steps: int
-    """Since ranks last compared settings."""
     groups: Sequence[dict[str, Any]]
-    """Parameter groups of those optimizers, in JSON-able form."""
+    """Parameter groups of the optimizers that have stepped since ranks last compared settings, in JSON-able form."""
     used: Mapping[str, Sequence[bytes]]
-    """What each of those steps has used, by the optimizer: see UsedSettings."""
+    """What each of their steps has used, by the optimizer: see UsedSettings."""
     facts: Sequence[tuple[SharedFact, int | None]]
     """Each with its number at the time of this rank's report."""
     tensors: Mapping[str, torch.Tensor]
     """The tensors to compare by value; empty in a step that compares none."""
-    steps: tuple[int, int]
-    """The numbers, from 1, of the step in which ranks last compared settings, and of this one."""
-
-    @property
-    def num_steps(self) -> int:
-        """The number of the step, from 1."""
-        return self.steps[1]
+    since: int
+    """The number, from 1, of the step in which ranks last compared settings."""
+    step: int
+    """The number of this one."""
 
 
 def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> tuple[bool, bool]:
@@ -65,7 +60,6 @@ def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> tuple[bool, bool
     own = {
         "rank": current().world.rank,
         "facts": {fact.name: number for fact, number in replicas.facts},
-        "steps": replicas.num_optimizer_steps,
         "groups": list(replicas.groups),
         "used": plain(replicas.used),
         "checksums": checksums_of_each(tensors),
@@ -73,12 +67,11 @@ def diagnose(replicas: DivergedReplicas, exchange: Exchange) -> tuple[bool, bool
     }
     found = gather_bytes(exchange, json.dumps(own).encode(), f"state of {replicas.model_name}")
     reports = [json.loads(one) for one in found]
-    since, step = replicas.steps
-    _check_steps(replicas.model_name, reports, since, f" before step {step}")
+    _check_steps(replicas.model_name, reports, replicas.since, f" before step {replicas.step}")
     _check_groups(replicas, reports)
-    check_used(replicas.model_name, reports, since)
-    is_put_right = _check_facts(replicas, exchange, reports)
-    return _check_values(replicas, exchange, reports), is_put_right
+    check_used(replicas.model_name, reports, replicas.since)
+    is_repaired = _check_facts(replicas, exchange, reports)
+    return _check_values(replicas, exchange, reports), is_repaired
 
 
 def plain(used: Mapping[str, Sequence[bytes]]) -> dict[str, list[list[dict[str, Any]]]]:
@@ -108,10 +101,11 @@ def check_used(model_name: str, reports: Sequence[dict[str, Any]], since: int) -
 
 
 def _check_steps(model_name: str, reports: Sequence[dict[str, Any]], since: int, until: str) -> None:
-    if len({report["steps"] for report in reports}) > 1:
+    numbers = [sum(map(len, report["used"].values())) for report in reports]
+    if len(set(numbers)) > 1:
         raise _differ(
             f"Ranks have stepped the optimizers of {model_name} a different number of times{until}.",
-            _folded(reports, [_times(report["steps"], since) for report in reports]),
+            _folded(reports, [_times(number, since) for number in numbers]),
             "decide for all ranks together whether to step: skip = rankwise.all_reduce(float(is_bad), 'max') > 0",
         )
 
@@ -132,7 +126,7 @@ def _check_groups(replicas: DivergedReplicas, reports: Sequence[dict[str, Any]])
         if unlike is not None:
             _, key, held = unlike
             raise _differ(
-                f"{key} of {optimizer} is not the same on all ranks before step {replicas.num_steps}: ranks would "
+                f"{key} of {optimizer} is not the same on all ranks before step {replicas.step}: ranks would "
                 f"train {replicas.parameters[number]} of {replicas.model_name} differently.",
                 _folded(reports, held),
                 _instead_of(key),
@@ -149,24 +143,24 @@ def _instead_of(key: str) -> str:
 
 
 def _check_facts(replicas: DivergedReplicas, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
-    """Return whether facts differed that were put right, or that not every rank has yet; raise for others."""
-    is_put_right = False
+    """Return whether facts differed that were repaired, or that not every rank has yet; raise for others."""
+    is_repaired = False
     for fact, _ in replicas.facts:
         held = [report["facts"].get(fact.name) for report in reports]
         if len(set(held)) == 1:
             continue
         if None in held:
-            is_put_right = True
+            is_repaired = True
             continue
         if isinstance(fact.repair, str):
             raise _differ(
-                f"{fact.name} is not the same on all ranks in step {replicas.num_steps} of {replicas.model_name}.",
+                f"{fact.name} is not the same on all ranks in step {replicas.step} of {replicas.model_name}.",
                 _folded(reports, [f"checksum {one:x}" for one in held]),
                 fact.repair,
             )
-        fact.repair.put_right(exchange, is_expected=False)
-        is_put_right = True
-    return is_put_right
+        fact.repair.apply(exchange, is_expected=False)
+        is_repaired = True
+    return is_repaired
 
 
 def _check_values(replicas: DivergedReplicas, exchange: Exchange, reports: Sequence[dict[str, Any]]) -> bool:
@@ -181,7 +175,7 @@ def _check_values(replicas: DivergedReplicas, exchange: Exchange, reports: Seque
             held = exchange.all_gather(tensor.reshape(-1)[index : index + 1].cpu(), what=f"an element of {name}")
             raise _differ(
                 f"{name[0].upper()}{name[1:]} of {replicas.model_name} is not the same on all ranks in step "
-                f"{replicas.num_steps}.",
+                f"{replicas.step}.",
                 f"{_element(name, tensor, index)}\n{_folded(reports, held.flatten().tolist())}\n"
                 f"{_how_many(replicas, unlike)}",
                 _cause(replicas, name, reports),
@@ -207,7 +201,7 @@ def _how_many(replicas: DivergedReplicas, unlike: Sequence[str]) -> str:
 
 def _cause(replicas: DivergedReplicas, name: str, reports: Sequence[dict[str, Any]]) -> str:
     kind, _, own_name = name.partition(" ")
-    if replicas.num_steps == 1:
+    if replicas.step == 1:
         return "load or change weights before replicate(), or after it on every rank"
     if kind == "buffer":
         return "make the same change on every rank, and load checkpoints on every rank"

@@ -19,7 +19,7 @@ FACT_MASK = 2**63 - 1
 class Repair:
     """How a fact is made equal on all ranks again."""
 
-    put_right: Callable[..., None]
+    apply: Callable[..., None]
     """Makes it equal, given an exchange and the keyword ``is_expected``. Called by: every rank that compares."""
     is_expected: Callable[[], bool]
     """Returns whether ranks differ in the step under way, which all of them know without comparing."""

@@ -99,8 +99,8 @@ class StateGuard:
         self._sums = (0.0, 0.0)
         self._has_ended = False
         """Whether the step is over whose reports have not been compared."""
-        self._stepped = 0, dict[str, list[bytes]](), list[Optimizer]()
-        """How often optimizers have stepped up to that step since the comparison before, with what, and which."""
+        self._stepped = dict[str, list[bytes]](), list[Optimizer]()
+        """With what optimizers have stepped up to that step since the comparison before, and which."""
         session.on_leave(unfollow)
         session.on_leave(forget_facts)
 
@@ -115,7 +115,6 @@ class StateGuard:
             self._facts = [(fact, fact.number()) for fact in self._all_facts()]
             numbers = [
                 *(number or 0 for _, number in self._facts),
-                self._used.num_steps,
                 self._used.checksum(),
                 self._optimizers.checksum(),
             ]
@@ -157,10 +156,12 @@ class StateGuard:
         self._unaveraged.note_backward()
         for fact in self._all_facts():
             if isinstance(fact.repair, Repair) and fact.repair.is_expected():
-                fact.repair.put_right(self._exchange, is_expected=True)
+                fact.repair.apply(self._exchange, is_expected=True)
         settings = self._num_steps >= self._settings.next
         if settings or self._has_values:
-            self._stepped = self._used.num_steps, self._used.held, self._optimizers.stepped()
+            # In late checks there may have been a step since.
+            used = {key: list(steps) for key, steps in self._used.held.items()}
+            self._stepped = used, self._optimizers.stepped()
         if settings:
             self._optimizers.start_over()
             self._used.start_over(self._num_steps + 1)
@@ -185,7 +186,7 @@ class StateGuard:
             if not are_equal(self._exchange.world_size, *self._sums):
                 self._diagnose(step, values=values)
         finally:
-            self._stepped = 0, {}, []
+            self._stepped = {}, []
             if settings:
                 self._compared_at = step + 1
                 self._settings.advance(step)
@@ -194,15 +195,16 @@ class StateGuard:
 
     def _diagnose(self, step: int, *, values: bool) -> None:
         tensors = self._tensors() if values else {}
-        steps = (self._compared_at, step + 1)
-        num_steps, used, stepped = self._stepped
-        optimizers = num_steps, self._optimizers.groups(stepped), used
-        replicas = DivergedReplicas(self._model_name, self._names, *optimizers, self._facts, tensors, steps=steps)
-        is_rounding, is_put_right = diagnose(replicas, self._exchange)
+        used, stepped = self._stepped
+        groups = self._optimizers.groups(stepped)
+        replicas = DivergedReplicas(
+            self._model_name, self._names, groups, used, self._facts, tensors, self._compared_at, step + 1
+        )
+        is_rounding, is_repaired = diagnose(replicas, self._exchange)
         if is_rounding:
             # Processors that round differently, or kernels that torch chose by measuring.
             self._values.be_patient(PATIENT_EVERY)
-        elif not is_put_right:
+        elif not is_repaired:
             # Settings that differ and mean the same, as 1 and 1.0 do.
             self._settings.be_patient(PATIENT_EVERY)
 

@@ -32,8 +32,6 @@ class UsedSettings:
 
         Called by: every rank with a copy of the model.
         """
-        self.num_steps = 0
-        """Steps since ranks last compared."""
         self._model_name = model_name
         self._compared_at = 0
         self._num_posted = 0
@@ -45,12 +43,10 @@ class UsedSettings:
 
     def note_step(self, optimizer: Optimizer, first: int) -> None:
         """Note a step of an optimizer, whose first parameter of the model has the number ``first``."""
-        self.num_steps += 1
         self.held.setdefault(f"{type(optimizer).__name__}/{first}", []).append(settings_bytes(optimizer))
 
     def start_over(self, step: int) -> None:
         """Forget the steps: ranks have compared, in ``step``."""
-        self.num_steps = 0
         self._compared_at = step
         self.held = {}
 
@@ -67,7 +63,7 @@ class UsedSettings:
             ReplicasDiffer: on the last rank to get here.
         """
         self._num_posted += 1
-        own = {"rank": current().world.rank, "steps": self.num_steps, "used": plain(self.held)}
+        own = {"rank": current().world.rank, "used": plain(self.held)}
         # Whatever waits for a lost store reports it.
         with contextlib.suppress(OSError):
             found = posted.reports(f"used/{self._num_posted}", own)

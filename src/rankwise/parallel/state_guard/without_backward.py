@@ -81,17 +81,15 @@ class WithoutBackward:
         self._num_steps += 1
         if not self._step_checks.is_due(self._num_steps - 1):
             return
-        unlike = self._compared(f"gradients/{self._num_steps}", found)
-        if unlike is not None:
-            name, norms = unlike
-            raise ReplicasDiffer(
-                f"{type(optimizer).__name__} has stepped {self._model_name} with gradients that are not the same on "
-                "all ranks, because no backward() has averaged them.",
-                where=f"reported on {current().world}",
-                evidence=f"the gradient of {name} has the norm\n{norms}",
-                do="call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
-                f"microstep; or average each gradient g right after autograd.grad(): {_AVERAGE}",
-            )
+        self._compare(
+            f"gradients/{self._num_steps}",
+            found,
+            f"{type(optimizer).__name__} has stepped {self._model_name} with gradients that are not the same on "
+            "all ranks, because no backward() has averaged them.",
+            "the gradient of {} has the norm",
+            "call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
+            f"microstep; or average each gradient g right after autograd.grad(): {_AVERAGE}",
+        )
 
     def note_forward(self) -> None:
         """Compare parameters, if no backward has synchronized since the latest forward pass that may be trained.
@@ -110,32 +108,31 @@ class WithoutBackward:
         self._num_forwards += 1
         if not self._forward_checks.is_due(self._num_forwards - 1):
             return
-        unlike = self._compared(f"parameters/{self._num_backwards}-{since}", self._parameters)
-        if unlike is not None:
-            name, norms = unlike
-            raise ReplicasDiffer(
-                f"Parameter {name} of {self._model_name} is not the same on all ranks: it was changed without a "
-                "backward() that averages gradients.",
-                where=f"reported on {current().world}",
-                evidence=f"its norm is\n{norms}",
-                do="call loss.backward() and use p.grad instead of torch.autograd.grad(); or average each gradient g: "
-                f"{_AVERAGE}",
-            )
+        self._compare(
+            f"parameters/{self._num_backwards}-{since}",
+            self._parameters,
+            f"Parameter {{}} of {self._model_name} is not the same on all ranks: it was changed without a "
+            "backward() that averages gradients.",
+            "its norm is",
+            "call loss.backward() and use p.grad instead of torch.autograd.grad(); or average each gradient g: "
+            f"{_AVERAGE}",
+        )
 
-    def _compared(self, key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-        """Post summaries; return the first name that differs and the norms on all ranks, on the last rank to post."""
+    def _compare(self, key: str, tensors: Mapping[str, torch.Tensor], what: str, held: str, do: str) -> None:
+        """Post summaries; on the last rank to post, raise for the first tensor that differs, whose name is ``{}``."""
         plain = {name: own_part(one.detach()) for name, one in tensors.items()}
         plain = {name: one for name, one in plain.items() if one.layout is torch.strided and not one.is_meta}
         if self._posted is None or any(is_capturing(device) for device in {one.device for one in plain.values()}):
-            return None
+            return
         own = {name: summary_of(one) for name, one in plain.items()}
         found = self._posted.reports(key, own)
         if found is None:
-            return None
+            return
         # A rank may have no gradient.
         rows = [[summaries.get(name, (0.0, 0.0)) for name in plain] for summaries in found.values()]
         unlike = unlike_summaries(rows, (one.dtype for one in plain.values()))
-        if not unlike:
-            return None
-        norms = {rank: row[unlike[0]][1] for rank, row in zip(found, rows, strict=True)}
-        return list(plain)[unlike[0]], fold_values(norms)
+        if unlike:
+            name = list(plain)[unlike[0]]
+            norms = fold_values({rank: row[unlike[0]][1] for rank, row in zip(found, rows, strict=True)})
+            where = f"reported on {current().world}"
+            raise ReplicasDiffer(what.format(name), where=where, evidence=f"{held.format(name)}\n{norms}", do=do)
