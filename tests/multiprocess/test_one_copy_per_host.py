@@ -402,6 +402,8 @@ def _change_alone(model: nn.Module, optimizer: torch.optim.Optimizer, what: str)
         held = copy.deepcopy(optimizer.state_dict())
         held["state"][3]["exp_avg"] *= 2
         optimizer.load_state_dict(held)
+    elif what == "no gradient":
+        model.last.weight.grad = None
     else:
         model.last.weight.grad.mul_(2)
 
@@ -419,6 +421,7 @@ def _change_alone(model: nn.Module, optimizer: torch.optim.Optimizer, what: str)
             "gradient",
             r"The gradient of last.weight of Net is not the same on all ranks before the step of optimizer 1 ",
         ),
+        ("no gradient", r"(?s)The gradient of last.weight of Net is not the same .*: none.*: norm "),
     ],
 )
 def test_what_one_rank_changes_alone_is_an_error_on_every_rank(what: str, words: str) -> None:

@@ -168,7 +168,7 @@ def join(
         session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
-    optimizer_steps.follow(session.store, world)
+    optimizer_steps.follow(session)
     speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
     step_measuring.start(world, report)
     _hook_exit()

@@ -8,7 +8,6 @@ Follows optimizers through torch's global hook, from join to leave. Sends nothin
 from __future__ import annotations
 
 import contextlib
-import gc
 import zlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,9 +17,12 @@ from torch import nn
 from torch.optim import LBFGS
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rankwise.comm.same_state.differences import listed
+from rankwise.comm.same_state.owners import checksum_of_shapes, names_in_modules, split_by_wrapper
+from rankwise.comm.same_state.posted import Posted
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
-from rankwise.tensors.arrays import memory_of
+from rankwise.tensors.checksum import checksums_of_each, combined
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
@@ -29,20 +31,12 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
 
-    from rankwise.store.values import Store
-    from rankwise.world.facts import World
+    from rankwise.comm.session import Session
 
 M = TypeVar("M", bound="nn.Module")
 
-WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
-"""torch's own wrappers, which keep their models equal themselves."""
 MOST_ELEMENTS = 2**16
 """How much of each tensor is compared."""
-MOST_NAMES = 4
-"""How many tensors are named."""
-ANSWER_SECONDS = 10.0
-"""How long the store may take to return a key that is set."""
-_KEY = "rankwise/steps"
 
 _accounted: WeakSet[nn.Module] = WeakSet()
 _parts: dict[int, ref[torch.Tensor]] = {}
@@ -89,15 +83,16 @@ def account_for_part(tensor: torch.Tensor) -> None:
     _parts[key] = ref(tensor, lambda _: _parts.pop(key, None))
 
 
-def follow(store: Store | None, world: World) -> None:
+def follow(session: Session) -> None:
     """Compare parameters that no strategy handles after each optimizer's first step; warn once per job if they differ.
 
     Called by: join, on every rank. Does nothing in a world of one.
     """
-    if store is not None:
-        look = _Look(store, world)
-        _following.append(register_optimizer_step_pre_hook(look.before_step))
-        _following.append(register_optimizer_step_post_hook(look.after_step))
+    posted = Posted.of(session, "rankwise/steps")
+    if posted is not None:
+        first_steps = _FirstSteps(posted, session.world.world_size)
+        _following.append(register_optimizer_step_pre_hook(first_steps.before_step))
+        _following.append(register_optimizer_step_post_hook(first_steps.after_step))
 
 
 def stop() -> None:
@@ -106,14 +101,14 @@ def stop() -> None:
         _following.pop().remove()
 
 
-class _Look:
+class _FirstSteps:
     """What one rank has seen of its optimizers."""
 
-    def __init__(self, store: Store, world: World) -> None:
-        self._store = store
-        self._world = world
+    def __init__(self, posted: Posted, world_size: int) -> None:
+        self._posted = posted
+        self._world_size = world_size
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._count: Counter[str] = Counter()
+        self._count: Counter[int] = Counter()
         self._has_compared = False
 
     @uncompiled
@@ -136,7 +131,7 @@ class _Look:
 
     def _compare_losses(self, loss: Any) -> None:
         with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
-            if self._are_posted_unlike("lbfgs", float(loss).hex()):
+            if self._posted.are_alike("lbfgs", zlib.crc32(float(loss).hex().encode())) is False:
                 warn(
                     "the loss that the closure returns decides how often LBFGS runs backward, and it differs between "
                     "ranks: return rankwise.mean(loss, len(x)), which is equal on every rank, or the ranks diverge",
@@ -160,21 +155,12 @@ class _Look:
 
     def _differs(self, own: Sequence[torch.Tensor]) -> bool:
         """Return whether this rank is the last to post its digest, and the ranks differ."""
-        # Ranks that step tensors of different shapes train different models on purpose.
-        shapes = f"{zlib.crc32(str([(tuple(p.shape), str(p.dtype)) for p in own]).encode()):x}"
+        shapes = checksum_of_shapes(own)
         self._count[shapes] += 1
-        return self._are_posted_unlike(f"{shapes}-{self._count[shapes]}", f"{_digest(own):x}")
-
-    def _are_posted_unlike(self, key: str, value: str) -> bool:
-        """Post a value of this rank; return whether it is the last rank to do so and the ranks' values differ."""
-        part = self._store.prefixed(f"{_KEY}/{key}")
-        part.set(str(self._world.rank), value)
-        if part.add("count", 1) < self._world.world_size:
-            return False
-        return len({part.get(str(rank), ANSWER_SECONDS) for rank in range(self._world.world_size)}) > 1
+        return self._posted.are_alike(f"{shapes:x}-{self._count[shapes]}", _digest(own)) is False
 
     def _warn_difference(self, optimizer: Optimizer, own: Sequence[torch.Tensor], *, is_beside: bool) -> None:
-        if self._store.add(f"{_KEY}/told", 1) > 1:
+        if not self._posted.is_first("told"):
             return
         one = "1 parameter" if len(own) == 1 else f"{len(own)} parameters"
         if is_beside:
@@ -188,7 +174,7 @@ class _Look:
             )
             return
         warn(
-            f"each of {self._world.world_size} ranks trains its own model: {type(optimizer).__name__} has stepped "
+            f"each of {self._world_size} ranks trains its own model: {type(optimizer).__name__} has stepped "
             f"{one} that no strategy synchronizes, and they differ between ranks after the first step; call "
             "model = rankwise.replicate(model) before the optimizer is built, or, if ranks are meant to differ, "
             "rankwise.independent(model)",
@@ -198,40 +184,18 @@ class _Look:
 
 def _unaccounted(trained: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that no strategy is known to keep correct."""
-    known = _ids(_accounted) | _parts.keys()
-    # Only a DTensor has a mesh, and torch averages its gradients.
-    own = [p for p in trained if id(p) not in known and getattr(p, "device_mesh", None) is None and not p.is_meta]
-    if not own:
-        return []
-    wrapped = _ids([one for one in gc.get_objects() if _is_wrapper(type(one))])
-    return [p for p in own if id(p) not in wrapped]
+    known = _parts.keys() | {id(parameter) for model in _accounted for parameter in model.parameters()}
+    return split_by_wrapper(p for p in trained if id(p) not in known)[1]
 
 
 def _names(own: Sequence[torch.Tensor]) -> str:
     """Return the names of tensors in their modules, as ``centers of CenterLoss``; or their shapes."""
-    wanted = {id(one): f"of shape {list(one.shape)}" for one in own[:MOST_NAMES]}
-    for module in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in wanted:
-                wanted[id(parameter)] = f"{name} of {type(module).__name__}"
-    return ", ".join(wanted.values()) + (", ..." if len(own) > MOST_NAMES else "")
-
-
-def _is_wrapper(kind: type) -> bool:
-    return issubclass(kind, nn.Module) and any(base.__name__ in WRAPPERS for base in kind.__mro__)
-
-
-def _ids(models: WeakSet[nn.Module] | list[nn.Module]) -> set[int]:
-    return {id(parameter) for model in models for parameter in model.parameters()}
+    names = zip(names_in_modules(own), own, strict=True)
+    return listed([name or f"of shape {list(one.shape)}" for name, one in names])
 
 
 def _digest(own: Sequence[torch.Tensor]) -> int:
     """Return a checksum of values and gradients: with a learning rate of zero the values alone stay equal."""
-    digest = 0
-    for parameter in own:
-        for tensor in (parameter, parameter.grad):
-            # Sparse gradients show in the values that they change.
-            if tensor is not None and not tensor.is_sparse:
-                plain = tensor.detach().flatten()[:MOST_ELEMENTS].to("cpu").contiguous()
-                digest = zlib.crc32(memory_of(plain), digest)
-    return digest
+    held = [tensor for parameter in own for tensor in (parameter, parameter.grad) if tensor is not None]
+    # Sparse gradients show in the values that they change.
+    return combined(checksums_of_each([one.detach().flatten()[:MOST_ELEMENTS] for one in held if not one.is_sparse]))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from rankwise.comm.collectives import gather_json
+from rankwise.comm.same_state.posted import Posted
 from rankwise.comm.session import current, current_or_none
 from rankwise.data.fingerprints import Leaf, Listing, digest_of, listings_of, unlike
 from rankwise.data.probes import Prober, digest_of_probes
@@ -53,8 +54,6 @@ SEED = (
     "generator; sort what os.listdir() returned; or create it on one rank: rankwise.broadcast_object(data). "
     f"Pass {ON_PURPOSE}"
 )
-_GET_SECONDS = 60.0
-"""How long the store may take to return a key that is set."""
 _NUM_SINGLE = 64
 """How many indices of an order are posted as they are; of the rest, digests of parts are posted."""
 _NUM_ORDER_PARTS = 64
@@ -130,8 +129,8 @@ def _check_listing(listing: Listing, prober: Prober | None) -> None:
     _raise(
         f"{listing.label}[{position}] differs between ranks: they "
         + ("split the dataset differently." if is_split else "list the files in different orders, or different files."),
-        {rank: f"{listing.label}[{position}] = {entry}" for rank, entry in enumerate(entries)},
         SPLIT_ALIKE if is_split else SORT,
+        {rank: f"{listing.label}[{position}] = {entry}" for rank, entry in enumerate(entries)},
     )
 
 
@@ -182,8 +181,8 @@ def _check_samples(prober: Prober, probes: list[Probe]) -> None:
                 }
                 _raise(
                     f"dataset[{index}]{path} differs between ranks: they hold different data.",
-                    {rank: f"dataset[{index}]{path} = {value}" for rank, value in shown.items()},
                     SEED,
+                    {rank: f"dataset[{index}]{path} = {value}" for rank, value in shown.items()},
                 )
 
 
@@ -217,11 +216,11 @@ def _differs(path: str, of_ranks: list[tuple[int, dict[str, Leaf]]], *, is_missi
     )
 
 
-def _raise(what: str, evidence: dict[int, str], do: str) -> NoReturn:
-    lines = fold_values(evidence).splitlines()
+def _raise(what: str, do: str, *evidence: Mapping[int, str], where: str | None = None) -> NoReturn:
+    lines = [line for held in evidence for line in fold_values(held).splitlines()]
     more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
     text = "\n".join(lines[:_MOST_LINES] + more)
-    raise DatasetError(what, where=f"reported on {current().world}", evidence=text, do=do)
+    raise DatasetError(what, where=where or f"reported on {current().world}", evidence=text, do=do)
 
 
 def check_same_order(
@@ -238,22 +237,23 @@ def check_same_order(
     """
     cuts = _cuts(len(indices))
     digests = [digest_of(np.ascontiguousarray(indices[start:stop]).data) for start, stop in pairwise(cuts)]
-    own: dict[str, Any] = {"length": len(indices), "digests": digests, "head": indices[:_NUM_SINGLE].tolist()}
-    first = _first_posted(f"order/{place}", own)
-    if first is None or first["digests"] == digests:
+    head = indices[:_NUM_SINGLE].tolist()
+    rank, (others, other_head) = _earlier(f"order/{place}", [digests, head])
+    if others == digests:
         return
-    differing = zip(first["digests"], digests, strict=False)
+    differing = zip(others, digests, strict=False)
     start, stop = next(
         (cut for cut, (one, other) in zip(pairwise(cuts), differing, strict=False) if one != other), (0, 1)
     )
     where = f"position {start}" if stop - start == 1 else f"positions {start} to {stop - 1}"
     shown = slice(max(0, start - 1), start + 4) if start < _NUM_SINGLE else slice(0, 5)
-    _raise_unlike(
+    world = current().world
+    _raise(
         f"{what}; the first difference is at {where} of the epoch.",
-        first["rank"],
-        f"positions from {shown.start}: {first['head'][shown]}",
-        f"positions from {shown.start}: {own['head'][shown]}",
         do,
+        {rank: f"positions from {shown.start}: {other_head[shown]}"},
+        {world.rank: f"positions from {shown.start}: {head[shown]}"},
+        where=str(world),
     )
 
 
@@ -271,48 +271,35 @@ def check_same_block(place: str, described: str, node_rank: int) -> None:
     Raises:
         DatasetError: they are not; the first sample that differs is named.
     """
-    own: dict[str, Any] = {"node_rank": node_rank, "samples": json.loads(described)}
-    first = _first_posted(f"block/{place}", own)
-    if first is None:
-        return
-    same_host = first["node_rank"] == node_rank
-    for index in own["samples"]:
-        theirs = {leaf.path: leaf for leaf in (Leaf(*fields) for fields in first["samples"].get(index, ()))}
-        for leaf in (Leaf(*fields) for fields in own["samples"][index]):
+    samples = json.loads(described)
+    rank, (other_node_rank, other_samples) = _earlier(f"block/{place}", [node_rank, samples])
+    same_host = other_node_rank == node_rank
+    for index in samples:
+        theirs = {leaf.path: leaf for leaf in (Leaf(*fields) for fields in other_samples.get(index, ()))}
+        for leaf in (Leaf(*fields) for fields in samples[index]):
             other = theirs.get(leaf.path)
             if other is not None and unlike(other, leaf, same_host=same_host):
                 label = f"sample {index} of the batch, {leaf.path}" if leaf.path else f"sample {index} of the batch"
-                _raise_unlike(
+                world = current().world
+                _raise(
                     f"The stream gives the ranks different samples: {label} differs.",
-                    first["rank"],
-                    other.shown,
-                    leaf.shown,
                     "give every rank the whole stream: rankwise selects each rank's part, so the dataset must not "
                     "divide itself by rank (WebDataset: nodesplitter=lambda urls: urls); draw from random, "
                     "numpy.random or torch in __iter__ (seeded there, alike on every rank), and sort what "
                     f"os.listdir() returned. Pass {ON_PURPOSE}",
+                    {rank: other.shown},
+                    {world.rank: leaf.shown},
+                    where=str(world),
                 )
 
 
-def _first_posted(key: str, value: dict[str, Any]) -> dict[str, Any] | None:
-    """Post ``value`` unless another rank has; return the first rank's post, or ``None`` if this rank is the first."""
+def _earlier(key: str, own: list[Any]) -> tuple[int, list[Any]]:
+    """Post ``own`` unless another rank has; return that rank and its report, or this rank's own."""
     session = current_or_none()
-    if session is None or session.store is None:
-        return None
-    posted = json.dumps(value | {"rank": session.world.rank})
+    posted = None if session is None else Posted.of(session, "data")
     # If the store is lost the job is ending, for another reason.
     with suppress(StoreLost, TimeoutError):
-        if not session.store.set_if_absent(f"data/{key}", posted):
-            return json.loads(session.store.get(f"data/{key}", _GET_SECONDS))  # type: ignore[no-any-return] # a dict
-    return None
-
-
-def _raise_unlike(what: str, first_rank: int, first: str, own: str, do: str) -> NoReturn:
-    session = current_or_none()
-    rank = -1 if session is None else session.world.rank
-    raise DatasetError(
-        what,
-        where=None if session is None else str(session.world),
-        evidence="\n".join(fold_values({one: value}) for one, value in ((first_rank, first), (rank, own))),
-        do=do,
-    )
+        found = None if posted is None else posted.earlier(key, own)
+        if found is not None:
+            return found
+    return -1, own

@@ -104,9 +104,9 @@ def _watch_for_mistakes(start: RankStart) -> None:
         return
     same_file.watch(start.rank, error_file)
     if "RANKWISE_GUARD" in start.variables:
-        from rankwise.launch.replica_guard import ranks  # noqa: PLC0415 - imports what only guarded ranks need
+        from rankwise.launch import replica_guard  # noqa: PLC0415 - imports what only guarded ranks need
 
-        ranks.watch(int(start.variables["WORLD_SIZE"]))
+        replica_guard.watch(int(start.variables["WORLD_SIZE"]))
     if start.rank == 0:
         unjoined.watch(int(start.variables["WORLD_SIZE"]), alone_note(error_file))
 

@@ -9,25 +9,25 @@ store, and the last rank to do so compares them, so that no rank waits for anoth
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from rankwise.comm import optimizer_steps
+from rankwise.comm.same_state.differences import unlike_summaries
+from rankwise.comm.same_state.owners import alive
+from rankwise.comm.same_state.posted import Posted
+from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.log import warn
 from rankwise.parallel.core.batchnorm import SYNCHRONISED
-from rankwise.parallel.state_guard.guard import CheckSchedule
-from rankwise.tensors.rounding import is_rounding, summary_of, tolerance
+from rankwise.tensors.rounding import summary_of
 from rankwise.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.session import Session
-    from rankwise.store.values import Store
 
     Summary = tuple[int, int, tuple[float, float], tuple[float, float]]
     """Of one layer: its features, the batches it has seen, and summaries of its two statistics."""
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 NUM_FIRST = 4
 EVERY = 64
 """How many loops apart ranks compare, after the first ones."""
-ANSWER_SECONDS = 10.0
-"""How long the store may take to return a key that is set."""
 
 
 def watch_copies(session: Session) -> None:
@@ -48,9 +46,10 @@ def watch_copies(session: Session) -> None:
 
 
 def _started(session: Session) -> _Copies | None:
-    if session.store is None:
+    posted = Posted.of(session, "rankwise/statistics_of_copies")
+    if posted is None:
         return None
-    copies = _Copies(session.store.prefixed("rankwise/statistics_of_copies"), session)
+    copies = _Copies(posted)
     session.after_loop(copies.compare)
     session.before_save(copies.compare_now)
     session.on_leave(copies.compare_now)
@@ -58,9 +57,8 @@ def _started(session: Session) -> _Copies | None:
 
 
 class _Copies:
-    def __init__(self, store: Store, session: Session) -> None:
-        self._store = store
-        self._world = session.world
+    def __init__(self, posted: Posted) -> None:
+        self._posted = posted
         self._schedule = CheckSchedule(NUM_FIRST, EVERY)
         self._num_loops = 0
         self._num_compared = 0
@@ -68,10 +66,8 @@ class _Copies:
 
     def compare(self) -> None:
         """Compare after some of the loops."""
-        step = self._num_loops
         self._num_loops += 1
-        if step >= self._schedule.next:
-            self._schedule.advance(step)
+        if self._schedule.is_due(self._num_loops - 1):
             self.compare_now()
 
     def compare_now(self) -> None:
@@ -80,15 +76,11 @@ class _Copies:
             return
         layers = _layers()
         self._num_compared += 1
-        part = self._store.prefixed(str(self._num_compared))
         # Whatever waits for a lost store reports it.
         with contextlib.suppress(OSError):
-            part.set(str(self._world.rank), json.dumps([_summary(one) for one in layers]))
-            if part.add("count", 1) < self._world.world_size:
-                return
-            held = [json.loads(part.get(str(rank), ANSWER_SECONDS)) for rank in range(self._world.world_size)]
-            number = _unlike(held, layers)
-            if number is not None and self._store.add("told", 1) == 1:
+            found = self._posted.reports(str(self._num_compared), [_summary(one) for one in layers])
+            number = None if found is None else _unlike(list(found.values()), layers)
+            if number is not None and self._posted.is_first("told"):
                 self._has_warned = True
                 self._warn(layers[number])
 
@@ -105,12 +97,8 @@ class _Copies:
 def _layers() -> list[BatchNorm]:
     """Return the BatchNorm layers with statistics that no strategy handles, in an order that ranks share."""
     known = optimizer_steps.accounted_modules()
-    found = [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), BatchNorm) and not issubclass(type(one), SYNCHRONISED) and one not in known
-    ]
-    return sorted((one for one in found if _is_used(one)), key=_summary)
+    found = [one for one in alive(BatchNorm) if not issubclass(type(one), SYNCHRONISED) and one not in known]
+    return sorted(filter(_is_used, found), key=_summary)
 
 
 def _is_used(layer: BatchNorm) -> bool:
@@ -131,18 +119,14 @@ def _unlike(held: Sequence[Sequence[Summary]], layers: Sequence[BatchNorm]) -> i
     shapes = [[one[:2] for one in summaries] for summaries in held]
     if any(one != shapes[0] for one in shapes):
         return None
-    for number, layer in enumerate(layers):
-        dtype = torch.float32 if layer.running_mean is None else layer.running_mean.dtype
-        own = held[0][number]
-        for other in (summaries[number] for summaries in held[1:]):
-            pairs = zip(own[2:], other[2:], strict=True)
-            if not all(is_rounding((a[0], a[1]), (b[0], b[1]), tolerance(dtype)) for a, b in pairs):
-                return number
-    return None
+    dtypes = [torch.float32 if one.running_mean is None else one.running_mean.dtype for one in layers]
+    # Of each layer its mean, then its variance.
+    values = [[one for summary in summaries for one in summary[2:]] for summaries in held]
+    unlike = unlike_summaries(values, [dtype for dtype in dtypes for _ in range(2)])
+    return unlike[0] // 2 if unlike else None
 
 
 def _owner_of(layer: BatchNorm) -> str:
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    owners = [one for one in modules if any(part is layer for part in one.modules())]
+    owners = [one for one in alive(nn.Module) if any(part is layer for part in one.modules())]
     largest = max(owners, key=lambda one: sum(1 for _ in one.modules()), default=layer)
     return type(largest).__name__

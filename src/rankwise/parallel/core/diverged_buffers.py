@@ -9,22 +9,21 @@ forward pass. Used by buffers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from rankwise.comm.same_state.collective import furthest_from, largest_element, numbers_of_all
+from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
 from rankwise.parallel.loss.terms import first_tensor
-from rankwise.parallel.state_guard.diagnosis import furthest_from, largest_element
-from rankwise.parallel.state_guard.guard import CheckSchedule
 from rankwise.tensors.checksum import ChecksumOfAll, checksums_of_each
 from rankwise.tensors.rounding import FLOOR, tolerance
 from rankwise.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     Buffers = Mapping[BufferSlot, torch.Tensor]
     Checksums = dict[BufferSlot, int]
 
+CHECKSUMS = "checksums of buffers"
+"""What ranks exchange, in errors."""
 EVERY = 64
 """How many training forward passes apart ranks compare, after the first ones."""
 PATIENT_EVERY = 1024
@@ -79,8 +80,6 @@ class DivergedBuffers:
         self._exchange = exchange
         self._schedule = CheckSchedule(0, EVERY)
         self._checksum = ChecksumOfAll()
-        self._late: Callable[[], int] | None = None
-        """Returns the checksum of buffers on a device, which the forward pass before has started to compute."""
         self.is_close = False
         """Whether ranks compare each buffer around the forward pass under way. The same on all of them."""
         self._num_forwards = 0
@@ -98,22 +97,13 @@ class DivergedBuffers:
         if self.is_close:
             self.is_close = False
             return self._compare_each(_compared(buffers))
-        late, self._late = self._late, None
-        step = self._num_forwards
-        if late is None and step >= self._schedule.next:
-            self._schedule.advance(step)
+        if self._checksum.is_late or self._schedule.is_due(self._num_forwards):
             compared = list(_compared(buffers).values())
-            if step and any(one.device.type != "cpu" for one in compared):
-                # Read before the next forward pass, when the host need not wait for the device.
-                self._late = self._checksum.start(compared)
-            elif step and compared:
-                late = partial(self._checksum, compared)
-        if late is not None:
-            self.is_close = len(set(self._gathered(torch.tensor([late()])))) > 1
+            checksum = self._checksum.now_or_next(compared) if self._num_forwards and compared else None
+            if checksum is not None:
+                rows = numbers_of_all(self._exchange, [checksum], CHECKSUMS)
+                self.is_close = any(row != rows[0] for row in rows)
         return set(), []
-
-    def _gathered(self, own: torch.Tensor) -> list[int]:
-        return self._exchange.all_gather(own, what="checksums of buffers").flatten().tolist()
 
     def _compare_each(self, compared: Buffers) -> tuple[set[BufferSlot], list[Suspect]]:
         now = _checksums(compared)
@@ -121,8 +111,7 @@ class DivergedBuffers:
         in_forward = [one != self._before.get(place, 0) for place, one in zip(compared, after, strict=True)]
         since = [one != now[place] for place, one in zip(compared, after, strict=True)]
         own = [int(self._had_samples), *map(int, in_forward), *map(int, since), *after, *now.values()]
-        numbers = self._gathered(torch.tensor(own))
-        rows = [numbers[start : start + len(own)] for start in range(0, len(numbers), len(own))]
+        rows = numbers_of_all(self._exchange, own, CHECKSUMS)
         # Before the difference is known to be more than rounding, and after the warning, there is no hurry.
         self._schedule.be_patient(PATIENT_EVERY)
         unlike: set[BufferSlot] = set()

@@ -6,16 +6,16 @@ Used by gradient_sync, shard, pipeline and tensor_parallel.
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from rankwise.comm.same_state.collective import numbers_of_all
 from rankwise.comm.session import current_or_none
 from rankwise.log import log, warn
 from rankwise.parallel.core.same_model import described
 from rankwise.parallel.loss.terms import first_tensor
-from rankwise.tensors.arrays import memory_of
+from rankwise.tensors.checksum import checksums_of_each, combined
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
@@ -34,12 +34,9 @@ MOST_ELEMENTS = 2**16
 
 def digest_of_tensors(values: object) -> int:
     """Return a checksum of the tensors of a tree."""
-    digest = 0
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-            plain = leaf.detach().to("cpu").contiguous()
-            digest = zlib.crc32(memory_of(plain), zlib.crc32(str(plain.shape).encode(), digest))
-    return digest
+    leaves = pytree.tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+    return combined([*checksums_of_each(tensors), *(size for tensor in tensors for size in tensor.shape)])
 
 
 def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -89,8 +86,8 @@ def report_first_calls(call: FirstCall | None, exchange: Exchange, name: str, *,
         name: of the model.
         is_sum: whether its loss is a sum over samples, so that the gradients of all ranks are added up.
     """
-    own = torch.tensor([list(map(int, call or FirstCall(0, 0, has_loader=True)))])
-    calls = exchange.all_gather(own, what=f"the first inputs of {name}").view(-1, 3).tolist()
+    own = list(map(int, call or FirstCall(0, 0, has_loader=True)))
+    calls = numbers_of_all(exchange, own, f"the first inputs of {name}")
     digests = {digest for digest, _, _ in calls}
     if len(calls) == 1 or 0 in digests:
         return

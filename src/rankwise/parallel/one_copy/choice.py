@@ -9,6 +9,7 @@ from rankwise.comm.agreement import same_on_all_ranks
 from rankwise.comm.backends.mapping import PAGE_BYTES
 from rankwise.comm.backends.meeting import Meeting
 from rankwise.comm.backends.shared_memory import SharedMemory
+from rankwise.comm.same_state.posted import Posted
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import log
 from rankwise.parallel.one_copy.divided_step import DividedSteps
@@ -101,7 +102,10 @@ def _steps_of(session: Session) -> DividedSteps | None:
     if not isinstance(exchange, SharedMemory):
         return None
     memory, _ = exchange.host_memory(PAGE_BYTES + Meeting.num_bytes(len(_own_host(exchange))), [])
-    return None if memory is None else DividedSteps(session, exchange, memory)
+    if memory is None:
+        return None
+    posted = Posted.of(session, f"rankwise/one_copy/{memory.ranks[0]}", memory.ranks)
+    return None if posted is None else DividedSteps(session, exchange, memory, posted)
 
 
 def _own_host(exchange: SharedMemory) -> list[int]:

@@ -1,70 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a host compare before they update one copy: a part of each would be lost if they differed."""
+"""What the ranks of a host compare before they update one copy: a part of each would be lost if they differed.
+
+In every step one number for each kind of tensors; where it differs, a checksum and the norm of each tensor.
+"""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.tensors.checksum import checksums_of_each, combined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping
 
     import torch
 
-    Meet = Callable[[Sequence[int]], list[list[int]]]
-    """Exchanges numbers between the ranks of the host."""
+    Tensors = Mapping[str, torch.Tensor]
+    """By their names in messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Tensors that are the same on all ranks, by name."""
+def checksum_of(tensors: Tensors) -> int:
+    """Return a checksum of names and values; 0 if there are none."""
+    if not tensors:
+        return 0
+    return combined([*map(hash_of, tensors), *checksums_of_each(list(tensors.values()))]) + 1
 
-    what: str
-    """What they are, for the error: ``"The gradient of"``."""
-    do: str
-    tensors: dict[str, torch.Tensor]
 
-    def checksum(self) -> int:
-        """Return a checksum of names and values; 0 if there are none."""
-        if not self.tensors:
-            return 0
-        names = [hash_of(name) for name in self.tensors]
-        return combined([*names, *checksums_of_each(list(self.tensors.values()))]) + 1
-
-    def difference(self, ranks: Sequence[int], meet: Meet, when: str) -> ReplicasDiffer | None:
-        """Return the error that names the first tensor that differs, if one does.
-
-        Called by: every rank of the host.
-        """
-        names = sorted(self.tensors)
-        counts = [row[0] for row in meet([len(names)])]
-        if len(set(counts)) > 1:
-            texts = [f"has {count} of them" if count else "has none" for count in counts]
-            return self._error("some parameter", when, dict(zip(ranks, texts, strict=True)))
-        found = [
-            combined([hash_of(name), one])
-            for name, one in zip(names, checksums_of_each([self.tensors[name] for name in names]), strict=True)
-        ]
-        if len({row[0] for row in meet([combined(found)])}) == 1:
-            return None
-        # The first that differs is after the longest beginning that agrees.
-        low, high = 0, len(names) - 1
-        while low < high:
-            middle = (low + high) // 2
-            rows = meet([combined(found[: middle + 1])])
-            low, high = (low, middle) if len({row[0] for row in rows}) > 1 else (middle + 1, high)
-        norms = meet([struct.unpack("=q", struct.pack("=d", self.tensors[names[low]].abs().double().norm().item()))[0]])
-        values = [struct.unpack("=d", struct.pack("=q", row[0]))[0] for row in norms]
-        return self._error(names[low], when, {r: f"norm {v!r}" for r, v in zip(ranks, values, strict=True)})
-
-    def _error(self, name: str, when: str, texts: dict[int, str]) -> ReplicasDiffer:
-        return ReplicasDiffer(
-            f"{self.what} {name} is not the same on all ranks before {when}.", evidence=fold_values(texts), do=self.do
-        )
+def details_of(tensors: Tensors) -> dict[str, tuple[int, float]]:
+    """Return the checksum and the norm of each tensor, in a form for JSON."""
+    checksums = checksums_of_each(list(tensors.values()))
+    norms = [one.abs().double().norm().item() for one in tensors.values()]
+    return dict(zip(tensors, zip(checksums, norms, strict=True), strict=True))
 
 
 def hash_of(name: str) -> int:
@@ -72,28 +40,36 @@ def hash_of(name: str) -> int:
     return combined(list(name.encode()))
 
 
-def written(tensors: dict[str, torch.Tensor]) -> Compared:
-    """Return parameters that a script has written since the last step."""
-    return Compared(
-        "Parameter",
-        "change parameters on every rank alike: call load_state_dict() on every rank, or rankwise.load()",
-        tensors,
-    )
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Tensors that must be the same on all ranks of a host: what they are in errors, and the fix."""
+
+    what: str
+    do: str
+
+    def difference(self, reports: Mapping[int, Mapping[str, Any]], when: str) -> ReplicasDiffer | None:
+        """Return the error for the first tensor that differs between the details of ranks, if one does."""
+        for name in sorted({name for report in reports.values() for name in report}):
+            found = {rank: report.get(name) for rank, report in reports.items()}
+            if len({None if one is None else one[0] for one in found.values()}) > 1:
+                held = {rank: "none" if one is None else f"norm {one[1]!r}" for rank, one in found.items()}
+                what = f"{self.what} {name} is not the same on all ranks before {when}."
+                return ReplicasDiffer(what, evidence=fold_values(held), do=self.do)
+        return None
 
 
-def gradients(tensors: dict[str, torch.Tensor]) -> Compared:
-    """Return the gradients that the step is about to use."""
-    return Compared(
+KINDS = (
+    Kind(
+        "Parameter", "change parameters on every rank alike: call load_state_dict() on every rank, or rankwise.load()"
+    ),
+    Kind(
         "The gradient of",
         "change gradients on every rank alike: by the norm of the gradients, not by a rank's own loss",
-        tensors,
-    )
-
-
-def state(tensors: dict[str, torch.Tensor]) -> Compared:
-    """Return the state that the optimizer has been given."""
-    return Compared(
+    ),
+    Kind(
         "The optimizer's state of",
         "call optimizer.load_state_dict() on every rank with the same state, or rankwise.load()",
-        tensors,
-    )
+    ),
+)
+"""Parameters that a script has written since the last step; gradients that the step is about to use; and the state
+that the optimizer has been given."""

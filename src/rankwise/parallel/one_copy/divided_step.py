@@ -20,11 +20,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from rankwise.comm.backends.mapping import PAGE_BYTES
 from rankwise.comm.backends.meeting import Meeting
+from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
 from rankwise.log import log
-from rankwise.parallel.one_copy.compared import gradients, hash_of, state, written
+from rankwise.parallel.one_copy.compared import KINDS, checksum_of, details_of, hash_of
 from rankwise.parallel.one_copy.shared_state import SharedState
-from rankwise.parallel.state_guard.guard import VALUES_EVERY, CheckSchedule
+from rankwise.parallel.state_guard.guard import VALUES_EVERY
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.step_hooks import put_innermost
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.meeting import HostMemory
     from rankwise.comm.backends.shared_memory import SharedMemory
+    from rankwise.comm.same_state.posted import Posted
     from rankwise.comm.session import Session
     from rankwise.errors import RankwiseError
     from rankwise.parallel.one_copy.shared_parameters import SharedParameters
@@ -51,7 +53,7 @@ _BEFORE, _AFTER, _COMPARE = 0, 1, 2
 class DividedSteps:
     """The steps of this process's optimizers, from the first model with one copy per host until the world is left."""
 
-    def __init__(self, session: Session, exchange: SharedMemory, memory: HostMemory) -> None:
+    def __init__(self, session: Session, exchange: SharedMemory, memory: HostMemory, posted: Posted) -> None:
         self._process = session.process
         self.exchange = exchange
         self._models: WeakKeyDictionary[nn.Module, SharedParameters] = WeakKeyDictionary()
@@ -59,7 +61,7 @@ class DividedSteps:
         self._others: WeakSet[Optimizer] = WeakSet()
         """Optimizers of no model here."""
         self.meeting = Meeting(memory, PAGE_BYTES, self._has_gone_past)
-        self.ranks = memory.ranks
+        self.posted = posted
         self._num_backwards = 0
         self._num_optimizers = 0
         self._words = ""
@@ -256,9 +258,9 @@ class DividedOptimizer:
         is_due = self._num_steps >= self._due.next
         digests = [
             hash_of(moved),
-            written(_named(models, numbers)).checksum(),
-            gradients(_gradients(models)).checksum() if is_due else 0,
-            state(_state(optimizer, models)).checksum() if self._is_loaded else 0,
+            checksum_of(_named(models, numbers)),
+            checksum_of(_gradients(models)) if is_due else 0,
+            checksum_of(_state(optimizer, models)) if self._is_loaded else 0,
         ]
         try:
             rows = self._meet(_BEFORE, digests)
@@ -304,13 +306,14 @@ class DividedOptimizer:
                 do="change parameters on every rank alike",
             )
         tables = (
-            lambda: written(_named(models)),
-            lambda: gradients(_gradients(models)),
-            lambda: state(_state(optimizer, models)),
+            partial(_named, models),
+            partial(_gradients, models),
+            partial(_state, optimizer, models),
         )
-        for column, table in enumerate(tables, 1):
+        for column, (kind, tensors) in enumerate(zip(KINDS, tables, strict=True), 1):
             if len({row[column] for row in rows}) > 1:
-                error = table().difference(self._steps.ranks, partial(self._meet, _COMPARE), self._what)
+                held = self._steps.posted.gather(details_of(tensors()), partial(self._meet, _COMPARE, []))
+                error = kind.difference(held, self._what)
                 if error is not None:
                     raise error
 

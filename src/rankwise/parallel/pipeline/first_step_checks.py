@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from rankwise.comm.same_state.collective import numbers_of_all
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.parallel.core.from_meta import unfilled
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from weakref import ref
 
+    import torch
     from torch import nn
 
     from rankwise.comm.backends.protocol import Exchange
@@ -56,10 +56,10 @@ class FirstSteps:
         self._num_left -= 1
         name = find_unfilled(model, self._empty) if self._empty else None
         if self._along is not None:
-            own = torch.tensor([digest_of_tensors(batch), int(name is not None)])
-            digests, flags = self._along.all_gather(own, what="values of the batch").T.tolist()
+            own = [digest_of_tensors(batch), int(name is not None)]
+            rows = numbers_of_all(self._along, own, "values of the batch")
             if name is None:
-                _compare(digests, [place for place, flag in enumerate(flags) if flag])
+                _compare([digest for digest, _ in rows], [place for place, (_, flag) in enumerate(rows) if flag])
         if name is not None:
             raise unfilled("pipeline", name, is_saved=name in model.state_dict())
         self._empty.clear()

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from rankwise.comm.same_state.collective import numbers_of_all
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
 from rankwise.parallel.core.own_hooks import OwnHook
@@ -24,7 +25,7 @@ from rankwise.parallel.randomness.sample_layout import OWN_ROWS, SampleLayout, l
 from rankwise.parallel.randomness.scope import DrawScope, enter, leave
 from rankwise.parallel.randomness.source import default_generator
 from rankwise.parallel.randomness.split_tracer import SplitTracer, warn_of_parts
-from rankwise.parallel.state_guard.guard import Repair, add_fact
+from rankwise.parallel.state_guard.facts import Repair, add_fact
 from rankwise.tensors.attributes import tensors_in
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_compiled, is_transforming
@@ -298,11 +299,11 @@ def agree_on_generators(exchange: Exchange, device: torch.device) -> None:
     """
     for generator in _generators(device):
         kind, state = generator.device.type, generator.get_state()
-        facts = torch.tensor([_digest(state), int(generator.initial_seed() < LARGEST_SEED)])
-        on_ranks = exchange.all_gather(facts, what=f"state of torch's {kind} generator").view(-1, 2)
-        if len(set(on_ranks[:, 0].tolist())) == 1:
+        facts = [_digest(state), int(generator.initial_seed() < LARGEST_SEED)]
+        rows = numbers_of_all(exchange, facts, f"state of torch's {kind} generator")
+        if len({digest for digest, _ in rows}) == 1:
             continue
-        if bool(on_ranks[:, 1].any()):
+        if any(is_small for _, is_small in rows):
             warn(
                 f"torch's {kind} generator had different seeds on different ranks and now has the state of rank 0 "
                 "on all of them, so that the numbers drawn by a replicated model belong to one batch; pass the "
@@ -347,7 +348,7 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
         session = current_or_none()
         return session is not None and session.batch is not None and session.batch.num_global < exchange.world_size
 
-    def put_right(ranks: Exchange, *, is_expected: bool) -> None:
+    def repair(ranks: Exchange, *, is_expected: bool) -> None:
         for generator in _generators(device):
             _copy_of_rank_zero(generator, ranks)
         if not (is_expected or _since.has_warned):
@@ -358,7 +359,7 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
                 "draw on all ranks or on none; draw along the batch within `with rankwise.as_one_rank():`"
             )
 
-    add_fact("The state of torch's random number generator", read, Repair(put_right, is_short))
+    add_fact("The state of torch's random number generator", read, Repair(repair, is_short))
 
 
 def forget_draws() -> None:

@@ -3,14 +3,12 @@
 
 Some steps compare settings (hyperparameters, how often optimizers have stepped, facts), fewer compare values (the bits
 of parameters and of statistics that ranks share). Where numbers differ, the ranks exchange the details (diagnosis).
-Facts are named integers that other rooms add with :func:`add_fact`, such as the state of a random number generator.
 torch's global step hook shows optimizers, from the first guarded model until the world is left. Used by replicate and
 shard, which create one guard per model, and by loss_on_ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
@@ -18,8 +16,10 @@ from weakref import WeakSet, ref
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, Harmless, HeldFact, PutRight, diagnose
-from rankwise.parallel.state_guard.posted_reports import PostedReports
+from rankwise.comm.same_state.posted import Posted
+from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, diagnose
+from rankwise.parallel.state_guard.facts import Repair, SharedFact, all_facts, forget_facts
 from rankwise.parallel.state_guard.used_settings import UsedSettings
 from rankwise.parallel.state_guard.without_backward import WithoutBackward
 from rankwise.tensors.checksum import ChecksumOfAll, are_equal, combined, settings_checksum, settings_of, short
@@ -47,80 +47,10 @@ VALUES_EVERY = 64
 """How many steps apart settings, and values, are compared after the first steps."""
 PATIENT_EVERY = 1024
 """The same for differences that are known to be harmless: finding out costs a whole exchange."""
-FACT_MASK = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Repair:
-    """How a fact is made equal on all ranks again."""
-
-    put_right: PutRight
-    is_expected: Callable[[], bool]
-    """Returns whether ranks differ in the step under way, which all of them know without comparing."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedFact:
-    """An integer that must be the same on all ranks; see :func:`add_fact`."""
-
-    name: str
-    read: Callable[[], int | None]
-    repair: Repair | str
-
-    def held(self) -> HeldFact:
-        """Return its current value, in 63 bits."""
-        value = self.read()
-        repair = self.repair if isinstance(self.repair, str) else self.repair.put_right
-        return HeldFact(self.name, None if value is None else value & FACT_MASK, repair)
 
 
 _numbers = count()
 """Of guards, the same on all ranks, which create them in one order."""
-_facts: dict[str, SharedFact] = {}
-
-
-def add_fact(name: str, read: Callable[[], int | None], repair: Repair | str) -> None:
-    """Have ranks compare an integer with their settings, from the next step on, until :func:`forget_facts`.
-
-    Called by: every rank, between the same two steps. A fact of the same name is replaced.
-
-    Args:
-        name: starts the sentence of an error: ``The state of torch's random number generator``.
-        read: returns the integer within microseconds, without waiting for a device or for other ranks; ``None``: there
-            is nothing to compare yet.
-        repair: the user's fix for a difference, for the error; or a way to make it equal again without an error.
-    """
-    _facts[name] = SharedFact(name, read, repair)
-
-
-def forget_facts() -> None:
-    """Stop comparing facts. Called when the world is left."""
-    _facts.clear()
-
-
-def all_facts() -> list[SharedFact]:
-    """Return the facts in the order of their names, which is the same on every rank."""
-    return [_facts[name] for name in sorted(_facts)]
-
-
-class CheckSchedule:
-    """The steps of one comparison: the first ``num_first``, then twice as far each time, up to ``every`` apart."""
-
-    def __init__(self, num_first: int, every: int) -> None:
-        self.next = 0
-        """The next step that is due, from 0."""
-        self._num_first = num_first
-        self._every = every
-        self._least = 1
-
-    def advance(self, step: int) -> None:
-        """Note that ranks have compared in ``step``."""
-        apart = 1 if step < self._num_first else min(step, self._every)
-        self.next = step + max(apart, self._least)
-
-    def be_patient(self, most: int) -> None:
-        """Compare half as often from now on, down to every ``most`` steps: the difference was harmless."""
-        self._least = min(max(2 * self._least, 16), most)
 
 
 class StateGuard:
@@ -153,9 +83,9 @@ class StateGuard:
         self._buffers = dict(buffers) if reads_values else {}
         self._exchange = exchange
         self._reads_facts = reads_facts
-        reports = PostedReports(exchange, next(_numbers))
-        self._unaveraged = WithoutBackward(model_name, self._parameters, reports)
-        self._used = UsedSettings(model_name, reports, session)
+        posted = Posted.of_exchange(exchange, session, f"rankwise/reports/{next(_numbers)}")
+        self._unaveraged = WithoutBackward(model_name, self._parameters, posted)
+        self._used = UsedSettings(model_name, posted, session)
         self._optimizers = OptimizersOf(list(parameters.values()), self._used, self._unaveraged.note_step)
         self._names = list(parameters)
         self._checksum = ChecksumOfAll()
@@ -163,16 +93,14 @@ class StateGuard:
         self._compared_at = 0
         self._settings = CheckSchedule(NUM_FIRST_STEPS, SETTINGS_EVERY)
         self._values = CheckSchedule(0, VALUES_EVERY)
-        self._late: Callable[[], int] | None = None
-        """Returns the checksum of values on a device, which the step before has started to compute."""
         self._has_values = False
         """Whether the latest report has a checksum of values."""
-        self._facts: list[HeldFact] = []
+        self._facts: list[tuple[SharedFact, int | None]] = []
         self._sums = (0.0, 0.0)
         self._has_ended = False
         """Whether the step is over whose reports have not been compared."""
-        self._stepped = 0, dict[str, list[bytes]](), list[Optimizer]()
-        """How often optimizers have stepped up to that step since the comparison before, with what, and which."""
+        self._stepped = dict[str, list[bytes]](), list[Optimizer]()
+        """With what optimizers have stepped up to that step since the comparison before, and which."""
         session.on_leave(unfollow)
         session.on_leave(forget_facts)
 
@@ -180,18 +108,17 @@ class StateGuard:
         """Return this rank's report, in a step that compares. Called once per step, in backward."""
         step = self._num_steps
         self._has_values = False
-        if step < self._settings.next and step < self._values.next and self._late is None:
+        if step < self._settings.next and step < self._values.next and not self._checksum.is_late:
             return None
         numbers: list[int] = []
         if step >= self._settings.next:
-            self._facts = [fact.held() for fact in self._all_facts()]
+            self._facts = [(fact, fact.number()) for fact in self._all_facts()]
             numbers = [
-                *(fact.number or 0 for fact in self._facts),
-                self._used.num_steps,
+                *(number or 0 for _, number in self._facts),
                 self._used.checksum(),
                 self._optimizers.checksum(),
             ]
-        values = self._values_checksum() if step >= self._values.next or self._late else None
+        values = self._values_checksum() if step >= self._values.next or self._checksum.is_late else None
         if values is not None:
             self._has_values = True
             numbers.append(values)
@@ -205,13 +132,7 @@ class StateGuard:
         tensors = list(self._tensors().values())
         if any(is_capturing(device) for device in {tensor.device for tensor in tensors}):
             return None
-        late, self._late = self._late, None
-        if late is not None:
-            return late()
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            return self._checksum(tensors)
-        self._late = self._checksum.start(tensors)
-        return None
+        return self._checksum.now_or_next(tensors)
 
     def before_forward(self, *, is_mid_step: bool) -> None:
         """Compare parameters before a forward pass that may be trained, if no backward does.
@@ -235,10 +156,12 @@ class StateGuard:
         self._unaveraged.note_backward()
         for fact in self._all_facts():
             if isinstance(fact.repair, Repair) and fact.repair.is_expected():
-                fact.repair.put_right(self._exchange, is_expected=True)
+                fact.repair.apply(self._exchange, is_expected=True)
         settings = self._num_steps >= self._settings.next
         if settings or self._has_values:
-            self._stepped = self._used.num_steps, self._used.held, self._optimizers.stepped()
+            # In late checks there may have been a step since.
+            used = {key: list(steps) for key, steps in self._used.held.items()}
+            self._stepped = used, self._optimizers.stepped()
         if settings:
             self._optimizers.start_over()
             self._used.start_over(self._num_steps + 1)
@@ -263,7 +186,7 @@ class StateGuard:
             if not are_equal(self._exchange.world_size, *self._sums):
                 self._diagnose(step, values=values)
         finally:
-            self._stepped = 0, {}, []
+            self._stepped = {}, []
             if settings:
                 self._compared_at = step + 1
                 self._settings.advance(step)
@@ -272,15 +195,16 @@ class StateGuard:
 
     def _diagnose(self, step: int, *, values: bool) -> None:
         tensors = self._tensors() if values else {}
-        steps = (self._compared_at, step + 1)
-        num_steps, used, stepped = self._stepped
-        optimizers = num_steps, self._optimizers.groups(stepped), used
-        replicas = DivergedReplicas(self._model_name, self._names, *optimizers, self._facts, tensors, steps=steps)
-        found = diagnose(replicas, self._exchange)
-        if found is Harmless.ROUNDING:
+        used, stepped = self._stepped
+        groups = self._optimizers.groups(stepped)
+        replicas = DivergedReplicas(
+            self._model_name, self._names, groups, used, self._facts, tensors, self._compared_at, step + 1
+        )
+        is_rounding, is_repaired = diagnose(replicas, self._exchange)
+        if is_rounding:
             # Processors that round differently, or kernels that torch chose by measuring.
             self._values.be_patient(PATIENT_EVERY)
-        elif found is Harmless.NOTHING:
+        elif not is_repaired:
             # Settings that differ and mean the same, as 1 and 1.0 do.
             self._settings.be_patient(PATIENT_EVERY)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwise.comm.session import current
@@ -19,37 +20,33 @@ from rankwise.tensors.checksum import settings_bytes
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
+    from rankwise.comm.same_state.posted import Posted
     from rankwise.comm.session import Session
-    from rankwise.parallel.state_guard.posted_reports import PostedReports
 
 
 class UsedSettings:
     """What one rank's optimizers have stepped a model with. Keeps neither of them alive."""
 
-    def __init__(self, model_name: str, reports: PostedReports, session: Session) -> None:
+    def __init__(self, model_name: str, posted: Posted | None, session: Session) -> None:
         """Have ranks compare before saves and when the world is left.
 
         Called by: every rank with a copy of the model.
         """
-        self.num_steps = 0
-        """Steps since ranks last compared."""
         self._model_name = model_name
-        self._reports = reports
         self._compared_at = 0
         self._num_posted = 0
         self.held: dict[str, list[bytes]] = {}
         """What each step has used, by the optimizer: replaced when ranks have compared."""
-        session.before_save(self.compare_now)
-        session.on_leave(self.compare_now)
+        if posted is not None:
+            session.before_save(partial(self._compare_now, posted))
+            session.on_leave(partial(self._compare_now, posted))
 
     def note_step(self, optimizer: Optimizer, first: int) -> None:
         """Note a step of an optimizer, whose first parameter of the model has the number ``first``."""
-        self.num_steps += 1
         self.held.setdefault(f"{type(optimizer).__name__}/{first}", []).append(settings_bytes(optimizer))
 
     def start_over(self, step: int) -> None:
         """Forget the steps: ranks have compared, in ``step``."""
-        self.num_steps = 0
         self._compared_at = step
         self.held = {}
 
@@ -57,7 +54,7 @@ class UsedSettings:
         """Return a checksum of all values; the order of the optimizers does not matter."""
         return sum(zlib.crc32(b"".join(steps), zlib.crc32(key.encode())) for key, steps in self.held.items())
 
-    def compare_now(self) -> None:
+    def _compare_now(self, posted: Posted) -> None:
         """Post what this rank has used since the latest comparison in a step.
 
         Called by: every rank with a copy of the model, before a save or at the end.
@@ -66,9 +63,9 @@ class UsedSettings:
             ReplicasDiffer: on the last rank to get here.
         """
         self._num_posted += 1
-        own = {"rank": current().world.rank, "steps": self.num_steps, "used": plain(self.held)}
+        own = {"rank": current().world.rank, "used": plain(self.held)}
         # Whatever waits for a lost store reports it.
         with contextlib.suppress(OSError):
-            found = self._reports.post(f"used/{self._num_posted}", own)
+            found = posted.reports(f"used/{self._num_posted}", own)
             if found is not None:
                 check_used(self._model_name, list(found.values()), since=self._compared_at)

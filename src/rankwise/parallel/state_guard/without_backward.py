@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.comm.same_state.differences import unlike_summaries
+from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.tensors.rounding import is_rounding, summary_of, tolerance
+from rankwise.tensors.rounding import summary_of
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import Optimizer
 
-    from rankwise.parallel.state_guard.posted_reports import PostedReports
+    from rankwise.comm.same_state.posted import Posted
 
 NUM_FIRST = 16
 EVERY = 64
@@ -36,17 +38,17 @@ _AVERAGE = "g = rankwise.all_reduce(g * len(x)) / rankwise.all_reduce(float(len(
 class WithoutBackward:
     """Follows steps and forward passes of one model between which no backward has synchronized."""
 
-    def __init__(self, model_name: str, parameters: Mapping[str, torch.Tensor], reports: PostedReports) -> None:
+    def __init__(self, model_name: str, parameters: Mapping[str, torch.Tensor], posted: Posted | None) -> None:
         """Begin to follow a model.
 
         Args:
             model_name: for errors.
             parameters: those with whole values, by name.
-            reports: of the ranks that hold replicas.
+            posted: what the ranks that hold replicas post.
         """
         self._model_name = model_name
         self._parameters = dict(parameters)
-        self._reports = reports
+        self._posted = posted
         self._num_backwards = 0
         self._at_step: dict[int, int] = {}
         """How many backwards there were at the latest step of an optimizer, by its identity."""
@@ -54,9 +56,10 @@ class WithoutBackward:
         """How many backwards there were at the latest forward pass, and which one since then it was."""
         self._is_on_cpu = all(one.device.type == "cpu" for one in parameters.values())
         self._version = 0
-        self._num_steps = 0
-        self._num_forwards = 0
+        self._num_steps = self._num_forwards = 0
         """Steps, and forward passes, that no backward preceded."""
+        self._step_checks = CheckSchedule(NUM_FIRST, EVERY)
+        self._forward_checks = CheckSchedule(NUM_FIRST, EVERY)
 
     def note_backward(self) -> None:
         """Note that a backward has synchronized."""
@@ -69,25 +72,24 @@ class WithoutBackward:
             ReplicasDiffer: on the last rank to get here.
         """
         before, self._at_step[id(optimizer)] = self._at_step.get(id(optimizer), 0), self._num_backwards
-        if before != self._num_backwards or not self._reports.can_post:
+        if before != self._num_backwards or self._posted is None:
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = {name: p.grad for name, p in self._parameters.items() if id(p) in held and p.grad is not None}
-        if not found or not _is_due(self._num_steps):
-            self._num_steps += bool(found)
+        if not found:
             return
         self._num_steps += 1
-        unlike = self._compared(f"gradients/{self._num_steps}", found)
-        if unlike is not None:
-            name, norms = unlike
-            raise ReplicasDiffer(
-                f"{type(optimizer).__name__} has stepped {self._model_name} with gradients that are not the same on "
-                "all ranks, because no backward() has averaged them.",
-                where=f"reported on {current().world}",
-                evidence=f"the gradient of {name} has the norm\n{norms}",
-                do="call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
-                f"microstep; or average each gradient g right after autograd.grad(): {_AVERAGE}",
-            )
+        if not self._step_checks.is_due(self._num_steps - 1):
+            return
+        self._compare(
+            f"gradients/{self._num_steps}",
+            found,
+            f"{type(optimizer).__name__} has stepped {self._model_name} with gradients that are not the same on "
+            "all ranks, because no backward() has averaged them.",
+            "the gradient of {} has the norm",
+            "call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
+            f"microstep; or average each gradient g right after autograd.grad(): {_AVERAGE}",
+        )
 
     def note_forward(self) -> None:
         """Compare parameters, if no backward has synchronized since the latest forward pass that may be trained.
@@ -101,39 +103,36 @@ class WithoutBackward:
         before, self._version = self._version, 0 if self._is_on_cpu else sum(map(version_of, self._parameters.values()))
         # Reading values waits for a device. A change through .data changes no version.
         is_read = self._is_on_cpu or before != self._version or since in UNCHANGED_AT
-        if not since or not is_read or not self._reports.can_post:
+        if not since or not is_read or self._posted is None:
             return
         self._num_forwards += 1
-        if not _is_due(self._num_forwards - 1):
+        if not self._forward_checks.is_due(self._num_forwards - 1):
             return
-        unlike = self._compared(f"parameters/{self._num_backwards}-{since}", self._parameters)
-        if unlike is not None:
-            name, norms = unlike
-            raise ReplicasDiffer(
-                f"Parameter {name} of {self._model_name} is not the same on all ranks: it was changed without a "
-                "backward() that averages gradients.",
-                where=f"reported on {current().world}",
-                evidence=f"its norm is\n{norms}",
-                do="call loss.backward() and use p.grad instead of torch.autograd.grad(); or average each gradient g: "
-                f"{_AVERAGE}",
-            )
+        self._compare(
+            f"parameters/{self._num_backwards}-{since}",
+            self._parameters,
+            f"Parameter {{}} of {self._model_name} is not the same on all ranks: it was changed without a "
+            "backward() that averages gradients.",
+            "its norm is",
+            "call loss.backward() and use p.grad instead of torch.autograd.grad(); or average each gradient g: "
+            f"{_AVERAGE}",
+        )
 
-    def _compared(self, key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-        """Post summaries; return the first name that differs and the norms on all ranks, on the last rank to post."""
+    def _compare(self, key: str, tensors: Mapping[str, torch.Tensor], what: str, held: str, do: str) -> None:
+        """Post summaries; on the last rank to post, raise for the first tensor that differs, whose name is ``{}``."""
         plain = {name: own_part(one.detach()) for name, one in tensors.items()}
         plain = {name: one for name, one in plain.items() if one.layout is torch.strided and not one.is_meta}
-        if not self._reports.can_post or any(is_capturing(device) for device in {one.device for one in plain.values()}):
-            return None
+        if self._posted is None or any(is_capturing(device) for device in {one.device for one in plain.values()}):
+            return
         own = {name: summary_of(one) for name, one in plain.items()}
-        found = self._reports.post(key, own)
+        found = self._posted.reports(key, own)
         if found is None:
-            return None
-        for name, one in plain.items():
-            held = {rank: tuple(summaries.get(name, (0.0, 0.0))) for rank, summaries in found.items()}
-            if not all(is_rounding(own[name], other, tolerance(one.dtype)) for other in held.values()):
-                return name, fold_values({rank: summary[1] for rank, summary in held.items()})
-        return None
-
-
-def _is_due(number: int) -> bool:
-    return number < NUM_FIRST or number % EVERY == 0
+            return
+        # A rank may have no gradient.
+        rows = [[summaries.get(name, (0.0, 0.0)) for name in plain] for summaries in found.values()]
+        unlike = unlike_summaries(rows, (one.dtype for one in plain.values()))
+        if unlike:
+            name = list(plain)[unlike[0]]
+            norms = fold_values({rank: row[unlike[0]][1] for rank, row in zip(found, rows, strict=True)})
+            where = f"reported on {current().world}"
+            raise ReplicasDiffer(what.format(name), where=where, evidence=f"{held.format(name)}\n{norms}", do=do)

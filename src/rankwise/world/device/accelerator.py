@@ -55,11 +55,6 @@ def example(index: int = 0) -> str:
     return f"{shown_kind().name}:{index}"
 
 
-def example_list() -> str:
-    """Return two devices as an example lists them: ``["cuda:0", "cuda:1"]``."""
-    return f'["{example(0)}", "{example(1)}"]'
-
-
 def names() -> list[str]:
     """Return the names of the devices here, in order."""
     if not (num_devices := count()):
@@ -185,11 +180,6 @@ def autocast_state() -> tuple[bool, ...]:
     found = found_kind()
     kinds = ("cpu",) if found is None else ("cpu", found.name)
     return tuple(torch.is_autocast_enabled(kind) for kind in kinds)
-
-
-def copies_in_groups(devices: Sequence[torch.device]) -> bool:
-    """Return whether torch has its own way to copy a model to all of ``devices`` at once."""
-    return all(device.type == EXAMPLE.name for device in devices)
 
 
 def toolkits() -> dict[str, str]:
