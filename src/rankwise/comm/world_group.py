@@ -55,7 +55,8 @@ def open_group(world: World, store: Store, detector: FailureDetector) -> None:
     """
     keep_nccl_from_exiting()
     opening = _Opening(partial(_open, world, store, detector.timeout_seconds))
-    _threads[:] = [opening.thread]
+    _threads.clear()
+    _threads.append(opening.thread)
     with CollectiveWait(detector, detector.ticket("opening torch's process group")) as wait:
         while not opening.is_done(_LOOK_SECONDS):
             wait.check()
