@@ -10,7 +10,7 @@ from rankwise.health.step_meter import note_layout
 from rankwise.log import log
 
 SLOWER = "splitting it would be slower"
-NO_ROWS = "its batch has fewer than two samples per rank, or no rows"
+NO_ROWS = "its batch has too few samples for so many ranks, or no rows"
 TOLD_AFTER_SECONDS = 30.0
 """It is said then if nothing has been split."""
 

@@ -107,7 +107,7 @@ class SplitCalls:
         kind.count()
         # In single rows, samples that meet are not told from others.
         is_clear = batches[0].num_global >= 2 * num_ranks
-        if not is_clear and (kind.is_doubtful or kind.batch is None):
+        if kind.is_doubtful and not is_clear:
             self._account.add(call.name, NO_ROWS)
             return self._whole
         if kind.batch is None or kind.is_doubtful or (is_clear and self._is_due(kind)):
