@@ -99,6 +99,7 @@ def test_whole_ranges_of_integers() -> None:
         (SampleLayout(0), (5, 6), (30,), SampleLayout(0, inner=6)),
         (SampleLayout(0, inner=6), (30,), (10, 3), SampleLayout(0, inner=2)),
         (SampleLayout(0), (5, 4), (4, 5), None),
+        (SampleLayout(0), (5, 0), (0,), None),
     ],
 )
 def test_views_move_samples(

@@ -126,7 +126,7 @@ def _views(layout: SampleLayout, old: Sequence[int], new: Sequence[int], num_sam
     found: list[SampleLayout] = []
     for dim, size in enumerate(new):
         below = math.prod(new[dim + 1 :])
-        if below and inner % below == 0 and (size * below) % (num_samples * inner) == 0:
+        if below and inner and inner % below == 0 and (size * below) % (num_samples * inner) == 0:
             found.append(SampleLayout(dim, size * below // (num_samples * inner), inner // below))
     return found
 
