@@ -20,7 +20,7 @@ from measure import Row, interleaved, median_ratio, seconds, show
 
 NUM_RANKS = 2
 REPETITIONS = 7
-NUM_STEPS = 60
+NUM_STEPS = 80
 SCRIPT = """
 import os, statistics, time, torch
 from torch import nn
@@ -44,7 +44,7 @@ while len(times) < {num_steps}:
         times.append(time.perf_counter() - started)
         started = time.perf_counter()
 if int(os.environ.get("RANK", "0")) == 0:
-    print("seconds", statistics.median(times[20:]))
+    print("seconds", statistics.median(times[40:]))
 {after}
 """
 PLAIN = {"before": "", "loader": "DataLoader(dataset, batch_size=batch_size, shuffle=True)", "after": ""}
