@@ -22,7 +22,7 @@ class LastState(nn.Module):
     def forward(self, padded, lengths):
         packed = pack_padded_sequence(self.emb(padded), lengths, batch_first=True, enforce_sorted=False)
         start = self.first.expand(-1, len(padded), -1).contiguous()
-        _, (h, c) = self.lstm(packed, (start, torch.zeros_like(start)))
+        _, (h, c) = self.lstm(input=packed, hx=(start, torch.zeros_like(start)))
         return self.out(torch.cat([h[-2], h[-1], c[-2], c[-1]], 1))
 
 

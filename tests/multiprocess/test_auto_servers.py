@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What servers of ``--auto`` keep, and how often calls are proved: neither grows with a script that goes on."""
+"""What servers of ``--auto`` keep, and how often calls are proved: neither grows with the length of a script."""
 
 from __future__ import annotations
 

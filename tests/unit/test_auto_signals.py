@@ -96,3 +96,20 @@ def test_an_error_inside_is_the_context_of_what_a_handler_raises(handler: object
     with held.replacing(), pytest.raises(Stopped) as caught:
         work()
     assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_a_handler_that_raises_keeps_no_other_from_running(handler: object) -> None:
+    held, arrived = HeldSignals(), []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: arrived.append(number))
+
+    def work() -> None:
+        with held:
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR2)
+
+    try:
+        with held.replacing(), pytest.raises(Stopped):
+            work()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert arrived == [signal.SIGUSR2]

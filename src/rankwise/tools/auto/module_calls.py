@@ -124,8 +124,10 @@ class ModuleCalls:
     def _called_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_split and isinstance(module, _BATCHNORMS) and type(module) in _BATCHNORMS:
             return self._normalised(module, *args, **kwargs)
-        if self._watch is not None and type(module) in _RECURRENT and isinstance(args[0], PackedSequence):
-            return self._watch.through_packed(partial(self._call, module, *args, **kwargs), args[0])
+        if self._watch is not None and type(module) in _RECURRENT:
+            sequences = args[0] if args else kwargs.get("input")
+            if isinstance(sequences, PackedSequence):
+                return self._watch.through_packed(partial(self._call, module, *args, **kwargs), sequences)
         return self._call(module, *args, **kwargs)
 
     def _normalised(self, layer: BatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name

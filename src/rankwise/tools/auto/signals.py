@@ -58,9 +58,17 @@ class HeldSignals:
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
-        while self.arrived and not self.depth:
+        if not self.depth:
+            self._handle(sys._getframe(1))  # noqa: SLF001 - the documented name
+
+    def _handle(self, frame: FrameType) -> None:
+        """Run the handlers of the signals that have arrived, also those after one that raises."""
+        if self.arrived:
             number, handler = self.arrived.pop(0)
-            handler(number, sys._getframe(1))  # noqa: SLF001 - the documented name
+            try:
+                handler(number, frame)
+            finally:
+                self._handle(frame)
 
 
 def _of_script(handler: Any) -> Any:
