@@ -286,6 +286,7 @@ try:
 except (KeyboardInterrupt, Stopped) as error:
     print(type(error).__name__, flush=True)
 finally:
+    torch.set_grad_enabled(True)  # torch leaves it off, where an exception comes while no_grad() begins or ends
     torch.manual_seed(1)
     with torch.no_grad():
         for one in (*model.parameters(), *model.buffers()):
@@ -335,7 +336,9 @@ while caught < 100:
             step()
         break
     except Stopped:
+        torch.set_grad_enabled(True)  # torch leaves it off, where an exception comes while no_grad() begins or ends
         caught += 1
+torch.set_grad_enabled(True)
 print(caught, len(arrived), signal.getsignal(signal.SIGALRM) is stop)
 torch.manual_seed(1)
 with torch.no_grad():
@@ -362,6 +365,7 @@ for number in range(2):
             if count == 4:
                 print("ready", flush=True)
     except KeyboardInterrupt:
+        torch.set_grad_enabled(True)
         print("interrupted", number, flush=True)
 sys.exit(7)
 """
