@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -161,19 +162,28 @@ def test_an_error_of_another_thread_is_the_very_same() -> None:
     assert caught.value is error
 
 
-def test_an_error_that_another_thread_has_withdrawn_is_not_raised() -> None:
-    own = threading.get_ident()
+WITHDRAWS = f"""
+import sys, threading
+from rankwise.errors import PeerMissing
+from rankwise.health.failure_detector import raise_in_thread
 
-    def raise_and_withdraw() -> None:
-        raise_in_thread(own, PeerMissing("rank 1 exited", ranks=[1]))
-        raise_in_thread(own, None)
+def raise_and_withdraw():
+    raise_in_thread(threading.main_thread().ident, PeerMissing("rank 1 exited", ranks=[1]))
+    raise_in_thread(threading.main_thread().ident, None)
 
-    # The interpreter switches between threads where it raises such errors, so the other one is given all the time.
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(LIMIT_SECONDS)
-    try:
-        thread = threading.Thread(target=raise_and_withdraw)
-        thread.start()
-        thread.join()
-    finally:
-        sys.setswitchinterval(before)
+# The interpreter switches between threads where it raises such errors, so the other one is given all the time.
+sys.setswitchinterval({LIMIT_SECONDS})
+thread = threading.Thread(target=raise_and_withdraw)
+thread.start()
+thread.join()
+calls = []
+sys.setprofile(lambda frame, *_: calls.append(frame.f_code.co_name))
+(lambda: None)()
+sys.setprofile(None)
+print(*calls)
+"""
+
+
+def test_an_error_that_another_thread_has_withdrawn_is_not_raised_and_functions_can_be_profiled() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHDRAWS], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "<lambda> <lambda> <module>\n", "")

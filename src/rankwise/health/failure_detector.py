@@ -182,7 +182,6 @@ class FailureDetector:
 
     def _leave_to_raise(self) -> None:
         self._has_raised = True
-        # Only then: Python 3.11 never forgets that there was something to look for, and hangs in a profiled function.
         if self._is_raising:
             raise_in_thread(self._main_thread_id, None)
 
@@ -367,7 +366,22 @@ def raise_in_thread(thread_id: int, error: BaseException | None) -> None:
     """
     if error is None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), None)
+        # Until some thread raises such an error, Python 3.11 looks for one again and again in a profiled function.
+        found = threading.Thread(target=_raise_and_catch)  # in this thread, a signal's handler may come between the two
+        found.start()
+        found.join()
         return
     kind = type(error)
     stand_in = type(kind.__name__, (kind,), {"__new__": lambda *_: error, "__module__": kind.__module__})
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(stand_in))
+
+
+class _Caught(BaseException):
+    """Is raised and caught at once."""
+
+
+def _raise_and_catch() -> None:
+    with contextlib.suppress(_Caught):
+        raise_in_thread(threading.get_ident(), _Caught())
+        while True:
+            pass
