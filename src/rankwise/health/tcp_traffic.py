@@ -148,12 +148,14 @@ def _connections() -> Iterator[tuple[str, str, _Counts]]:
 
 def _same_socket(descriptor: int) -> socket.socket:
     """Return a socket of a descriptor of its own for the same connection."""
-    own = os.dup(descriptor)
+    own = -1
     try:
+        own = os.dup(descriptor)
         # With a type that says it does not block, Python leaves the mode of the connection as it is.
         return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, own)
-    except OSError:
-        os.close(own)
+    except BaseException:  # also what a signal's handler raises
+        if own >= 0:
+            os.close(own)
         raise
 
 
