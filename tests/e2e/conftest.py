@@ -113,6 +113,10 @@ class Command:
                     found.append(int(entry.parent.name))
         return found
 
+    def siblings(self, process: int) -> list[int]:
+        """Return the other processes with a process's parent: of one rank, the other ranks."""
+        return [pid for pid in self.processes() if pid != process and _parent(pid) == _parent(process)]
+
     def wait_until_gone(self, pids: Sequence[int], seconds: float) -> list[int]:
         """Wait for processes that are not our children; return what is left after ``seconds``."""
         deadline = time.monotonic() + seconds
@@ -134,3 +138,7 @@ def command(tmp_path: Path, warm_python: WarmPython) -> Iterator[Command]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, "the command left processes behind"
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])

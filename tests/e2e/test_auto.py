@@ -77,6 +77,7 @@ try:
 except ValueError as error:
     print(error)
 atexit.register(print, "at the end")
+print("an error of its own", file=sys.stderr)
 sys.exit(3)
 """
 
@@ -87,6 +88,7 @@ def test_the_script_sees_one_process(command: Command) -> None:
     assert done.returncode == 3
     no_group = "Default process group has not been initialized, please make sure to call init_process_group."
     assert done.stdout.splitlines() == ["-1 []", "True False", no_group, "at the end"]
+    assert [line for line in done.stderr.splitlines() if "of its own" in line] == ["an error of its own"]
 
 
 def test_a_missing_script_is_named(command: Command) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -49,16 +48,6 @@ def _as_plain(command: Command, text: str, *arguments: str) -> str:
     done = command.run("-n", "2", "--auto", "train.py", *arguments, env=SPLIT)
     assert (done.returncode, done.stdout) == (plain.returncode & 0xFF, plain.stdout), done.stderr
     return done.stderr
-
-
-def _servers(command: Command, rank_zero: int) -> list[int]:
-    """Return the processes of the other ranks: those with rank zero's parent."""
-    parent = _parent(rank_zero)
-    return [pid for pid in command.processes() if pid != rank_zero and _parent(pid) == parent]
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
 ERRORS = """
@@ -187,7 +176,7 @@ def test_a_killed_server_is_named(command: Command, moment: str) -> None:
     assert started.stdout is not None
     rank_zero = int(started.stdout.readline())
     if moment == "between calls":
-        (server,) = _servers(command, rank_zero)
+        (server,) = command.siblings(rank_zero)
         os.kill(server, signal.SIGKILL)
         (command.folder / moment).unlink()
     said, text = started.communicate(timeout=120)
@@ -208,7 +197,7 @@ def test_a_stopped_server_is_named_and_may_go_on(command: Command, moment: str) 
     assert started.stdout is not None
     assert started.stderr is not None
     rank_zero = int(started.stdout.readline())
-    (server,) = _servers(command, rank_zero)
+    (server,) = command.siblings(rank_zero)
     if moment == "between calls":
         os.kill(server, signal.SIGSTOP)
     (line,) = itertools.islice((line for line in started.stderr if "kill -CONT" in line), 1)

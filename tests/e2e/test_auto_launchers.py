@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -35,3 +37,35 @@ def test_the_script_runs_once_and_as_in_plain_python(command: Command, launcher:
     assert ran.returncode == exit_code, ran.stderr
     assert "runs whole" not in ran.stderr
     plain_script.check(command.folder, ran.stdout)
+
+
+TRAINS = """
+import os, sys, torch
+from torch import nn
+model = nn.Linear(3, 2)
+for step in range(10**6):
+    model(torch.randn(8, 3)).sum().backward()
+    if step == 5:
+        print(os.getpid(), flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("killed", ["rank zero", "a server"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_ends_the_job(command: Command, launcher: str, killed: str) -> None:
+    train = command.write("train.py", TRAINS)
+    with subprocess.Popen(
+        [*LAUNCHERS[launcher][:-1], str(train)],
+        cwd=command.folder,
+        env=command.environment(RANKWISE_AUTO_SPLIT="always", OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        rank_zero = int(job.stdout.readline())
+        os.kill(rank_zero if killed == "rank zero" else command.siblings(rank_zero)[0], signal.SIGKILL)
+        _, said = job.communicate(timeout=120)
+    assert job.returncode, said
+    assert command.wait_until_gone(command.processes(), 30) == [], said

@@ -196,7 +196,7 @@ def _take_part(
     num_ranks = num_ranks_here(options, num_devices, kind)
     job = find(options) if job_address is None else job_address
     hosts_job = job.listener is not None
-    output = Output(options.log_dir, has_stdin=options.controller)
+    output = Output(options.log_dir, controller=options.controller)
     with ExitStack() as closing:
         job_server: JobServer | None = None
         if hosts_job:

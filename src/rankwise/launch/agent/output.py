@@ -146,9 +146,9 @@ class _Stream(Lines):
 class Output:
     """Forwards the streams of all ranks, from ``open_rank`` to ``drain``, when all have exited."""
 
-    def __init__(self, log_dir: str | None = None, *, has_stdin: bool = False) -> None:
-        """``has_stdin``: whether rank 0 reads this process's stdin, also if there are several ranks."""
-        self._has_stdin = has_stdin
+    def __init__(self, log_dir: str | None = None, *, controller: bool = False) -> None:
+        """``controller``: rank 0 alone runs a script. It reads stdin, and its lines are shown as they are."""
+        self._has_controller = controller
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._terminals = {STDOUT: Terminal(STDOUT), STDERR: Terminal(STDERR)}
         self._tails: dict[int, deque[bytes]] = {}
@@ -172,10 +172,11 @@ class Output:
         """
         if world_size == 1 and self._log_dir is None:
             return [os.dup(0), os.dup(STDOUT), os.dup(STDERR)]
-        reads_stdin = world_size == 1 or (rank == 0 and self._has_stdin)
+        reads_stdin = world_size == 1 or (rank == 0 and self._has_controller)
         stdin = os.dup(0) if reads_stdin else os.open(os.devnull, os.O_RDONLY)
-        tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        self._tails[rank] = tail
+        tail: deque[bytes] | None = None
+        if not (rank == 0 and self._has_controller):
+            tail = self._tails[rank] = deque(maxlen=TAIL_LINES)
         return [
             stdin,
             self._open(rank, world_size, attempt, STDOUT, None),
@@ -234,7 +235,7 @@ class Output:
         reader, writer = os.pipe()
         path = self.log_path(rank, attempt, number)
         stream = _Stream(descriptor=reader, number=number, terminal=terminal, tail=tail)
-        if number == STDERR:
+        if tail is not None:
             stream.prefix = prefix_of(rank, world_size, is_tty=terminal.is_tty)
         if path is not None:
             try:
