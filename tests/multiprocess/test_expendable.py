@@ -17,7 +17,7 @@ from rankwise import testing
 from rankwise.checkpoint.phases import StoreRanks
 from rankwise.comm.session import current
 from rankwise.errors import PeerFailed, PeerMissing
-from rankwise.health.event_log import post_expendable, post_failure
+from rankwise.health.event_log import Failed, post, post_expendable
 from rankwise.testing import RankDied, kill_self
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _wait_for_who_failed(world: World) -> list[str]:
         received = rw.recv(3)
         # As where a machine is lost: no connection ends, and only the launcher says that the rank is gone.
         os.kill(lost, signal.SIGSTOP)
-        post_failure(detector.store, rank=3, error_type="lost", text="no word from host3")
+        post(detector.store, Failed(3, "lost", "no word from host3"))
         # Nobody waits for these to come.
         received.sum().backward()
     with detector.changed:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankwise.health import event_log
 from rankwise.health.failure_detector import FailureDetector
@@ -15,9 +14,9 @@ from rankwise.world.facts import World
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from rankwise.health.event_log import Event
     from rankwise.store.values import Store
 
-Event = dict[str, Any]
 ALL_READ_SECONDS = 20.0
 
 
@@ -44,7 +43,7 @@ def following(*log: Event | list[int]) -> Generator[FailureDetector]:
                 event_log.post_expendable(store, one)
             else:
                 event_log.post(store, one)
-        number = event_log.post(store, {"kind": "nothing", "rank": None})
+        number = event_log.post(store, event_log.Expendable([]))
         with detector.changed:
             assert detector.changed.wait_for(lambda: detector.next_event > number, ALL_READ_SECONDS)
         yield detector
@@ -58,5 +57,5 @@ def log_of(store: Store) -> list[Event]:
     """Return the events of a log."""
     found: list[Event] = []
     while store.check(event_log.key_of(len(found) + 1)):
-        found.append(json.loads(store.get(event_log.key_of(len(found) + 1), 1.0)))
+        found.append(event_log.event_of(store.get(event_log.key_of(len(found) + 1), 1.0)))
     return found

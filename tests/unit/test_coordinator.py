@@ -10,6 +10,7 @@ import pytest
 from coordinated import TIMEOUT_SECONDS, Scene, failed, report_of, text_to
 
 from rankwise.errors import PeerFailed
+from rankwise.health.event_log import Failed, StopRequested
 from rankwise.launch.controller.coordinator import (
     CAUSE_SECONDS,
     GROW_SECONDS,
@@ -134,7 +135,7 @@ def test_a_failure_without_restarts_lets_the_others_end_and_names_the_cause() ->
     scene.node_joined("b")
     stops = scene.rank_failed("b", 0, ValueError("boom"), 3)
     assert [(to, one.settle_seconds) for to, one in stops] == [("a", PEERS_SECONDS), ("b", PEERS_SECONDS)]
-    assert [(number, event["kind"], event["rank"]) for number, event in scene.events] == [(0, "failed", 3)]
+    assert [(number, type(event), event.rank) for number, event in scene.events] == [(0, Failed, 3)]
     scene.ranks_ended("a", 0, failed(PeerFailed("rank 3 failed", rank=3), 0))
     scene.ranks_ended("b", 0, failed(ValueError("boom"), 3))
     messages = scene.sent()
@@ -173,7 +174,7 @@ def test_a_job_continues_without_a_lost_machine_and_uses_no_restart() -> None:
     scene.node_joined("b")
     scene.heartbeat_all_but("b", seconds=LOST_SECONDS + 1)
     assert [(to, type(one)) for to, one in scene.sent()] == [("b", Disconnect), ("a", StopAttempt)]
-    assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2), ("failed", 3)]
+    assert [(type(event), event.rank) for _, event in scene.events] == [(Failed, 2), (Failed, 3)]
     scene.ranks_ended("a", 0, failed(PeerFailed("rank 2 failed", rank=2), 0))
     assert scene.starts() == {"a": (1, 0, 2)}
 
@@ -285,7 +286,7 @@ def test_a_machine_that_comes_later_is_taken_in_where_the_ranks_can_save() -> No
     scene.heartbeat_all_but("b", "c", seconds=LAST_CALL_SECONDS + 1)
     scene.sent()
     scene.node_joined("b")
-    assert [(number, event["kind"]) for number, event in scene.events] == [(0, "stop_requested")]
+    assert [(number, type(event)) for number, event in scene.events] == [(0, StopRequested)]
     scene.ranks_ended("a", 0, has_stopped=True)
     assert scene.starts() == {"a": (1, 0, 4), "b": (1, 2, 4)}
 
@@ -327,7 +328,7 @@ def test_being_asked_to_stop_ends_the_job_as_one_to_be_tried_again() -> None:
     scene.node_joined("a")
     scene.coordinator.request_stop("SIGUSR2")
     scene.sent()
-    assert [(number, event["reason"]) for number, event in scene.events] == [(0, "SIGUSR2")]
+    assert [(number, event.reason) for number, event in scene.events] == [(0, "SIGUSR2")]
     scene.ranks_ended("a", 0, has_stopped=True)
     assert [one.exit_code for _, one in scene.sent(EndJob)] == [75]
 

@@ -7,6 +7,7 @@ import pytest
 from coordinated import Scene, failed, report_of, text_to
 
 from rankwise.errors import PeerFailed
+from rankwise.health.event_log import Failed, StopRequested
 from rankwise.launch.controller.coordinator import (
     LOST_SECONDS,
     PEERS_SECONDS,
@@ -33,7 +34,7 @@ def test_the_failure_of_an_optional_rank_is_reported_and_tolerated() -> None:
     stop = StopRank(attempt=0, rank=2, settle_seconds=PEERS_SECONDS)
     assert scene.sent() == [("b", stop)], "a rank that has failed may not end by itself"
     assert text_to("a", scene) == "[rankwise] rank 2 failed (SIGKILL); the others continue without it\n"
-    assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2)]
+    assert [(type(event), event.rank) for _, event in scene.events] == [(Failed, 2)]
     error = ValueError("bad sample\nsecond line")
     scene.rank_failed("b", 0, error, 3)
     assert text_to("a", scene).startswith(
@@ -54,7 +55,7 @@ def test_a_stopped_optional_rank_is_killed_immediately_and_an_echo_reports_it() 
     scene.coordinator.rank_failed("b", 0, failure.from_stop(3, 6.0, 1.0))
     assert [(type(one), one.settle_seconds) for _, one in scene.sent()] == [(StopRank, 0.0)]
     scene.rank_failed("b", 0, PeerFailed("rank 3 failed", rank=3), 2)
-    assert [event["rank"] for _, event in scene.events] == [2]
+    assert [event.rank for _, event in scene.events] == [2]
 
 
 @pytest.mark.parametrize(("max_restarts", "settle_seconds"), [(0, PEERS_SECONDS), (1, 0.0)])
@@ -100,7 +101,7 @@ def test_a_lost_machine_of_optional_ranks_is_tolerated_and_waits_when_it_returns
     assert scene.sent() == [("b", Disconnect())]
     assert "[rankwise] ranks 2-3 failed (b was lost: " in text_to("a", scene)
     assert "; the others continue without them\n" in text_to("a", scene)
-    assert [(event["kind"], event["rank"]) for _, event in scene.events] == [("failed", 2), ("failed", 3)]
+    assert [(type(event), event.rank) for _, event in scene.events] == [(Failed, 2), (Failed, 3)]
     assert scene.node_joined("new b") == [("new b", Wait())]
     scene.ranks_ended("a", 0)
     assert [(to, one.exit_code) for to, one in scene.sent(EndJob)] == [("a", 0)]
@@ -118,9 +119,7 @@ def test_an_elastic_job_grows_and_restarts_with_all_that_it_lost() -> None:
     scene.coordinator.node_lost("b", scene.now, "is gone")
     assert scene.sent(StopAttempt) == []
     scene.node_joined("new b")
-    assert [event["kind"] for _, event in scene.events] == ["stop_requested"], (
-        "the ranks save for the machine that has come"
-    )
+    assert [type(event) for _, event in scene.events] == [StopRequested], "the ranks save for the machine that has come"
     scene.ranks_ended("a", 0, has_stopped=True)
     assert scene.starts() == {"a": (1, 0, 4), "new b": (1, 2, 4)}
     scene.coordinator.set_optional_ranks(0, [2, 3])

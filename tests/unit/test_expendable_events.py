@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from event_followers import Event, following, log_of
+from event_followers import following, log_of
 
 from rankwise.errors import PeerFailed, PeerMissing, RankwiseError
 from rankwise.health import event_log
+from rankwise.health.event_log import ConnectionBroke, Event, Expendable, Failed, ProcessEnded, StopAt, StopRequested
 from rankwise.health.preemption import Preemption
 from rankwise.store.values import Store, StoreLost
 
-FAILED: Event = {"kind": "failed", "rank": 2, "error_type": "ValueError", "text": "ValueError: boom", "hostname": ""}
-ENDED: Event = {"kind": "ended", "rank": 2, "what": "barrier()", "process": 17}
-BROKEN: Event = {"kind": "broken", "rank": 0, "what": "", "gone": [2], "have_left": False, "table": "", "reason": ""}
+FAILED = Failed(2, "ValueError", "ValueError: boom")
+ENDED = ProcessEnded(2, "barrier()", 17)
+BROKEN = ConnectionBroke("", gone=[2], have_left=False, table="", reason="")
 
 
-@pytest.mark.parametrize("event", [FAILED, ENDED, BROKEN], ids=lambda event: event["kind"])
+@pytest.mark.parametrize("event", [FAILED, ENDED, BROKEN], ids=lambda event: type(event).__name__)
 def test_one_that_may_go_is_noted_and_only_what_it_never_came_to_raises(event: Event) -> None:
     with following([1, 2, 3], event) as detector:
         assert [detector.departed(rank) for rank in range(4)] == [False, False, True, False]
@@ -35,7 +37,7 @@ def test_one_that_may_go_is_noted_and_only_what_it_never_came_to_raises(event: E
 
 
 def test_one_that_fails_after_the_others_have_left_is_noted() -> None:
-    with following([2, 3], {"kind": "left", "rank": 3, "begun": {}}, FAILED) as detector:
+    with following([2, 3], event_log.Left(3), FAILED) as detector:
         assert (detector.error, detector.has_lost_ranks) == (None, True)
 
 
@@ -46,9 +48,9 @@ def test_one_that_fails_after_the_others_have_left_is_noted() -> None:
         pytest.param([FAILED, [1, 2, 3]], id="declared too late"),
         pytest.param([[1, 3], FAILED], id="others declared"),
         pytest.param([[2], FAILED], id="the only one"),
-        pytest.param([[2, 3], {**FAILED, "rank": 3}, FAILED], id="the last one"),
-        pytest.param([[2, 3], {**BROKEN, "gone": [1, 2]}], id="with another"),
-        pytest.param([[1, 2, 3], {**BROKEN, "gone": []}], id="nobody is gone"),
+        pytest.param([[2, 3], replace(FAILED, rank=3), FAILED], id="the last one"),
+        pytest.param([[2, 3], replace(BROKEN, gone=[1, 2])], id="with another"),
+        pytest.param([[1, 2, 3], replace(BROKEN, gone=[])], id="nobody is gone"),
     ],
 )
 def test_any_other_failure_is_everyones_error(log: list[Event | list[int]]) -> None:
@@ -60,7 +62,7 @@ def test_a_declaration_is_made_once_and_adds_to_the_one_before() -> None:
     store = Store(dist.HashStore())
     for ranks in ([2, 1], [1, 2], [2], [3]):
         event_log.post_expendable(store, ranks)
-    assert [event["ranks"] for event in log_of(store)] == [[1, 2], [1, 2, 3]]
+    assert log_of(store) == [Expendable([1, 2]), Expendable([1, 2, 3])]
     assert json.loads(store.get(event_log.EXPENDABLE_KEY, 1.0)) == [1, 2, 3]
 
 
@@ -92,7 +94,7 @@ def test_a_declaration_reaches_the_ranks_before_the_launcher() -> None:
     store = Store(connection)
     with pytest.raises(StoreLost):
         event_log.post_expendable(store, [1, 2])
-    assert [event["ranks"] for event in log_of(store)] == [[1, 2]]
+    assert log_of(store) == [Expendable([1, 2])]
     assert not store.check(event_log.EXPENDABLE_KEY)
     connection.num_writes = 100
     event_log.post_expendable(store, [1, 2])
@@ -114,8 +116,8 @@ class Rank:
         for event in log_of(self._store)[self._num_read : self._num_read + number]:
             self._num_read += 1
             self.preemption.read(self._store, event, self._num_read + 1)
-            if event["kind"] == "failed":
-                self.preemption.lose(self._store, event["rank"], self._num_read + 1)
+            if isinstance(event, Failed):
+                self.preemption.lose(self._store, event.rank, self._num_read + 1)
 
 
 @pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1, 1]))))
@@ -125,14 +127,14 @@ def test_all_that_are_there_agree_where_to_stop(dies: str, order: tuple[int, ...
     ranks = [Rank(store, rank, num_passed) for rank, num_passed in enumerate([4, 5, 9])]
     if dies == "before it is asked":
         event_log.post(store, FAILED)
-    event_log.post_stop(store, reason="the test")
+    event_log.post(store, StopRequested("the test"))
     if dies == "after it has counted":
         ranks[2].read(1)
     if dies != "before it is asked":
         event_log.post(store, FAILED)
     for rank in order:
         ranks[rank].read(1)
-    (boundary,) = [event["boundary"] for event in log_of(store) if event["kind"] == "stop_at"]
+    (boundary,) = [event.boundary for event in log_of(store) if isinstance(event, StopAt)]
     # Whoever counts last may not have heard yet that the rank which has passed 9 is gone.
     assert boundary in ((6, 10) if dies == "after it has counted" else (6,))
     for rank, num_passed in zip(ranks[:2], [4, 5], strict=True):

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def test_operations_that_a_rank_joined_before_it_left_can_end() -> None:
-    with following({"kind": "left", "rank": 3, "exit_code": None, "last": 2, "begun": {EVERYONE: 2}}) as detector:
+    with following(event_log.Left(3, last=2, begun={EVERYONE: 2})) as detector:
         tickets = [detector.ticket("barrier()") for _ in range(3)]
         assert [detector.failure_blocking(ticket) for ticket in tickets[:2]] == [None, None]
         assert isinstance(detector.failure_blocking(tickets[2]), PeerMissing)
 
 
 def test_groups_without_the_rank_that_left_continue() -> None:
-    with following({"kind": "left", "rank": 3, "exit_code": 0, "last": 0, "begun": {}}) as detector:
+    with following(event_log.Left(3, 0, 0)) as detector:
         with_it, without_it = (detector.recorder.new_exchange_id(ranks) for ranks in ([0, 3], [0, 1]))
         assert detector.failure_blocking(detector.ticket("barrier()", without_it)) is None
         assert isinstance(detector.failure_blocking(detector.ticket("barrier()", with_it)), PeerMissing)
@@ -45,8 +45,7 @@ def test_a_rank_that_finds_a_process_ended_notifies_the_others(monkeypatch: pyte
         ):
             raise PeerEnded(2, 17)
         assert caught.value.ranks == (2,)
-        (event,) = [event for event in log_of(detector.store) if event["kind"] == "ended"]
-        assert (event["rank"], event["process"], event["what"]) == (2, 17, "barrier()")
+        assert event_log.ProcessEnded(2, "barrier()", 17) in log_of(detector.store)
 
 
 def test_a_rank_with_a_broken_connection_raises_what_another_rank_reported_before_it(
@@ -57,7 +56,7 @@ def test_a_rank_with_a_broken_connection_raises_what_another_rank_reported_befor
     with following() as detector:
 
         def polled() -> Answers:
-            event_log.post_failure(detector.store, rank=2, error_type="ValueError", text="the batch is bad")
+            event_log.post(detector.store, event_log.Failed(2, "ValueError", "the batch is bad"))
             monkeypatch.setattr(collective_timeout, "EXPLANATION_SECONDS", 20.0)
             return {}
 

@@ -11,6 +11,7 @@ from event_followers import following
 
 from rankwise.errors import PeerMissing
 from rankwise.health import collective_timeout
+from rankwise.health.event_log import Left
 from rankwise.parallel.pipeline import link
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Stuck:
 def test_a_transfer_is_aborted_once_its_rank_is_known_to_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "LONG_SECONDS", 0.01)
     monkeypatch.setattr(collective_timeout, "FIRST_CHECK_SECONDS", 0.0)
-    with following({"kind": "left", "rank": 3, "exit_code": 0, "last": 0, "begun": {}}) as detector:
+    with following(Left(3, 0, 0)) as detector:
         stuck = Stuck()
         waiter = link.Waiter(detector)
         with pytest.raises(PeerMissing, match="rank 3 has left"):

@@ -7,7 +7,7 @@ import threading
 
 import torch.distributed as dist
 
-from rankwise.health import event_log
+from rankwise.health.event_log import Left, StopRequested, post
 from rankwise.health.preemption import Preemption
 from rankwise.store.values import Store
 
@@ -26,9 +26,8 @@ def test_a_thread_of_the_script_passes_no_boundary() -> None:
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     store = Store(dist.HashStore())
     preemption = Preemption(rank=0, world_size=2, store=store, timeout_seconds=30.0)
-    event_log.post_departure(store, rank=1)
-    event_log.post_stop(store, reason="the test")
-    for event in ({"kind": "left", "rank": 1}, {"kind": "stop_requested", "rank": None, "reason": "the test"}):
+    for event in (Left(1), StopRequested("the test")):
+        post(store, event)
         preemption.read(store, event, 3)
     assert preemption.is_asked
     assert not preemption.is_here()

@@ -89,7 +89,7 @@ def test_a_failed_peer_ends_what_the_device_waits_for_and_is_raised_before_the_r
     device = Device()
     with following() as detector, queueing(detector, device) as queue:
         queue.add(detector.ticket("gradients"), device.queue())
-        event_log.post_failure(detector.store, rank=2, error_type="ValueError", text="the batch is bad")
+        event_log.post(detector.store, event_log.Failed(2, "ValueError", "the batch is bad"))
         used: list[bool] = []
         with pytest.raises(PeerFailed, match="Rank 2 failed: ValueError"):
             used.append(device.synchronize())
@@ -103,7 +103,7 @@ def test_a_failure_of_a_peer_is_raised_once() -> None:
     with following() as detector, queueing(detector, device) as queue:
         queue.add(detector.ticket("gradients"), device.queue())
         detector.note_raised()
-        event_log.post_failure(detector.store, rank=2, error_type="ValueError", text="the batch is bad")
+        event_log.post(detector.store, event_log.Failed(2, "ValueError", "the batch is bad"))
         assert device.synchronize()
 
 
@@ -113,14 +113,14 @@ def test_results_that_have_arrived_are_used_although_a_peer_fails_afterwards() -
         queue.add(detector.ticket("gradients"), device.queue())
         device.num_ended = 1
         queue.drain(device.synchronize)
-        event_log.post_failure(detector.store, rank=2, error_type="ValueError", text="the batch is bad")
+        event_log.post(detector.store, event_log.Failed(2, "ValueError", "the batch is bad"))
         assert device.is_aborted.wait(LIMIT_SECONDS)
         queue.drain(device.synchronize)
 
 
 def test_a_peer_that_left_before_a_collective_is_named() -> None:
     device = Device()
-    event = {"kind": "left", "rank": 3, "exit_code": 0, "last": 0, "begun": {EVERYONE: 0}}
+    event = event_log.Left(3, 0, 0, {EVERYONE: 0})
     with following(event) as detector, queueing(detector, device) as queue:
         queue.add(detector.ticket("gradients"), device.queue())
         with pytest.raises(PeerMissing, match="gradients cannot complete: rank 3 has left"):

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from rankwise.errors import RankwiseError
 from rankwise.health import diagnosis, step_meter
-from rankwise.health.event_log import post
+from rankwise.health.event_log import ProcessEnded, TimedOut, post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.health.step_record import EXCHANGE, SCRIPT
 from rankwise.log import warn
@@ -159,8 +160,7 @@ class CollectiveWait:
         if not self._claim(f"notice/{self._collective}/{int(waited / NOTICE_SECONDS)}"):
             return
         answers = self._detector.poll_status(ticket.exchange_id, ticket.sequence)
-        found = diagnosis.findings(answers, ticket.sequence, self._members())
-        told = diagnosis.notice(ticket.words, waited, found)
+        told = diagnosis.notice(diagnosis.of_answers(ticket.words, waited, answers, ticket.sequence, self._members()))
         warn(told, all_ranks=True)
         step_meter.note_event(told)
 
@@ -171,34 +171,31 @@ class CollectiveWait:
         stuck = deadlocked(answers)
         if stuck:
             calls = {rank: [answers[rank]["what"], answers[rank]["at"]] for rank in stuck}
-            found = self._verdict_after(waited) | {"calls": diagnosis.calls_of(calls, answers)}
+            found = TimedOut(self._ticket.words, waited, calls=diagnosis.calls_of(calls, answers))
             post(detector.store, found, detector.next_event)
             self._raise_verdict(found)
 
     def _reach_verdict(self, waited: float) -> None:
         """Have one waiting rank determine the missing ranks for all; then raise its verdict."""
         detector, ticket = self._detector, self._ticket
-        found = self._verdict_after(waited)
+        found = TimedOut(ticket.words, waited)
         if self._claim(f"verdict/{self._collective}"):
             answers = detector.poll_status(ticket.exchange_id, ticket.sequence)
-            found |= diagnosis.findings(answers, ticket.sequence, self._members())
+            found = diagnosis.of_answers(ticket.words, waited, answers, ticket.sequence, self._members())
             difference = diagnosis.first_difference(answers)
             if difference is not None:
                 answers = detector.poll_status(ticket.exchange_id, difference)
                 entries = {rank: answer["entry"] for rank, answer in answers.items() if "entry" in answer}
-                found["calls"] = diagnosis.calls_of(entries, answers)
+                found = replace(found, calls=diagnosis.calls_of(entries, answers))
             post(detector.store, found, detector.next_event)
         self._raise_verdict(found)
 
-    def _verdict_after(self, waited: float) -> diagnosis.Event:
-        return {"kind": "verdict", "rank": self._detector.world.rank, "what": self._ticket.words, "waited": waited}
-
-    def _raise_verdict(self, found: diagnosis.Event) -> NoReturn:
+    def _raise_verdict(self, found: TimedOut) -> NoReturn:
         """Raise the verdict that a rank has posted; ``found`` is what this one knows."""
         detector = self._detector
         with detector.changed:
             detector.changed.wait_for(lambda: detector.error is not None, VERDICT_SECONDS)
-        raise detector.error or diagnosis.verdict(detector.world, {"missing": [], "table": "", **found})
+        raise detector.error or diagnosis.timed_out(detector.world, found)
 
     # -- what broke --------------------------------------------------------------------------------
 
@@ -216,11 +213,11 @@ class CollectiveWait:
             if loss is not None:
                 return loss
         if detector.departed(rank):
-            event = diagnosis.broken(
-                detector.world, ticket.words, gone=[rank], table="", departed=detector.departures, reason=str(ended)
+            broke = diagnosis.broken(
+                ticket.words, gone=[rank], table="", departed=detector.departures, reason=str(ended)
             )
-            return diagnosis.connection_broke(detector.world, event)
-        event = {"kind": "ended", "rank": rank, "what": ticket.words, "process": ended.process}
+            return diagnosis.connection_broke(detector.world, broke)
+        event = ProcessEnded(rank, ticket.words, ended.process)
         with contextlib.suppress(StoreLost):
             post(detector.store, event, detector.next_event)
         return diagnosis.peer_ended(detector.world, event)
@@ -242,7 +239,6 @@ class CollectiveWait:
             answers = detector.poll_status()
             silent = diagnosis.unanswered(answers, sorted(set(range(detector.world_size)).difference(lost)))
             event = diagnosis.broken(
-                detector.world,
                 ticket.words,
                 gone=silent,
                 table=diagnosis.table(answers, detector.world_size),

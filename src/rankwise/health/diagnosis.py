@@ -20,13 +20,13 @@ from rankwise.errors import (
     rank_prefix,
 )
 from rankwise.health.collective_mismatch import CollectiveCall, advice, calls_differ
+from rankwise.health.event_log import ConnectionBroke, Event, Failed, Left, Loss, ProcessEnded, TimedOut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from rankwise.world.facts import World
 
-Event = dict[str, Any]
 Answers = dict[int, dict[str, Any]]
 """What each rank that answered a status poll is doing; ``silent`` if it was only probed from outside."""
 
@@ -37,22 +37,18 @@ LONGEST_LINE = 160
 LONGEST_WORDS = 2000
 
 
-def of_event(world: World, event: Event) -> RankwiseError:
+def of_event(world: World, event: Loss) -> RankwiseError:
     """Return the error that an event of the log means for a rank that reads it."""
-    match event["kind"]:
-        case "failed":
+    match event:
+        case Failed():
             return peer_failed(
-                world,
-                event["rank"],
-                error_type=event["error_type"],
-                text=event["text"],
-                hostname=event.get("hostname") or None,
+                world, event.rank, error_type=event.error_type, text=event.text, hostname=event.hostname or None
             )
-        case "verdict":
-            return verdict(world, event)
-        case "broken":
+        case TimedOut():
+            return timed_out(world, event)
+        case ConnectionBroke():
             return connection_broke(world, event)
-        case _:
+        case ProcessEnded():
             return peer_ended(world, event)
 
 
@@ -73,72 +69,70 @@ def peer_failed(
     )
 
 
-def peer_left(world: World, what: str, number: int, event: Event) -> PeerMissing:
+def peer_left(world: World, what: str, number: int, event: Left) -> PeerMissing:
     """Return the error for a collective that a rank which has left never reached."""
-    rank = event["rank"]
-    code = "" if event["exit_code"] is None else f" with exit code {event['exit_code']}"
+    rank = event.rank
+    code = "" if event.exit_code is None else f" with exit code {event.exit_code}"
     return PeerMissing(
         f"{what} cannot complete: rank {rank} has left{code}.",
         ranks=[rank],
         where=str(world),
         evidence=f"this rank is at collective {number}; rank {rank} left "
-        + (f"after collective {event['last']}" if event.get("last") is not None else "before it"),
+        + (f"after collective {event.last}" if event.last is not None else "before it"),
         do="run the same number of steps on every rank: iterate over rankwise.DataLoader, and decide whether to skip "
         "a step or stop with rankwise.mean(loss, len(x)), which is the same on every rank",
     )
 
 
-def verdict(world: World, event: Event) -> RankwiseError:
+def timed_out(world: World, event: TimedOut) -> RankwiseError:
     """Return the error for a wait that timed out, from what one rank determined for all."""
-    if event.get("calls"):
+    if event.calls:
         calls = {
             rank: CollectiveCall(words, site, hosts.get(str(rank), ""))
-            for words, site, ranks, hosts in event["calls"]
+            for words, site, ranks, hosts in event.calls
             for rank in ranks
         }
         return calls_differ(calls, world.world_size)
-    missing = event["missing"]
+    missing = event.missing
     why = (
         f" waiting for {fold_ranks(missing)}" if missing else ": every rank called it, but the network carries no data"
     )
     return PeerMissing(
-        f"{event['what']} timed out after {event['waited']:.1f} s{why}.",
+        f"{event.what} timed out after {event.waited:.1f} s{why}.",
         ranks=missing,
         where=f"reported on {world}",
-        evidence=event["table"] or None,
+        evidence=event.table or None,
         do="make sure the missing rank calls it too; if the wait is intended, increase join(timeout_seconds=...)",
     )
 
 
-def findings(answers: Answers, sequence: int, members: Sequence[int]) -> Event:
-    """Return what the answers show about a wait: missing ranks, whether all wait for different collectives, the table.
+def of_answers(what: str, waited: float, answers: Answers, sequence: int, members: Sequence[int]) -> TimedOut:
+    """Return what the answers show about a wait of ``waited`` seconds so far.
 
     ``answers`` are those of a status poll about the collective's exchange and its ``sequence`` there; ``members`` are
     the ranks that take part in it.
     """
     missing = missing_ranks(answers, sequence, members)
     waiting = [answers[rank] for rank in members if rank in answers and answers[rank].get("waiting")]
-    found: Event = {
-        "missing": missing,
-        "table": f"{table(answers, len({*answers, *members}))}\n{stacks(answers, missing)}".strip(),
-    }
+    shown = f"{table(answers, len({*answers, *members}))}\n{stacks(answers, missing)}".strip()
+    calls: list[list[Any]] = []
     if len(waiting) == len(members) and len({answer["exchange"] for answer in waiting}) > 1:
-        found["calls"] = calls_of({r: [answers[r]["what"], answers[r]["at"]] for r in members}, answers)
-    return found
+        calls = calls_of({r: [answers[r]["what"], answers[r]["at"]] for r in members}, answers)
+    return TimedOut(what, waited, missing, shown, calls)
 
 
-def notice(what: str, waited: float, found: Event) -> str:
-    """Return the log message for a wait of ``waited`` seconds, of which :func:`findings` returned ``found``."""
-    who = fold_ranks(found["missing"]) if found["missing"] else "the network"
-    text = f"{what} has been waiting for {waited:.0f} s, for {who}:\n{found['table']}"
-    if found.get("calls"):
-        do = advice([words for words, *_ in found["calls"]])
+def notice(found: TimedOut) -> str:
+    """Return the log message for a wait that has not timed out yet."""
+    who = fold_ranks(found.missing) if found.missing else "the network"
+    text = f"{found.what} has been waiting for {found.waited:.0f} s, for {who}:\n{found.table}"
+    if found.calls:
+        do = advice([words for words, *_ in found.calls])
         text += f"\nall ranks are waiting, for different collectives; if this does not end: {do}"
     return text
 
 
 def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[list[Any]]:
-    """Return what ranks called, in an event's form: description, call site, the ranks, and the hosts of the first few.
+    """Return what ranks called, as ``TimedOut.calls``.
 
     ``entries`` are description and call site of each rank; ``answers`` give the hosts.
     """
@@ -151,31 +145,20 @@ def calls_of(entries: Mapping[int, Sequence[str]], answers: Answers) -> list[lis
     ]
 
 
-def broken(world: World, what: str, *, gone: list[int], table: str, departed: dict[int, Event], reason: str) -> Event:
-    """Return the event that notifies all ranks of a connection that broke for no reported reason.
-
-    ``gone`` are the ranks that no longer exist; ``departed`` has the last event of each rank that is known to have
-    exited. ``table`` says what the others are doing, ``reason`` is the message of torch or of the kernel.
-    """
-    return {
-        "kind": "broken",
-        "rank": world.rank,
-        "what": what,
-        "gone": gone,
-        "have_left": bool(gone) and all(departed.get(rank, {}).get("kind") == "left" for rank in gone),
-        "table": table,
-        "reason": reason.splitlines()[0],
-    }
+def broken(what: str, *, gone: list[int], table: str, departed: Mapping[int, Event], reason: str) -> ConnectionBroke:
+    """Return the event of a broken connection; ``departed`` has the last event of each rank known to have exited."""
+    have_left = bool(gone) and all(isinstance(departed.get(rank), Left) for rank in gone)
+    return ConnectionBroke(what, gone, have_left, table, reason.splitlines()[0])
 
 
-def connection_broke(world: World, event: Event) -> RankwiseError:
+def connection_broke(world: World, event: ConnectionBroke) -> RankwiseError:
     """Return the error for a broken connection, from what one rank determined for all."""
-    gone = event["gone"]
-    if event["have_left"]:
+    gone = event.gone
+    if event.have_left:
         return CollectiveMismatch(
-            f"{event['what']} broke: {fold_ranks(gone)} called something else and left.",
+            f"{event.what} broke: {fold_ranks(gone)} called something else and left.",
             where=str(world),
-            evidence=event["reason"],
+            evidence=event.reason,
             do="call the same collectives and backward passes, with the same shapes and dtypes, on every rank",
         )
     if gone:
@@ -183,21 +166,21 @@ def connection_broke(world: World, event: Event) -> RankwiseError:
     else:
         who = "a connection was lost, but every rank is still running"
     return PeerMissing(
-        f"{event['what']} broke: {who}.",
+        f"{event.what} broke: {who}.",
         ranks=gone,
         where=str(world),
-        evidence=f"{event['table']}\n{event['reason']}".strip(),
+        evidence=f"{event.table}\n{event.reason}".strip(),
         do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
     )
 
 
-def peer_ended(world: World, event: Event) -> PeerMissing:
+def peer_ended(world: World, event: ProcessEnded) -> PeerMissing:
     """Return the error for a rank whose process exited for no reported reason."""
     return PeerMissing(
-        f"{event['what']} cannot complete: rank {event['rank']} exited without reporting an error.",
-        ranks=[event["rank"]],
+        f"{event.what} cannot complete: rank {event.rank} exited without reporting an error.",
+        ranks=[event.rank],
         where=f"reported on {world}",
-        evidence=f"its process {event['process']} has exited",
+        evidence=f"its process {event.process} has exited",
         do="look at that rank's own output; a rank killed for memory leaves a line in dmesg",
     )
 

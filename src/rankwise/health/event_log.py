@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's event log, kept in its store: failures, departures, stops, status polls and verdicts, in one order.
 
-Defines and posts events; ``failure_detector`` reads them. The launcher posts for ranks that no longer can.
+``failure_detector`` follows it. The launcher posts for ranks that no longer can.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rankwise.store.values import Store
 
@@ -34,6 +35,116 @@ def world_prefix(number: int) -> str:
     return f"join/{number}"
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rank has failed."""
+
+    rank: int
+    error_type: str
+    """The exception's class, or the signal."""
+    text: str
+    """The traceback, or what is known of the error."""
+    hostname: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A rank has exited without an error."""
+
+    rank: int
+    exit_code: int | None = None
+    last: int | None = None
+    """The number of the last collective it took part in, if known."""
+    begun: dict[str, int] = field(default_factory=dict[str, int])
+    """How many of each exchange, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Every rank is to stop at the next step that all can agree on."""
+
+    reason: str
+    """Such as ``"SIGUSR2"``; ranks log it."""
+    rank: int | None = None
+    """Which asks; ``None``: the launcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopAt:
+    """Ranks stop at this boundary between steps."""
+
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expendable:
+    """The job continues without these ranks if they fail, and without those of earlier events."""
+
+    ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusPoll:
+    """Every rank is to tell what it is doing."""
+
+    number: int
+    exchange: str = ""
+    """The collective that is asked about: its exchange, by name; empty for that of all ranks."""
+    sequence: int = 0
+    stacks: str = ""
+    """``"missing"`` for the stack of a rank that has not reached it, ``"all"`` for every rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """A wait has timed out, or can never end."""
+
+    what: str
+    waited: float
+    missing: list[int] = field(default_factory=list[int])
+    table: str = ""
+    """What every rank was doing."""
+    calls: list[list[Any]] = field(default_factory=list[list[Any]])
+    """If ranks called different collectives: description, call site, the ranks, and the hosts of the first few."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionBroke:
+    """A connection broke for no reported reason."""
+
+    what: str
+    gone: list[int]
+    """Ranks that no longer exist."""
+    have_left: bool
+    """Whether all of these had left before."""
+    table: str
+    """What the others were doing."""
+    reason: str
+    """The message of torch or of the kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """The process of a rank has exited for no reported reason."""
+
+    rank: int
+    what: str
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorEnded:
+    """A rank follows the log no more: its own last event."""
+
+    rank: int
+
+
+Loss = Failed | TimedOut | ConnectionBroke | ProcessEnded
+"""Why ranks cannot continue, or continue without some."""
+Event = Loss | Left | StopRequested | StopAt | Expendable | StatusPoll | DetectorEnded
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+
+
 class AppendableLog(Protocol):
     """What an event can be appended to: a store, or the keys themselves in the serving process."""
 
@@ -42,47 +153,21 @@ class AppendableLog(Protocol):
         ...
 
 
-def post(store: AppendableLog, event: dict[str, Any], first: int = 1) -> int:
-    """Append an event to the job's log and return its number; the log is known to be full below number ``first``.
-
-    The event is serializable as JSON; ``kind`` is its type.
-    """
-    text = json.dumps({**event, "token": f"{time.time_ns()}-{id(event)}-{event.get('rank')}"})
+def post(store: AppendableLog, event: Event, first: int = 1) -> int:
+    """Append an event to the job's log and return its number; the log is known to be full below number ``first``."""
+    # Two events that are alike are two.
+    text = json.dumps({"kind": type(event).__name__, "token": f"{time.time_ns()}-{id(event)}", **asdict(event)})
     number = first
     while not store.set_if_absent(key_of(number), text):
         number += 1
     return number
 
 
-def post_failure(store: Store, *, rank: int, error_type: str, text: str, hostname: str = "") -> None:
-    """Notify every rank that ``rank`` failed. Called by the rank, or by the launcher in its place.
-
-    ``error_type`` is the exception's class or the signal; ``text`` the traceback, or what is known of the error.
-    """
-    post(store, {"kind": "failed", "rank": rank, "error_type": error_type, "text": text, "hostname": hostname})
-
-
-def post_departure(
-    store: Store,
-    *,
-    rank: int,
-    exit_code: int | None = None,
-    last: int | None = None,
-    begun: Mapping[str, int] | None = None,
-) -> None:
-    """Notify every rank that ``rank`` has exited without an error.
-
-    ``last`` is the number of the last collective it took part in, and ``begun`` how many of each exchange; if known.
-    """
-    post(store, {"kind": "left", "rank": rank, "exit_code": exit_code, "last": last, "begun": begun or {}})
-
-
-def post_stop(store: Store, *, reason: str, rank: int | None = None) -> None:
-    """Ask every rank to stop at the next step all can agree on. Called by ``rank``, or by the launcher.
-
-    Ranks log the ``reason``, such as ``"SIGUSR2"``.
-    """
-    post(store, {"kind": "stop_requested", "rank": rank, "reason": reason})
+def event_of(text: str | bytes) -> Event:
+    """Return the event that :func:`post` has written."""
+    fields = json.loads(text)
+    del fields["token"]
+    return _KINDS[fields.pop("kind")](**fields)
 
 
 def post_expendable(store: Store, ranks: Sequence[int]) -> None:
@@ -100,5 +185,5 @@ def post_expendable(store: Store, ranks: Sequence[int]) -> None:
         return
     wanted = sorted(declared.union(ranks))
     # The event first: a rank that dies in between ends the job, as seen by the ranks or by the launcher.
-    post(store, {"kind": "expendable", "rank": None, "ranks": wanted})
+    post(store, Expendable(wanted))
     store.set(EXPENDABLE_KEY, json.dumps(wanted))

@@ -10,14 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health import diagnosis, process_probe, status_poll, step_meter
-from rankwise.health.event_log import key_of, post, post_departure, post_failure
+from rankwise.health.event_log import (
+    ConnectionBroke,
+    DetectorEnded,
+    Event,
+    Expendable,
+    Failed,
+    Left,
+    Loss,
+    ProcessEnded,
+    StatusPoll,
+    TimedOut,
+    event_of,
+    key_of,
+    post,
+)
 from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import Preemption
@@ -72,7 +85,7 @@ class FailureDetector:
         self.world = world
         self.store = store.clone()
         """The connection of the thread that trains."""
-        self.departures: dict[int, dict[str, Any]] = {}
+        self.departures: dict[int, Loss | Left] = {}
         """The last event of each rank that has left or failed."""
         self.changed = threading.Condition()
         """Held while reading what the thread records; notified of each event."""
@@ -149,15 +162,11 @@ class FailureDetector:
             return None
         with self.changed:
             self.changed.wait_for(lambda: self.error is not None, EXPLANATION_SECONDS)
-            return self.error or next(map(self.error_of, self.lost_ranks()), None)
+            return self.error or next(map(self.loss_of, self.lost_ranks()), None)
 
     def departed(self, rank: int) -> bool:
         """Return whether ``rank`` has left, or has failed and is optional."""
         return rank in self.departures
-
-    def loss_of(self, rank: int) -> RankwiseError | None:
-        """Return the error of the failure of ``rank``, if the job continues without it."""
-        return self.error_of(rank) if rank in self.lost_ranks() else None
 
     @property
     def has_lost_ranks(self) -> bool:
@@ -215,19 +224,17 @@ class FailureDetector:
             wait_for_peers: return when every other rank has left or failed too, as the rank that serves the store does.
         """
         # From here on the store may exit before this rank's thread has read its own departure: that is not a failure.
-        self.departures.setdefault(self.world.rank, {"kind": "left", "rank": self.world.rank})
+        self.departures.setdefault(self.world.rank, Left(self.world.rank))
         with contextlib.suppress(StoreLost):
             status_poll.take_leave(self.store, self.world.rank)
-            post_departure(self.store, rank=self.world.rank, last=self.recorder.last, begun=self.recorder.begun())
+            post(self.store, Left(self.world.rank, last=self.recorder.last, begun=self.recorder.begun()))
             self._end((self.timeout_seconds if self.error is None else END_SECONDS) if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
         """Report to every rank that this one failed, and stop the thread; else as :meth:`leave`."""
         with contextlib.suppress(StoreLost):
             status_poll.take_leave(self.store, self.world.rank)
-            post_failure(
-                self.store, rank=self.world.rank, error_type=error_type, text=text, hostname=self.world.hostname
-            )
+            post(self.store, Failed(self.world.rank, error_type, text, self.world.hostname))
             self._end(END_SECONDS if wait_for_peers else 0.0)
 
     def _end(self, limit_seconds: float) -> None:
@@ -244,7 +251,7 @@ class FailureDetector:
             if are_optional and not has_changed:
                 # The exit of an optional rank may not have been reported.
                 silent_ranks.update(diagnosis.unanswered(self.poll_status(without=silent_ranks), others))
-        post(self.store, {"kind": "detector_ended", "rank": self.world.rank}, self.next_event)
+        post(self.store, DetectorEnded(self.world.rank), self.next_event)
         # A thread inside torch during interpreter shutdown would abort the process.
         self._thread.join(END_SECONDS)
 
@@ -256,7 +263,7 @@ class FailureDetector:
     def _follow(self, store: Store) -> None:
         try:
             while True:
-                event = json.loads(store.get(key_of(self.next_event), timeout_seconds=NO_LIMIT_SECONDS))
+                event = event_of(store.get(key_of(self.next_event), timeout_seconds=NO_LIMIT_SECONDS))
                 self.next_event += 1
                 with self.changed:
                     ended = self._read(store, event)
@@ -269,26 +276,31 @@ class FailureDetector:
                     self.error = diagnosis.store_lost(self.world)
                 self.changed.notify_all()
 
-    def _read(self, store: Store, event: dict[str, Any]) -> bool:
+    def _read(self, store: Store, event: Event) -> bool:
         """Process one event; return whether it is this rank's own departure."""
-        kind, rank = event["kind"], event["rank"]
         self.preemption.read(store, event, self.next_event)
-        if kind == "failed":
-            self.departures.setdefault(rank, event)
-            if rank != self.world.rank:
-                self._take_loss(store, event, [rank])
-        elif kind == "expendable":
-            self._optional.update(event["ranks"])
-        elif kind == "left":
-            self.departures.setdefault(rank, event)
-        elif kind == "detector_ended":
-            return bool(rank == self.world.rank)
-        elif kind == "roll_call":
-            situation = self.recorder.situation(self._waits(), self._main_thread_id, event)
-            status_poll.answer(store, event, self.world.rank, {"host": self.hostname, **situation})
-        elif kind in {"verdict", "broken", "ended"}:
-            lost = [] if event.get("have_left") else event.get("gone", [])
-            self._take_loss(store, event, [rank] if kind == "ended" else lost)
+        match event:
+            case Failed(rank=rank):
+                self.departures.setdefault(rank, event)
+                if rank != self.world.rank:
+                    self._take_loss(store, event, [rank])
+            case Left(rank=rank):
+                self.departures.setdefault(rank, event)
+            case Expendable():
+                self._optional.update(event.ranks)
+            case StatusPoll():
+                situation = self.recorder.situation(self._waits(), self._main_thread_id, event)
+                status_poll.answer(store, event, self.world.rank, {"host": self.hostname, **situation})
+            case TimedOut():
+                self._take_loss(store, event, [])
+            case ConnectionBroke():
+                self._take_loss(store, event, [] if event.have_left else event.gone)
+            case ProcessEnded():
+                self._take_loss(store, event, [event.rank])
+            case DetectorEnded():
+                return event.rank == self.world.rank
+            case _:  # about stopping
+                pass
         return False
 
     def _waits(self) -> dict[int, Ticket]:
@@ -298,7 +310,7 @@ class FailureDetector:
             waits.setdefault(_DEVICE, self._queued)
         return waits
 
-    def _take_loss(self, store: Store, event: dict[str, Any], ranks: Sequence[int]) -> None:
+    def _take_loss(self, store: Store, event: Loss, ranks: Sequence[int]) -> None:
         """Record that ranks are lost: every rank's error, unless they are optional and another optional one remains."""
         others = self._optional.difference(self.lost_ranks(), ranks)
         if ranks and others and self._optional.issuperset(ranks):
@@ -310,12 +322,16 @@ class FailureDetector:
 
     def lost_ranks(self) -> list[int]:
         """Return the failed ranks that the job continues without."""
-        departed = list(self.departures.items())
-        return [rank for rank, event in departed if rank in self._optional and event["kind"] != "left"]
+        return list(self._losses())
 
-    def error_of(self, rank: int) -> RankwiseError:
-        """Return the error of a rank that has departed."""
-        return diagnosis.of_event(self.world, self.departures[rank])
+    def loss_of(self, rank: int) -> RankwiseError | None:
+        """Return the error of the failure of ``rank``, if the job continues without it."""
+        loss = self._losses().get(rank)
+        return None if loss is None else diagnosis.of_event(self.world, loss)
+
+    def _losses(self) -> dict[int, Loss]:
+        departed = list(self.departures.items())
+        return {rank: event for rank, event in departed if rank in self._optional and not isinstance(event, Left)}
 
     # -- who is missing ----------------------------------------------------------------------------
 
@@ -326,16 +342,16 @@ class FailureDetector:
         for rank, event in list(self.departures.items()):
             if rank == self.world.rank or not self.recorder.is_member(rank, ticket.exchange_id):
                 continue
-            begun = event.get("begun", {}).get(self.recorder.name_of(ticket.exchange_id))
-            if begun is not None and begun >= ticket.sequence:
-                continue  # it had begun this collective
-            if event["kind"] == "left":
+            if isinstance(event, Left):
+                begun = event.begun.get(self.recorder.name_of(ticket.exchange_id))
+                if begun is not None and begun >= ticket.sequence:
+                    continue  # it had begun this collective
                 self.error = diagnosis.peer_left(self.world, ticket.words, ticket.number, event)
                 return self.error
             # Without a number it is not known whether the collective needs that rank.
             if rank in self._optional and ticket.sequence:
                 # Not raised for every collective: groups without that rank continue.
-                return self.error_of(rank)
+                return diagnosis.of_event(self.world, event)
         return None
 
     def poll_status(
@@ -343,12 +359,12 @@ class FailureDetector:
     ) -> diagnosis.Answers:
         """Ask every rank what it is doing, and probe those on this host that do not answer."""
         world = self.world
-        asked = {"exchange": self.recorder.name_of(exchange_id), "sequence": sequence, "stacks": stacks}
         answers = status_poll.call(
             self.store,
-            rank=world.rank,
-            world_size=world.world_size,
-            asked=asked,
+            world.world_size,
+            exchange=self.recorder.name_of(exchange_id),
+            sequence=sequence,
+            stacks=stacks,
             awaited=set(range(world.world_size)).difference(self.lost_ranks(), without),
             first=self.next_event,
         )

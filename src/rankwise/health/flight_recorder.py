@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankwise.health.call_site import CallSite
+    from rankwise.health.event_log import StatusPoll
 
 
 LENGTH = 64
@@ -214,16 +215,15 @@ class FlightRecorder:
             known = self._noted[key] = words, site
         return known[0]
 
-    def situation(self, waits: dict[int, Ticket], thread_id: int, asked: dict[str, Any]) -> dict[str, Any]:
+    def situation(self, waits: dict[int, Ticket], thread_id: int, asked: StatusPoll) -> dict[str, Any]:
         """Return what this rank is doing, as JSON. Called from a thread other than the one that trains.
 
         Args:
             waits: the collectives that its threads wait for.
             thread_id: of the thread that trains.
-            asked: ``exchange``, by name, and ``sequence`` of the collective that is asked about, or 0; ``stacks``:
-                ``"missing"`` for the stack of a rank that has not reached it, ``"all"`` for every rank's.
+            asked: about which collective, and for which stacks.
         """
-        exchange, sequence = asked.get("exchange", EVERYONE), int(asked.get("sequence", 0))
+        exchange, sequence = asked.exchange or EVERYONE, asked.sequence
         recent = self.recent.copy()
         now = time.monotonic()
         own = waits.get(thread_id)
@@ -250,7 +250,7 @@ class FlightRecorder:
         report["digests"] = {
             t.sequence: zlib.crc32(t.what.encode()) for t in recent if self._names[t.exchange_id] == exchange
         }
-        if asked.get("stacks") == "all" or (asked.get("stacks") == "missing" and count < sequence):
+        if asked.stacks == "all" or (asked.stacks == "missing" and count < sequence):
             report["stack"] = call_site.stack_of_thread(thread_id)
         return report
 

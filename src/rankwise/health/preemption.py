@@ -14,10 +14,10 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rankwise.errors import PeerMissing, RankwiseError, fold_ranks
-from rankwise.health.event_log import post, post_stop
+from rankwise.health.event_log import Event, Left, StopAt, StopRequested, post
 from rankwise.log import log, warn
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Preemption:
         if self._store is None:
             self._reason, self._last = reason, self._passed + 1
         elif self._store.add("rankwise/stop/asked", 1) == 1:
-            post_stop(self._store, reason=reason, rank=self._rank)
+            post(self._store, StopRequested(reason, self._rank))
 
     def _wait_for_agreement(self) -> None:
         started = time.monotonic()
@@ -265,19 +265,22 @@ class Preemption:
 
     # -- the failure detector's thread ------------------------------------------------------------------------
 
-    def read(self, store: Store, event: dict[str, Any], next_event: int) -> None:
+    def read(self, store: Store, event: Event, next_event: int) -> None:
         """Process an event of the log, if it is about stopping.
 
         ``store`` is the thread's own connection; the event log is full below ``next_event``.
         """
-        if event["kind"] == "left":
-            self._has_departures = True
-        elif event["kind"] == "stop_requested":
-            self._read_stop(store, event["reason"], next_event)
-        elif event["kind"] == "stop_at":
-            with self._changed:
-                self._last = event["boundary"]
-                self._changed.notify_all()
+        match event:
+            case Left():
+                self._has_departures = True
+            case StopRequested():
+                self._read_stop(store, event.reason, next_event)
+            case StopAt():
+                with self._changed:
+                    self._last = event.boundary
+                    self._changed.notify_all()
+            case _:
+                pass
 
     def _read_stop(self, store: Store, reason: str, next_event: int) -> None:
         """Post how many boundaries this rank has passed; the last rank to post knows where all can stop."""
@@ -307,7 +310,7 @@ class Preemption:
             return
         if store.add("rankwise/stop/agreed", 1) == 1:
             counts = [int(store.get(_count_of(rank), self._timeout_seconds)) for rank in present]
-            post(store, {"kind": "stop_at", "rank": self._rank, "boundary": max(counts) + 1}, next_event)
+            post(store, StopAt(max(counts) + 1), next_event)
 
 
 def warn_nothing_to_save() -> None:

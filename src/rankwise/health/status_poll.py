@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rankwise.health import process_probe
-from rankwise.health.event_log import post
+from rankwise.health.event_log import StatusPoll, post
 from rankwise.health.process_probe import Process
 
 if TYPE_CHECKING:
@@ -29,21 +29,21 @@ MOST_LOOKED_AT = 8
 
 def call(
     store: Store,
-    *,
-    rank: int,
     world_size: int,
-    asked: dict[str, Any],
+    *,
+    exchange: str = "",
+    sequence: int = 0,
+    stacks: str,
     awaited: Collection[int] | None = None,
     first: int = 1,
 ) -> Answers:
     """Ask every rank what it is doing; ranks that do not answer are absent from the result.
 
-    Waits only for the answers of ``awaited``, by default of all. ``rank`` is the asking one, -1 for a launcher;
-    ``asked`` is as for :meth:`rankwise.health.flight_recorder.FlightRecorder.situation`. The event log is full below
-    ``first``.
+    Waits only for the answers of ``awaited``, by default of all. ``exchange``, ``sequence`` and ``stacks`` are as in
+    :class:`rankwise.health.event_log.StatusPoll`. The event log is full below ``first``.
     """
     number = store.add("rankwise/roll_calls", 1)
-    post(store, {**asked, "kind": "roll_call", "rank": rank, "call": number}, first)
+    post(store, StatusPoll(number, exchange, sequence, stacks), first)
     deadline = time.monotonic() + ANSWER_SECONDS
     answers: Answers = {}
     pending = set(range(world_size))
@@ -60,9 +60,9 @@ def call(
         time.sleep(0.01)
 
 
-def answer(store: Store, event: dict[str, Any], rank: int, situation: dict[str, Any]) -> None:
+def answer(store: Store, poll: StatusPoll, rank: int, situation: dict[str, Any]) -> None:
     """Answer a status poll."""
-    store.set(_key(event["call"], rank), json.dumps(situation))
+    store.set(_key(poll.number, rank), json.dumps(situation))
 
 
 def introduce(store: Store, rank: int, process: Process) -> None:

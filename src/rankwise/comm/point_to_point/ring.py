@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.comm.point_to_point.queues import LEFT
 from rankwise.health import diagnosis, status_poll
-from rankwise.health.event_log import post
+from rankwise.health.event_log import ProcessEnded, post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def watch_ring(endpoint: Endpoint) -> Callable[[], RankwiseError | None]:
             # It has not exited: only this connection broke, and it is not needed for anything else.
             endpoint.recv_queue.ended[before] = LEFT
             return None
-        event = {"kind": "ended", "rank": before, "what": "A collective", "process": process.pid}
+        event = ProcessEnded(before, "A collective", process.pid)
         post(detector.store, event, detector.next_event)
         return diagnosis.peer_ended(detector.world, event)
 

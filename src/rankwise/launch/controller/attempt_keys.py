@@ -9,9 +9,9 @@ server.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, post, world_prefix
+from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, Event, post, world_prefix
 from rankwise.store.bootstrap import ENDED, rank_address_key
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ class AttemptKeys:
         self._keys = of_job
         self._prefix = f"attempt/{attempt}/"
         self._num_worlds = 1
-        self._posted: list[dict[str, Any]] = []
+        self._posted: list[Event] = []
         self._ended: list[int] = []
 
-    def post(self, event: dict[str, Any]) -> None:
+    def post(self, event: Event) -> None:
         """Notify the ranks of the attempt of an event, whichever world they are in."""
         self.follow()
         self._posted.append(event)

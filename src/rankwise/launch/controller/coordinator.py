@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
+from rankwise.health.event_log import Event, Failed, Left, StopRequested
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.controller.nodes import JobNode, node_order, ranks_in_words, refusal_of, who_is_missing
 from rankwise.launch.messages import (
@@ -170,10 +171,10 @@ class Attempt:
         )
 
 
-def failed_event(failed: Failure, hostname: str) -> dict[str, Any]:
+def failed_event(failed: Failure, hostname: str) -> Failed:
     """Return the event that notifies the other ranks of a failure."""
     text = failed.traceback or failed.message or f"the process exited with code {failed.exit_code}"
-    return {"kind": "failed", "rank": failed.rank, "error_type": failed.type, "text": text, "hostname": hostname}
+    return Failed(failed.rank, failed.type, text, hostname)
 
 
 class Coordinator:
@@ -207,9 +208,9 @@ class Coordinator:
         self._why_incomplete = ""
         self._ticked = now
         self._messages: list[tuple[str, Message | Disconnect]] = []
-        self._events: list[tuple[int, dict[str, Any]]] = []
+        self._events: list[tuple[int, Event]] = []
 
-    def take_output(self) -> tuple[list[tuple[str, Message | Disconnect]], list[tuple[int, dict[str, Any]]]]:
+    def take_output(self) -> tuple[list[tuple[str, Message | Disconnect]], list[tuple[int, Event]]]:
         """Return what to send, as (machine, message), and (attempt, event) for the attempt's event log."""
         taken = self._messages, self._events
         self._messages, self._events = [], []
@@ -305,7 +306,7 @@ class Coordinator:
         """A rank has exited without an error while others run."""
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt.departed.add(rank)
-            self._events.append((attempt, {"kind": "left", "rank": rank, "exit_code": 0, "last": None}))
+            self._events.append((attempt, Left(rank, 0)))
             self._send_running(RanksDeparted(attempt=attempt, ranks=tuple(sorted(self._attempt.departed))))
 
     def node_leaves(self, node_id: str, signal_name: str, code: int, now: float, *, ends_job: bool) -> None:
@@ -436,7 +437,7 @@ class Coordinator:
             # It follows no event log.
             self._send_running(RequestStop(reason=reason))
         else:
-            self._events.append((self._attempt.number, {"kind": "stop_requested", "rank": None, "reason": reason}))
+            self._events.append((self._attempt.number, StopRequested(reason)))
 
     def _conclude_if_ended(self, now: float) -> None:
         """Restart the ranks or end the job, once no rank of the attempt runs."""

@@ -60,7 +60,7 @@ def look(
     send_signal: Callable[[int, int], None],
 ) -> Answers:
     """Ask ranks over the attempt's store, and probe those of this machine that do not answer, by process id."""
-    answers = status_poll.call(store, rank=-1, world_size=world_size, asked={"stacks": "all"}, awaited=processes.keys())
+    answers = status_poll.call(store, world_size, stacks="all", awaited=processes.keys())
     unanswered = {rank: pid for rank, pid in processes.items() if rank not in answers}
     if not unanswered:
         return answers

@@ -14,7 +14,7 @@ import torch
 
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.health.event_log import post_failure
+from rankwise.health.event_log import Failed, post
 from rankwise.health.step_meter import note_layout
 from rankwise.log import warn
 from rankwise.parallel.core.buffers import BufferSync
@@ -337,13 +337,8 @@ class Pipeline:
             session = current()
             hears_of_it = session.store is not None and session.detector is not None and session.detector.error is None
             if hears_of_it and isinstance(error, Exception):
-                post_failure(
-                    cast("Store", session.store),
-                    rank=session.world.rank,
-                    error_type=type(error).__name__,
-                    text="".join(traceback.format_exception(error)),
-                    hostname=session.world.hostname,
-                )
+                world, text = session.world, "".join(traceback.format_exception(error))
+                post(cast("Store", session.store), Failed(world.rank, type(error).__name__, text, world.hostname))
             raise
 
     def _warn_of_states(self, program: Program) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rankwise.health import call_site
+from rankwise.health.event_log import StatusPoll
 from rankwise.health.flight_recorder import EVERYONE, LENGTH, FlightRecorder
 
 HERE = Path(__file__).name
@@ -20,8 +22,8 @@ def _line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.strip() == text)
 
 
-def _asked(recorder: FlightRecorder, **asked: object) -> dict[str, object]:
-    return recorder.situation({}, threading.get_ident(), dict(asked))
+def _asked(recorder: FlightRecorder, **asked: Any) -> dict[str, object]:
+    return recorder.situation({}, threading.get_ident(), StatusPoll(1, **asked))
 
 
 def test_a_collective_is_noted_with_the_users_line() -> None:
@@ -79,13 +81,13 @@ def test_an_exchange_has_one_name_on_all_its_members() -> None:
     assert len(set(three)) == len(set(every)) == 1
     assert len({*map(zero.name_of, pair[0]), two.name_of(other), *three, *every, EVERYONE}) == 6
     ticket = one.begin("x", pair[1][1])
-    told = one.situation({1: ticket}, 1, {})
+    told = one.situation({1: ticket}, 1, StatusPoll(1))
     assert told["blocked"] == {"exchange": zero.name_of(pair[0][1]), "sequence": 1, "members": [0, 1]}
 
 
 def test_only_the_thread_that_trains_is_blocked() -> None:
     recorder = FlightRecorder()
-    told = recorder.situation({2: recorder.begin("of a saving thread")}, 1, {})
+    told = recorder.situation({2: recorder.begin("of a saving thread")}, 1, StatusPoll(1))
     assert (told["blocked"], told["waiting"], told["what"]) == (None, True, "of a saving thread")
 
 

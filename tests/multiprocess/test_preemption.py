@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 import rankwise as rw
 from rankwise.comm.session import current
 from rankwise.errors import PeerMissing
-from rankwise.health.event_log import post_stop
+from rankwise.health.event_log import StopRequested, post
 from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
 from rankwise.log import logger
 from rankwise.testing import RankResult, run_ranks
@@ -91,7 +91,7 @@ def _told_at_step(world: World, seed: int, folder: str, step_told: int | None) -
             if store is None:
                 current().preemption.ask("the test")
             else:
-                post_stop(store, reason="the test")
+                post(store, StopRequested("the test"))
 
     return _train(world, seed, f"{folder}/net", before_step)
 
@@ -209,7 +209,7 @@ def _told_with_nothing_to_save(world: World) -> list[str]:
     rw.barrier()
     store = current().store
     if world.rank == 1 and store is not None:
-        post_stop(store, reason="the test")
+        post(store, StopRequested("the test"))
     for _ in rw.DataLoader(torch.zeros(20), global_batch_size=4):
         rw.barrier()
     return [said.get(timeout=20).message] if world.rank == 0 else []
@@ -233,7 +233,7 @@ def _one_rank_never_counts(world: World, folder: str) -> tuple[int, ...]:
     rw.Checkpointer(folder).restore(loader=loader)
     if world.rank == 1:
         detector.preemption.read = lambda *_: None
-        post_stop(store, reason="the test")
+        post(store, StopRequested("the test"))
         # In no collective: its wait would last as long as the one for its count, and either may end first.
         store.wait(["named"], 30)
         return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from rankwise.errors import CollectiveMismatch, PeerFailed, PeerMissing
 from rankwise.health import collective_mismatch, diagnosis
 from rankwise.health.collective_mismatch import CollectiveCall, calls_differ
+from rankwise.health.event_log import Failed, Left, ProcessEnded
 from rankwise.health.flight_recorder import EVERYONE
 from rankwise.world.facts import World
 
@@ -67,8 +69,7 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
         2: _waiting(what, 598.7, host="gpu-02"),
         3: {"silent": "stopped (SIGSTOP)", "host": "gpu-02"},
     }
-    event = {"what": what, "waited": 600.2, **diagnosis.findings(answers, 7, range(4))}
-    error = diagnosis.verdict(_world(), json.loads(json.dumps(event)))
+    error = diagnosis.of_event(_world(), diagnosis.of_answers(what, 600.2, answers, 7, range(4)))
     assert isinstance(error, PeerMissing)
     assert error.ranks == (1, 3)
     assert [re.split(" {2,}", line.strip()) for line in str(error).splitlines()] == [
@@ -88,8 +89,7 @@ def test_the_verdict_is_a_table_and_the_stacks_of_the_missing() -> None:
 def test_ranks_that_all_wait_for_different_things_called_different_things() -> None:
     answers = {rank: _waiting("gradients of Net, bucket 0: float32[9]", 5, exchange="gradients") for rank in range(3)}
     answers[3] = _waiting("barrier()", 5, host="gpu-02", count=6)
-    event = {"what": "", "waited": 5.0, **diagnosis.findings(answers, 7, range(4))}
-    error = diagnosis.verdict(_world(), json.loads(json.dumps(event)))
+    error = diagnosis.of_event(_world(), diagnosis.of_answers("", 5.0, answers, 7, range(4)))
     assert isinstance(error, CollectiveMismatch)
     assert error.where == "rank 3/4 on gpu-02, reported on every rank"
     assert error.evidence == (
@@ -108,7 +108,7 @@ def test_a_difference_that_is_past_is_found() -> None:
 
 
 def test_the_line_of_where_names_the_rank_that_failed_and_the_one_that_tells() -> None:
-    failed = {"kind": "failed", "rank": 2, "error_type": "ValueError", "text": "boom\n", "hostname": "gpu-02"}
+    failed = Failed(2, "ValueError", "boom\n", "gpu-02")
     error = diagnosis.of_event(_world(), failed)
     assert isinstance(error, PeerFailed)
     assert error.rank == 2
@@ -118,9 +118,9 @@ def test_the_line_of_where_names_the_rank_that_failed_and_the_one_that_tells() -
         "  evidence  boom",
     ]
     assert "rank 2" in str(error.do)
-    without_host = diagnosis.of_event(_world(), {**failed, "hostname": ""})
+    without_host = diagnosis.of_event(_world(), replace(failed, hostname=""))
     assert without_host.where == "[rank 2/4], reported on [rank 0/4 on gpu-01]"
-    ended = diagnosis.of_event(_world(), {"kind": "ended", "rank": 3, "what": "barrier()", "process": 17})
+    ended = diagnosis.of_event(_world(), ProcessEnded(3, "barrier()", 17))
     assert (ended.what, ended.where) == (
         "barrier() cannot complete: rank 3 exited without reporting an error.",
         "reported on [rank 0/4 on gpu-01]",
@@ -139,8 +139,8 @@ def test_the_line_of_where_names_the_rank_that_failed_and_the_one_that_tells() -
 def test_a_broken_connection_is_a_mismatch_if_all_missing_ranks_have_left(
     gone: list[int], left: list[int], kind: type[Exception]
 ) -> None:
-    departed = {rank: {"kind": "left" if rank in left else "failed", "rank": rank} for rank in (1, 2)}
-    event = diagnosis.broken(_world(), "barrier()", gone=gone, table="", departed=departed, reason="closed\nby peer")
+    departed = {rank: Left(rank) if rank in left else Failed(rank, "ValueError", "boom") for rank in (1, 2)}
+    event = diagnosis.broken("barrier()", gone=gone, table="", departed=departed, reason="closed\nby peer")
     assert isinstance(diagnosis.of_event(_world(), event), kind)
 
 
@@ -152,7 +152,7 @@ def test_an_event_stays_small_however_many_ranks_there_are() -> None:
         }
         for rank in range(2000)
     }
-    assert len(json.dumps(diagnosis.findings(answers, 8, range(2000)))) < 200_000
+    assert len(json.dumps(asdict(diagnosis.of_answers("", 1.0, answers, 8, range(2000))))) < 200_000
 
 
 def _differ(*words: str) -> CollectiveMismatch:
@@ -209,9 +209,9 @@ def test_only_words_that_go_on_end_in_dots() -> None:
 def test_a_notice_of_ranks_that_wait_for_different_collectives_says_what_to_do() -> None:
     gradients = "gradients of Net, bucket 0: float32[4]"
     answers = {0: _waiting(gradients, 30.1, exchange="gradients"), 1: _waiting("mean", 30.0, count=6)}
-    said = diagnosis.notice(gradients, 30.2, diagnosis.findings(answers, 7, [0, 1]))
+    said = diagnosis.notice(diagnosis.of_answers(gradients, 30.2, answers, 7, [0, 1]))
     assert said.startswith(f"{gradients} has been waiting for 30 s, for rank 1:\nrank ")
     assert "all ranks are waiting, for different collectives" in said
     assert "skip a step or stop with rankwise.mean(loss, len(x))" in said
     alone = {0: answers[0], 1: RUNNING}
-    assert "different collectives" not in diagnosis.notice(gradients, 30.2, diagnosis.findings(alone, 7, [0, 1]))
+    assert "different collectives" not in diagnosis.notice(diagnosis.of_answers(gradients, 30.2, alone, 7, [0, 1]))

@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, key_of
+from rankwise.health.event_log import (
+    EXPENDABLE_KEY,
+    WORLDS_KEY,
+    DetectorEnded,
+    Event,
+    Failed,
+    Left,
+    StopRequested,
+    event_of,
+    key_of,
+    post,
+)
 from rankwise.launch.controller.attempt_keys import AttemptKeys
 from rankwise.store.keys import Keys
 
@@ -24,37 +32,38 @@ class _Job:
     def set(self, key: str, value: str) -> None:
         self.keys.compare_set(key, self.keys.peek(key) or b"", value.encode())
 
-    def kinds(self, world: int) -> list[str]:
-        events: list[dict[str, Any]] = []
+    def set_if_absent(self, key: str, value: str) -> bool:
+        self.set(WORLDS[1] + key, value)
+        return True
+
+    def events(self, world: int) -> list[Event]:
+        events: list[Event] = []
         while (text := self.keys.peek(WORLDS[world] + key_of(len(events) + 1))) is not None:
-            events.append(json.loads(text))
-        return [event["kind"] for event in events]
+            events.append(event_of(text))
+        return events
 
 
 def test_every_world_receives_each_event_once() -> None:
     job = _Job()
-    job.logs.post({"kind": "left", "rank": 3})
-    assert [job.kinds(world) for world in range(3)] == [["left"], [], []]
+    left, failed, own = Left(3), Failed(1, "ValueError", "boom"), DetectorEnded(2)
+    job.logs.post(left)
+    assert [job.events(world) for world in range(3)] == [[left], [], []]
     # A rank writes there too, before the launcher has looked.
     job.set(WORLDS[0] + WORLDS_KEY, "1")
-    job.set(WORLDS[1] + key_of(1), json.dumps({"kind": "own"}))
+    post(job, own)
     job.logs.follow()
     job.logs.follow()
-    assert job.kinds(1) == ["own", "left"]
+    assert job.events(1) == [own, left]
     job.set(WORLDS[0] + WORLDS_KEY, "2")
-    job.logs.post({"kind": "failed", "rank": 1})
-    assert [job.kinds(world) for world in range(3)] == [
-        ["left", "failed"],
-        ["own", "left", "failed"],
-        ["left", "failed"],
-    ]
+    job.logs.post(failed)
+    assert [job.events(world) for world in range(3)] == [[left, failed], [own, left, failed], [left, failed]]
 
 
 def test_two_events_alike_are_two() -> None:
     job = _Job()
     for _ in range(2):
-        job.logs.post({"kind": "stop_requested", "rank": None, "reason": "SIGUSR2"})
-    assert job.kinds(0) == ["stop_requested", "stop_requested"]
+        job.logs.post(StopRequested("SIGUSR2"))
+    assert job.events(0) == 2 * [StopRequested("SIGUSR2")]
 
 
 def test_optional_ranks_are_declared_again_in_each_world() -> None:
