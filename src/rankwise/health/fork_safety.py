@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -28,12 +27,6 @@ def hold_during_forks(lock: threading.Condition) -> None:
     Called for a lock that a thread holds whenever it does more than wait.
     """
     _locks.add(lock)
-    _follow_forks()
-
-
-@cache
-def _follow_forks() -> None:
-    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 
 
 @contextmanager
@@ -57,3 +50,6 @@ def _hold() -> None:
 def _release() -> None:
     while _held:
         _held.pop().release()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)

@@ -18,7 +18,6 @@ import time
 import weakref
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
@@ -422,12 +421,6 @@ def close_in_children(sock: socket.socket) -> None:
     go unnoticed.
     """
     _of_this_process.add(sock)
-    _follow_forks()
-
-
-@cache
-def _follow_forks() -> None:
-    os.register_at_fork(after_in_child=_close_all)
 
 
 def _close_all() -> None:
@@ -437,3 +430,6 @@ def _close_all() -> None:
         if descriptor >= 0:
             os.close(descriptor)
     _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_close_all)
