@@ -192,7 +192,7 @@ class Session:
         return self.num_groups
 
     def take(
-        self, batch: CurrentBatch, *, failure_note: str | None = None, share_note: tuple[int, str] | None = None
+        self, batch: CurrentBatch, failure_note: str | None = None, share_note: tuple[int, str] | None = None
     ) -> None:
         """Note the batch that a loader is about to yield, and the note for errors raised meanwhile."""
         self.failure_note = failure_note
