@@ -301,7 +301,7 @@ def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:
     return rows
 
 
-def _rows_of(columns: Sequence[Column], index: torch.Tensor) -> list[torch.Tensor]:
+def _rows_of(columns: list[Column], index: torch.Tensor) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for column in columns:
         if isinstance(column, torch.Tensor):
