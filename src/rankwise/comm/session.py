@@ -263,6 +263,10 @@ class Session:
         """Call ``action`` for each batch that a loader is about to yield."""
         self.taking.append(action)
 
+    def forget_on_take(self, action: Callable[[CurrentBatch], None]) -> None:
+        """Call an action of :meth:`on_take` no more."""
+        self.taking.remove(action)
+
     def after_loop(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the end of every loop over a loader that was not left early."""
         self.looping.append(action)

@@ -46,6 +46,8 @@ _subscribers: list[ref[LossOnRanks]] = []
 """Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
 _original: Callable[..., None] = torch.autograd.backward
 _warned: set[tuple[str, str]] = set()
+_AMOUNT: Callable[[Term], Amount] = attrgetter("amount")
+_EXPECTED: Callable[[LossOnRanks], Amount | None] = attrgetter("expected_amount")
 
 
 def check_weight_function(weight: object, strategy: str) -> None:
@@ -95,28 +97,40 @@ def _undo() -> None:
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
     part = step_meter.meter.enter(BACKWARD)
+    is_within = in_backward()  # then the caller is a checkpoint that computes its part again
     session = current_or_none()
+    first_batches = None if session is None else session.made(FirstBatches)
     try:
-        _weighted_backward(session, tensors, *args, **kwargs)
+        run_checks()
+        subscribers: list[LossOnRanks] = []
+        for reference in () if is_within else _subscribers:
+            one = reference()
+            if one is not None and one.is_needed:
+                subscribers.append(one)
+        if subscribers:
+            _weighted_backward(session, first_batches, subscribers, tensors, *args, **kwargs)
+        else:
+            _original(tensors, *args, **kwargs)
     finally:
         step_meter.meter.resume(part)
-    if session is not None and not in_backward():
-        session.once(FirstBatches).after_backward()
+    if first_batches is not None and first_batches.is_following and not is_within:
+        first_batches.after_backward()
 
 
 def _weighted_backward(
-    session: Session | None, tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object
+    session: Session | None,
+    first_batches: FirstBatches | None,
+    subscribers: Sequence[LossOnRanks],
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    *args: object,
+    **kwargs: object,
 ) -> None:
-    run_checks()
-    subscribers = [one for one in _living() if one.is_needed]
-    # Inside a backward, the caller is a checkpoint that computes its part again.
-    if not subscribers or in_backward():
-        _original(tensors, *args, **kwargs)
-        return
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    statistic = None if session is None else session.once(FirstBatches).statistic(roots)
+    is_following = first_batches is not None and first_batches.is_following
+    statistic = first_batches.statistic(roots) if first_batches is not None and is_following else None
     given = args[0] if args else kwargs.get("grad_tensors")
-    _check_inputs(kwargs.get("inputs"), subscribers)
+    if kwargs.get("inputs") is not None:
+        _check_inputs(kwargs["inputs"], subscribers)
     verdict, reader, reached = _read(roots, has_gradients=given is not None, subscribers=subscribers)
     if statistic is not None and verdict.mode is not Mode.SAMPLES and not any(one.is_given for one in reached):
         _warn_of_statistic(statistic)
@@ -124,7 +138,7 @@ def _weighted_backward(
         try:
             for one in subscribers:
                 one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
-            look_at_losses(roots, [term.amount for term in verdict.terms] + [one.expected_amount for one in reached])
+            look_at_losses(roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
             for one in reached:
                 one.report_at_start()
             if verdict.mode is Mode.TERMS:
@@ -143,8 +157,6 @@ def _weighted_backward(
 
 def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
     """Raise if ``inputs`` holds sharded parameters: graphs hold the whole ones."""
-    if inputs is None:
-        return
     listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
     if any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
         raise ConfigurationError(

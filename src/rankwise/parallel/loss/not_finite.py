@@ -16,7 +16,6 @@ import torch
 
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
-from rankwise.parallel.loss.amounts import is_zero
 from rankwise.world.device.later import check_later
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def look_at_losses(
     if _seen.is_over or session is None or session.store is None:
         return
     number, batch = _seen.num, session.batch
-    if (batch is not None and batch.num == 0) or any(amount is not None and is_zero(amount) for amount in amounts):
+    if (batch is not None and batch.num == 0) or 0.0 in [one for one in amounts if not isinstance(one, torch.Tensor)]:
         return
     for place, loss in enumerate(losses):
         if type(loss) is not torch.Tensor or loss.is_meta or not loss.numel():
