@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import dataclass, field
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -33,17 +34,18 @@ LEAST_PAUSE, MOST_PAUSE, PAUSE_SHARE = 0.1, 0.5, 0.02
 with a rank that is killed."""
 
 
+@dataclass(slots=True)
 class _Step:
     """The step under way."""
 
-    __slots__ = ("ends", "has_forward", "has_updated", "number", "samples", "sent_bytes", "start")
-
-    def __init__(self, number: int, start: float) -> None:
-        self.number, self.start = number, start
-        self.ends: list[tuple[int, float]] = []
-        """The parts that have ended, with when, and what was noted between them."""
-        self.has_forward = self.has_updated = False
-        self.samples = self.sent_bytes = 0
+    number: int
+    start: float
+    ends: list[tuple[int, float]] = field(default_factory=list)
+    """The parts that have ended, with when, and what was noted between them."""
+    has_forward: bool = False
+    has_updated: bool = False
+    samples: int = 0
+    sent_bytes: int = 0
 
 
 class Meter:

@@ -26,7 +26,7 @@ from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.parallel.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
-from rankwise.world.device.later import forget_checks, run_checks
+from rankwise.world.device import later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -82,7 +82,7 @@ def _living() -> list[LossOnRanks]:
 
 def _check_all() -> None:
     """Raise what is known to be wrong once the device and the other ranks are done with every step so far."""
-    run_checks(waits=True)
+    later.run_checks(waits=True)
     for one in _living():
         one.settle()
 
@@ -90,7 +90,7 @@ def _check_all() -> None:
 def _undo() -> None:
     torch.autograd.backward = _original
     _subscribers.clear()
-    forget_checks()
+    later.forget_checks()
     forget_losses()
     forget_warnings()
 
@@ -101,7 +101,8 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
     session = current_or_none()
     first_batches = None if session is None else session.made(FirstBatches)
     try:
-        run_checks()
+        if later.waiting:
+            later.run_checks()
         subscribers: list[LossOnRanks] = []
         for reference in () if is_within else _subscribers:
             one = reference()
@@ -138,7 +139,7 @@ def _weighted_backward(
         try:
             for one in subscribers:
                 one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
-            look_at_losses(roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
+            look_at_losses(session, roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
             for one in reached:
                 one.report_at_start()
             if verdict.mode is Mode.TERMS:

@@ -176,7 +176,8 @@ def report_of(
 
     A number that is on a device is NaN, and so is its sum over ranks: then they add it up there.
     """
-    weight = plain(weight)
+    if isinstance(weight, torch.Tensor):
+        weight = math.nan
     if verdict.mode is Mode.NOTHING:
         return [weight, num_samples]
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
