@@ -18,8 +18,16 @@ from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from rankwise.health.segments import ARRIVED, READ_FOR_EVALUATION
-from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, FAILURE, FORWARD, SCRIPT
+from rankwise.health.step_record import (
+    ARRIVED,
+    BACKWARD,
+    DATA,
+    EVALUATION,
+    FAILURE,
+    FORWARD,
+    READ_FOR_EVALUATION,
+    SCRIPT,
+)
 from rankwise.health.step_recorder import MOST_SLICES, EndedStep
 
 if TYPE_CHECKING:
