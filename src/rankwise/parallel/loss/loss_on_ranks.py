@@ -270,9 +270,8 @@ class LossOnRanks:
         self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
         self.is_sum, self.is_empty = self._verdict.mode is Mode.SUM, self._verdict.mode is Mode.NOTHING
         self._kind = _kind_of(self._verdict)
-        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (
-            self._rows and not self.reads_amounts and self._is_queued
-        ):
+        has_lengths = self._rows is not None and not self.reads_amounts
+        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (has_lengths and self._is_queued):
             # Later it may be unknown: on a GPU another thread runs backward.
             self._place = user_call_site()
         if (self.is_sum or self.is_empty) and not self.is_accumulated:
