@@ -100,6 +100,8 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
     is_within = in_backward()  # then the caller is a checkpoint that computes its part again
     session = current_or_none()
     first_batches = None if session is None else session.made(FirstBatches)
+    if first_batches is not None and not first_batches.is_following:
+        first_batches = None
     try:
         if later.waiting:
             later.run_checks()
@@ -114,7 +116,7 @@ def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **k
             _original(tensors, *args, **kwargs)
     finally:
         step_meter.meter.resume(part)
-    if first_batches is not None and first_batches.is_following and not is_within:
+    if first_batches is not None and not is_within:
         first_batches.after_backward()
 
 
@@ -127,8 +129,7 @@ def _weighted_backward(
     **kwargs: object,
 ) -> None:
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    is_following = first_batches is not None and first_batches.is_following
-    statistic = first_batches.statistic(roots) if first_batches is not None and is_following else None
+    statistic = None if first_batches is None else first_batches.statistic(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
     if kwargs.get("inputs") is not None:
         _check_inputs(kwargs["inputs"], subscribers)
