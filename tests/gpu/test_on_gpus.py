@@ -14,7 +14,7 @@ from trained_otherwise import train_in_words, train_seldom
 import rankwise as rw
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
-from rankwise.parallel.randomness import philox
+from rankwise.parallel.randomness import counter
 from rankwise.parallel.randomness.counter import SAMPLERS, kept
 from rankwise.testing import run_ranks
 
@@ -144,4 +144,4 @@ def test_a_gpu_draws_masks_without_waiting_for_it(probability: float) -> None:
 def test_a_gpu_runs_the_triton_kernels() -> None:
     pytest.importorskip("triton")
     SAMPLERS["uniform_"]((0, 0), range(1), torch.float32, (), torch.device(KIND, 0))
-    assert philox._Triton.kernels is not None
+    assert counter._Triton.kernels is not None

@@ -12,7 +12,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.parallel.randomness import drawing
+from rankwise.parallel.randomness import kernels
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World
@@ -36,17 +36,17 @@ class _Scale(nn.Module):
 def _masks(_: World, most: int, batch: int) -> tuple[torch.Tensor, list[int]]:
     """Return how often each element was kept and where, and how many masks were drawn ahead in each step."""
     torch.manual_seed(0)
-    drawing.MOST_AHEAD = most
+    kernels.MOST_AHEAD = most
     layers = nn.Sequential(*(nn.Dropout(0.3) for _ in range(NUM_LAYERS)), _Scale())
     model, seen, counts = rw.replicate(layers), [], []
-    draw_ahead = drawing.masks_ahead
+    draw_ahead = kernels.masks_ahead
 
     def counting(*args: object) -> dict[object, torch.Tensor]:
         drawn = draw_ahead(*args)  # type: ignore[arg-type]
         counts[-1] += len(drawn)
         return drawn  # type: ignore[return-value]
 
-    drawing.masks_ahead = counting  # type: ignore[assignment]
+    kernels.masks_ahead = counting  # type: ignore[assignment]
     loader = rw.DataLoader(torch.ones(len(WIDTHS) * batch, max(WIDTHS)), global_batch_size=batch)
     for number, (x, width) in enumerate(zip(loader, WIDTHS, strict=True)):
         counts.append(0)

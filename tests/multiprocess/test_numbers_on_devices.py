@@ -13,9 +13,7 @@ from random_models import DRAWING, LENGTH, WIDTH
 from replicas import TOLERANCE, Parameters, largest_difference
 
 import rankwise as rw
-from rankwise.parallel.randomness import philox
-from rankwise.parallel.randomness.counter import SAMPLERS, kept
-from rankwise.parallel.randomness.philox import words_by_tensors
+from rankwise.parallel.randomness.counter import SAMPLERS, bits, kept, words_by_tensors
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World
@@ -42,7 +40,7 @@ def _standin_is_built() -> None:
 @pytest.mark.parametrize("key", [(0, 0), (2**63 - 1, 1), (2**64 - 3, 2**40)], ids=str)
 @pytest.mark.parametrize("first", [0, 5, 2**33])
 def test_operations_on_tensors_compute_numpys_philox(key: tuple[int, int], first: int) -> None:
-    expected = philox.bits(key, range(first * 4, first * 4 + 1200), torch.int64, torch.device("cpu"))
+    expected = bits(key, range(first * 4, first * 4 + 1200), torch.int64, torch.device("cpu"))
     assert torch.equal(words_by_tensors(key, first, 300, torch.device("cpu")), expected)
 
 
@@ -70,7 +68,7 @@ def test_a_device_draws_the_bits_of_a_cpu() -> None:
 def _remainders(world: World) -> list[int]:
     from rankwise.parallel.randomness.counter import _remainders
 
-    words = philox.bits((4, 4), range(1000), torch.int64, torch.device("cpu"))
+    words = bits((4, 4), range(1000), torch.int64, torch.device("cpu"))
     on_device = words.to(world.device)
     return [
         divisor

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from rankwise.health.device_times import MOST_WAITING, DeviceTimes
-from rankwise.health.segments import ARRIVED, READ_FOR_EVALUATION
 from rankwise.health.step_meter import StepMeter
 from rankwise.health.step_record import (
     ARRIVAL,
+    ARRIVED,
     BACKWARD,
     DATA,
     EVALUATION,
@@ -20,6 +20,7 @@ from rankwise.health.step_record import (
     LATE_EXCHANGE,
     OPTIMIZER,
     PARTS,
+    READ_FOR_EVALUATION,
     SCRIPT,
     RecordFile,
     Step,

@@ -59,3 +59,41 @@ def test_views_beside_an_output_do_not_lead_to_it() -> None:
     parameter = torch.ones(3, requires_grad=True)
     term = only_term(0.5 * (output.exp().square().mean() + parameter.exp().square().mean()))
     assert (term.kind, term.num_rows) == ("mean", 4)
+
+
+_LABELS = torch.tensor([0, 1, -100, 2])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output: functional.mse_loss(output, torch.zeros_like(output)),
+        lambda output: functional.mse_loss(output, torch.zeros_like(output), reduction="sum"),
+        lambda output: functional.nll_loss(output, _LABELS),
+        lambda output: functional.nll_loss(output, _LABELS, weight=torch.tensor([0.5, 2.0, 3.0])),
+        lambda output: functional.nll_loss(output, torch.full((4,), -100)),
+        lambda output: functional.nll_loss(output, _LABELS, reduction="sum"),
+        lambda output: functional.binary_cross_entropy(output, torch.zeros_like(output), torch.ones(3)),
+        lambda output: functional.mse_loss(output[:0], torch.zeros(0, 3)),
+        lambda output: functional.smooth_l1_loss(output, 2 * output),
+        lambda output: functional.mse_loss(output, torch.ones(3, requires_grad=True).expand(4, 3)),
+        lambda output: functional.l1_loss(output, torch.zeros_like(output), reduction="none"),
+    ],
+)
+def test_a_loss_function_that_is_read_at_once_is_read_as_any_other(
+    loss: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = loss(outputs()[1])
+    at_once, step_by_step = LossReader(()), LossReader(())
+    at_once.read(root)
+    monkeypatch.setattr(LossReader, "_read_at_once", lambda *_: False)
+    step_by_step.read(root)
+    for one in (at_once, step_by_step):
+        assert one.terms
+    assert at_once.terms == step_by_step.terms
+    assert (at_once.calls, at_once.unlike, at_once.has_others, at_once.is_empty) == (
+        step_by_step.calls,
+        step_by_step.unlike,
+        step_by_step.has_others,
+        step_by_step.is_empty,
+    )

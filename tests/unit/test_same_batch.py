@@ -9,7 +9,7 @@ from threading import Thread, get_ident
 import pytest
 
 import rankwise as rw
-from rankwise.comm.session import CurrentBatch, current
+from rankwise.comm.session import CurrentBatch, current, current_or_none
 from rankwise.errors import CollectiveMismatch
 from rankwise.parallel.loss.reports import batch_in_hand, check_same_batch
 
@@ -17,7 +17,7 @@ from rankwise.parallel.loss.reports import batch_in_hand, check_same_batch
 def _number(loader: int, epoch: int, batch: int) -> float:
     current().batch = CurrentBatch(loader, epoch, batch, 1, 2, 0, None, get_ident())
     # As it arrives: a mean over ranks, times their number.
-    return batch_in_hand() / 3 * 3
+    return batch_in_hand(current_or_none()) / 3 * 3
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_ranks_along_an_axis_are_said_to_be_that() -> None:
 
 
 def test_a_batch_that_another_thread_took_is_not_in_hand() -> None:
-    assert batch_in_hand() == 0
+    assert batch_in_hand(current_or_none()) == 0
     with rw.join():
         reader = Thread(target=_number, args=(1, 0, 0))
         reader.start()
@@ -68,4 +68,4 @@ def test_a_batch_that_another_thread_took_is_not_in_hand() -> None:
         batch = current().batch
         assert batch is not None
         current().batch = replace(batch, thread=-1)
-        assert batch_in_hand() == 0
+        assert batch_in_hand(current_or_none()) == 0

@@ -192,7 +192,7 @@ class Session:
         return self.num_groups
 
     def take(
-        self, batch: CurrentBatch, *, failure_note: str | None = None, share_note: tuple[int, str] | None = None
+        self, batch: CurrentBatch, failure_note: str | None = None, share_note: tuple[int, str] | None = None
     ) -> None:
         """Note the batch that a loader is about to yield, and the note for errors raised meanwhile."""
         self.failure_note = failure_note
@@ -262,6 +262,10 @@ class Session:
     def on_take(self, action: Callable[[CurrentBatch], None]) -> None:
         """Call ``action`` for each batch that a loader is about to yield."""
         self.taking.append(action)
+
+    def forget_on_take(self, action: Callable[[CurrentBatch], None]) -> None:
+        """Call an action of :meth:`on_take` no more."""
+        self.taking.remove(action)
 
     def after_loop(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the end of every loop over a loader that was not left early."""

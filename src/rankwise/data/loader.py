@@ -52,6 +52,7 @@ from rankwise.world.device.streams import can_pin, pins
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from rankwise.comm.session import Loop, Session
 
 TIMEOUT_SECONDS = 1800.0
 """How long workers may take for one batch, by default."""
@@ -269,9 +270,11 @@ class DataLoader(StepSource, EpochPosition):
         """Yield this rank's batches, from the loaded position, else from 0."""
         session = current_or_none()
         loop = None if session is None else session.loop
-        if loop is None:
-            yield from self._batches()
-        elif loop.is_server:
+        return self._batches() if loop is None else self._batches_within(loop, session)
+
+    def _batches_within(self, loop: Loop, session: Session | None) -> Iterator[Batch]:
+        """Yield this rank's batches in a loop that not all ranks do the same around; none on one that takes none."""
+        if loop.is_server:
             iteration = self._cursor.begin()
             loop.serve_loop(self._number)
             self._cursor.finish(iteration)
@@ -290,9 +293,12 @@ class DataLoader(StepSource, EpochPosition):
         iteration = self._cursor.begin()
         position = self._cursor.start
         share_note = note_on_share(self._parts)
-        batches = self._divided(self._fetched(self._cursor.epoch, position), position)
+        batches = self._fetched(self._cursor.epoch, position)
+        if self._is_ready:
+            batches = self._divided(batches)
         if self.device.type != "cpu":
-            batches = to_device(batches, self.device)
+            moved = to_device(((one._replace(batch=None), one.batch) for one in batches), self.device)
+            batches = (one._replace(batch=batch) for one, batch in moved)
         self._continue()
         while True:
             # Here the previous step is done and the next one not begun; the end of an epoch is such a point too.
@@ -304,15 +310,11 @@ class DataLoader(StepSource, EpochPosition):
             step_meter.meter.resume(part)
             if fetched is None:
                 break
-            (stop, samples), batch = fetched
+            batch = fetched.batch
             if session is not None:
-                session.take(
-                    self._in_hand(position, samples, batch),
-                    failure_note=note_on_short_batch(self._parts, *samples),
-                    share_note=share_note,
-                )
-            position = stop
-            self._cursor.take(iteration, stop)
+                session.take(*self._in_hand(position, fetched), share_note)
+            position = fetched.stop
+            self._cursor.take(iteration, position)
             in_hand = None if session is None else session.batch
             try:
                 yield batch
@@ -324,25 +326,28 @@ class DataLoader(StepSource, EpochPosition):
             session.finish_loop(self._number)
         self._cursor.finish(iteration)
 
-    def _in_hand(self, position: int, samples: tuple[int, int], batch: Batch) -> CurrentBatch:
-        start, stop = samples
+    def _in_hand(self, position: int, fetched: FetchedBatch) -> tuple[CurrentBatch, str | None]:
+        """Return the batch that follows a position, and a note for errors if it is a short one."""
+        start, stop = (position, fetched.stop) if fetched.num_given is None else (0, fetched.num_given)
         low, high = self._parts.local_part(start, stop)
+        is_full = stop - start == self._parts.global_batch_size > 0
         if isinstance(self._given, GivenBatches):
             number = int(self._given.ends_of_epoch(self._cursor.epoch).searchsorted(position, side="right"))
         else:
             number = position // self._shards.global_batch_size
-        return CurrentBatch(
+        taken = CurrentBatch(
             self._number,
             self._cursor.epoch,
             number,
             high - low,
             stop - start,
             low - start,
-            batch,
+            fetched.batch,
             get_ident(),
             self._dims,
             None if self._is_stream or self._is_ready else partial(self._indices, self._cursor.epoch, start, stop),
         )
+        return taken, None if is_full else note_on_short_batch(self._parts, start, stop)
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
         """Return the places in the dataset of this rank's part of a global batch."""
@@ -358,7 +363,7 @@ class DataLoader(StepSource, EpochPosition):
         """
         return self._state_at(*self._cursor.place())
 
-    def _fetched(self, epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
+    def _fetched(self, epoch: int, start: int) -> Iterator[FetchedBatch]:
         """Read the rest of an epoch, here or in the workers."""
         source, workers = self._source, self._workers
         if isinstance(source, StreamSource):
@@ -371,39 +376,32 @@ class DataLoader(StepSource, EpochPosition):
         else:
             requests = local_batches(self._shards, order, epoch, start)
         if workers is not None:
-            return ((stop, batch) for stop, batch, _ in workers.read(requests))
-        fetched = self._pinned(FetchedBatch(request.stop, source.fetch(request)) for request in requests)
-        return ((stop, batch) for stop, batch, _ in fetched)
+            return workers.read(requests)
+        return self._pinned(FetchedBatch(request.stop, source.fetch(request)) for request in requests)
 
-    def _divided(
-        self, fetched: Iterator[tuple[int, Batch]], position: int
-    ) -> Iterator[tuple[tuple[int, tuple[int, int]], Batch]]:
-        """Yield this rank's part of each batch, with where it ends and where its global batch begins and ends."""
-        for stop, batch in fetched:
-            if self._is_ready:
-                ready = divided(batch, self._parts.local_part, self._where)
-                yield (stop, (0, ready.num_samples)), ready.part
-            else:
-                yield (stop, (position, stop)), batch
-            position = stop
+    def _divided(self, fetched: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
+        """Yield this rank's part of each batch that the dataset returned."""
+        for one in fetched:
+            ready = divided(one.batch, self._parts.local_part, self._where)
+            yield one._replace(batch=ready.part, num_given=ready.num_samples)
 
     def _pinned(self, fetched: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
         if not self._pin:
             return fetched
         return (read._replace(batch=pin(read.batch)) for read in fetched)
 
-    def _compared(self, fetched: Iterator[FetchedBatch], epoch: int, start: int) -> Iterator[tuple[int, Batch]]:
+    def _compared(self, fetched: Iterator[FetchedBatch], epoch: int, start: int) -> Iterator[FetchedBatch]:
         """Yield a stream's batches after comparing the first one with the other ranks'."""
-        for stop, batch, described in fetched:
+        for one in fetched:
             session = current_or_none()
-            if described and session is not None:
+            if one.described and session is not None:
                 try:
-                    check_same_block(f"{self._number}/{epoch}/{start}", described, session.world.node_rank)
+                    check_same_block(f"{self._number}/{epoch}/{start}", one.described, session.world.node_rank)
                 except DatasetError as error:
                     if isinstance(fetched, Generator):
                         fetched.throw(error)
                     raise
-            yield stop, batch
+            yield one
 
 
 def _as_returned(convert: Callable[[Any], Batch], items: list[Any]) -> Batch:

@@ -51,6 +51,8 @@ class FetchedBatch(NamedTuple):
     batch: Batch
     described: str = ""
     """The comparable values of a stream's global batch; empty if it is not compared."""
+    num_given: int | None = None
+    """Samples of the global batch, if the dataset returned it as one."""
 
 
 class MapSource(Protocol):
@@ -82,7 +84,7 @@ class ColumnSource:
         """Return the columns at the indices of ``request``, as new tensors."""
         indices = request.indices if self._rows is None else self._rows[request.indices]
         index = torch.from_numpy(indices)
-        return self._rebuild([_rows_of(column, index) for column in self.columns])
+        return self._rebuild(_rows_of(self.columns, index))
 
 
 class SampleSource:
@@ -299,11 +301,15 @@ def _rows_chosen(dataset: Any) -> npt.NDArray[np.int64] | None:
     return rows
 
 
-def _rows_of(column: Column, index: torch.Tensor) -> torch.Tensor:
-    if isinstance(column, torch.Tensor):
-        return column.index_select(0, index if column.device.type == "cpu" else index.to(column.device))
-    rows = np.asarray(column[index.numpy()])
-    return torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False))
+def _rows_of(columns: list[Column], index: torch.Tensor) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for column in columns:
+        if isinstance(column, torch.Tensor):
+            found.append(column.index_select(0, index if column.device.type == "cpu" else index.to(column.device)))
+        else:
+            rows = np.asarray(column[index.numpy()])
+            found.append(torch.from_numpy(rows.astype(rows.dtype.newbyteorder("="), copy=False)))
+    return found
 
 
 def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: list[Any]) -> Iterator[FetchedBatch]:

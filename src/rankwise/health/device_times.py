@@ -13,8 +13,7 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from rankwise.health.segments import add_segments
-from rankwise.health.step_record import LATE_EXCHANGE, SCRIPT
+from rankwise.health.step_record import LATE_EXCHANGE, SCRIPT, add_segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

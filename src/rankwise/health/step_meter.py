@@ -13,12 +13,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import dataclass, field
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from rankwise.health.segments import ARRIVED, READ_FOR_EVALUATION
-from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, FAILURE, FORWARD, SCRIPT
+from rankwise.health.step_record import (
+    ARRIVED,
+    BACKWARD,
+    DATA,
+    EVALUATION,
+    FAILURE,
+    FORWARD,
+    READ_FOR_EVALUATION,
+    SCRIPT,
+)
 from rankwise.health.step_recorder import MOST_SLICES, EndedStep
 
 if TYPE_CHECKING:
@@ -33,17 +42,18 @@ LEAST_PAUSE, MOST_PAUSE, PAUSE_SHARE = 0.1, 0.5, 0.02
 with a rank that is killed."""
 
 
+@dataclass(slots=True)
 class _Step:
     """The step under way."""
 
-    __slots__ = ("ends", "has_forward", "has_updated", "number", "samples", "sent_bytes", "start")
-
-    def __init__(self, number: int, start: float) -> None:
-        self.number, self.start = number, start
-        self.ends: list[tuple[int, float]] = []
-        """The parts that have ended, with when, and what was noted between them."""
-        self.has_forward = self.has_updated = False
-        self.samples = self.sent_bytes = 0
+    number: int
+    start: float
+    ends: list[tuple[int, float]] = field(default_factory=list)
+    """The parts that have ended, with when, and what was noted between them."""
+    has_forward: bool = False
+    has_updated: bool = False
+    samples: int = 0
+    sent_bytes: int = 0
 
 
 class Meter:
@@ -107,7 +117,18 @@ class StepMeter(Meter):
             if self._device_times is not None or len(step.ends) > MOST_SLICES:
                 self._note_end(step, before)
             if part in _FIRST:
-                self._begin_first(part, now)
+                if step.has_updated:
+                    self._end_step(now)
+                    step = self._step
+                if part == EVALUATION:
+                    self._is_evaluated = not step.has_forward
+                elif part == DATA:
+                    if self._is_evaluated:
+                        step.samples = 0
+                        self._note(READ_FOR_EVALUATION, now)
+                    self._is_evaluated = False
+                else:
+                    step.has_forward, self._is_evaluated = True, False
             self.part = self._now[0] = part
         return before
 
@@ -128,20 +149,6 @@ class StepMeter(Meter):
             self._record()
             self.recorder.add(step.number, step.start, step.ends)
 
-    def _begin_first(self, part: int, now: float) -> None:
-        """Begin a part that a step may begin with."""
-        if self._step.has_updated:
-            self._end_step(now)
-        if part == EVALUATION:
-            self._is_evaluated = not self._step.has_forward
-        elif part == DATA:
-            if self._is_evaluated:
-                self._step.samples = 0
-                self._note(READ_FOR_EVALUATION, now)
-            self._is_evaluated = False
-        else:
-            self._step.has_forward, self._is_evaluated = True, False
-
     def _note(self, what: int, now: float) -> None:
         """Note something between two parts."""
         self._step.ends.append((what, now))
@@ -156,8 +163,11 @@ class StepMeter(Meter):
     def note_arrival(self) -> None:
         """Note that this rank depends on the others from here on."""
         if get_ident() == self._thread:
-            self.resume(self.part)
-            self._note(ARRIVED, self._step.ends[-1][1] if self._step.ends else monotonic())
+            now, ends = monotonic(), self._step.ends
+            ends += ((self.part, now), (ARRIVED, now))
+            if self._device_times is not None:
+                self._device_times.end_part(self.part)
+                self._device_times.note(ARRIVED)
 
     def count_samples(self, num: int) -> None:
         """Add samples that this rank takes."""

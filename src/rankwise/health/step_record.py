@@ -30,6 +30,12 @@ PARTS = ("script", "data", "forward", "backward", "exchange", "optimizer", "chec
 """What a rank spends the time of a step on. ``exchange`` is waiting for other ranks, or for what they send."""
 SCRIPT, DATA, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, CHECKPOINT, EVALUATION = range(len(PARTS))
 
+ARRIVED, READ_FOR_EVALUATION = -1, -2
+"""In place of a part, without a duration: the gradients of this rank were computed; what was read so far in this step
+was for an evaluation."""
+_AFTER_EXCHANGE = frozenset((OPTIMIZER, CHECKPOINT))
+"""The parts that follow the exchange of gradients: waiting within them is for ranks that take longer for them."""
+
 MAGIC = b"rankwise steps 2\n"
 SUFFIX = ".steps"
 FAILURE = "failure"
@@ -76,6 +82,27 @@ MOST_TIMES_PACKED = 50
 """How large all notes may be: as much, and so many times the file. What rankwise writes shrinks to a tenth at most."""
 _DAMAGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error, zlib.error)
 """What reading raises where bytes have changed."""
+
+
+def add_segments(row: list[float], segments: Iterable[tuple[int, float]]) -> None:
+    """Add segments of a step, each a part and its seconds, to the numbers of the step so far."""
+    total = sum(row[: len(PARTS)])
+    around = SCRIPT
+    for part, seconds in segments:
+        if part == ARRIVED:
+            row[ARRIVAL] = total
+        elif part == READ_FOR_EVALUATION:
+            row[EVALUATION] += row[DATA]
+            row[DATA] = 0.0
+        else:
+            if part != EXCHANGE:
+                around = part
+            elif around in _AFTER_EXCHANGE:
+                row[LATE_EXCHANGE] += seconds
+            elif not row[ARRIVAL]:
+                row[ARRIVAL] = total
+            row[part] += seconds
+            total += seconds
 
 
 class Step(NamedTuple):

@@ -13,7 +13,6 @@ import resource
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.health.segments import add_segments
 from rankwise.health.step_record import (
     MAJOR_FAULTS,
     MEMORY_BYTES,
@@ -25,6 +24,7 @@ from rankwise.health.step_record import (
     START,
     RecordFile,
     Step,
+    add_segments,
 )
 from rankwise.health.tcp_traffic import TrafficNotes
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +60,8 @@ def is_accumulated_now(leaf: torch.Tensor) -> bool:
         return False
 
 
-def innermost_saved_tensors_hooks() -> Hooks | None:
-    """Return the pair of hooks that would be called now."""
-    return _hooks._top_saved_tensors_default_hooks(False)  # noqa: SLF001
+innermost_saved_tensors_hooks: Callable[[], Hooks | None] = partial(_hooks._top_saved_tensors_default_hooks, False)  # noqa: SLF001
+"""Return the pair of hooks that would be called now."""
 
 
 def is_view(tensor: torch.Tensor) -> bool:

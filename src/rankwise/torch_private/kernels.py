@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,11 +44,7 @@ def kernel_of(operation: str, key: str) -> Kernel | None:
         return None
     kernel = torch.library.get_kernel(name, key)
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))  # type: ignore[attr-defined] # noqa: SLF001
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return kernel.call_boxed(keys, *args, **kwargs)
-
-    return call
+    return partial(kernel.call_boxed, keys)
 
 
 class Replacements:

@@ -243,7 +243,7 @@ class SharedChannel:
         shares, weights, absent = zip(*map(HEADER.unpack_from, self._headers), strict=True)
         self._total = total = sum(weights)
         scale = len(shares) / total if total > 0 else 0.0
-        factors = [scale if share else 0.0 for share in shares]
+        factors = [scale] * len(shares) if all(shares) else [scale if share else 0.0 for share in shares]
         self._flags = self._flags_of_host() if any(absent) else self._all_flags
         if not self._num_slices:
             weighted_sum_into(self.result, self._bodies, factors)

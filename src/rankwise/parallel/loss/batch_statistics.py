@@ -320,16 +320,21 @@ class FirstBatches:
     """Follows the first two batches that a loader divides among the ranks after a model was spread over them."""
 
     def __init__(self, session: Session) -> None:
+        self._session = session
+        self.is_following = False
+        """Whether it follows a batch, or waits for one."""
         self._tracer: StatisticsTracer | None = None
         self._earlier: StatisticsTracer | None = None
         """Of the first batch, from its backward on."""
         self._is_wanted = False
-        session.on_take(self._begin)
         session.after_loop(self._pause)
         session.at_end(self._end)
 
     def follow_next(self) -> None:
         """Follow the next batches."""
+        if not self.is_following:
+            self.is_following = True
+            self._session.on_take(self._begin)
         self._is_wanted = True
         self._earlier = None
 
@@ -363,6 +368,9 @@ class FirstBatches:
             return None
         self._is_wanted = self._earlier is None
         self._earlier = tracer if self._earlier is None else None
+        if not self._is_wanted and self._tracer is None:
+            self.is_following = False
+            self._session.forget_on_take(self._begin)
         return tracer.of(roots)
 
     def after_backward(self) -> None:

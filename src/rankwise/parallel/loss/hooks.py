@@ -26,7 +26,7 @@ from rankwise.parallel.loss.not_finite import forget_losses, look_at_losses
 from rankwise.parallel.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.parallel.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
-from rankwise.world.device.later import forget_checks, run_checks
+from rankwise.world.device import later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -46,6 +46,8 @@ _subscribers: list[ref[LossOnRanks]] = []
 """Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
 _original: Callable[..., None] = torch.autograd.backward
 _warned: set[tuple[str, str]] = set()
+_AMOUNT: Callable[[Term], Amount] = attrgetter("amount")
+_EXPECTED: Callable[[LossOnRanks], Amount | None] = attrgetter("expected_amount")
 
 
 def check_weight_function(weight: object, strategy: str) -> None:
@@ -80,7 +82,7 @@ def _living() -> list[LossOnRanks]:
 
 def _check_all() -> None:
     """Raise what is known to be wrong once the device and the other ranks are done with every step so far."""
-    run_checks(waits=True)
+    later.run_checks(waits=True)
     for one in _living():
         one.settle()
 
@@ -88,35 +90,49 @@ def _check_all() -> None:
 def _undo() -> None:
     torch.autograd.backward = _original
     _subscribers.clear()
-    forget_checks()
+    later.forget_checks()
     forget_losses()
     forget_warnings()
 
 
 def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
     part = step_meter.meter.enter(BACKWARD)
+    is_within = in_backward()  # then the caller is a checkpoint that computes its part again
     session = current_or_none()
+    first_batches = None if session is None else session.made(FirstBatches)
+    if first_batches is not None and not first_batches.is_following:
+        first_batches = None
     try:
-        _weighted_backward(session, tensors, *args, **kwargs)
+        if later.waiting:
+            later.run_checks()
+        subscribers: list[LossOnRanks] = []
+        for reference in () if is_within else _subscribers:
+            one = reference()
+            if one is not None and one.is_needed:
+                subscribers.append(one)
+        if subscribers:
+            _weighted_backward(session, first_batches, subscribers, tensors, *args, **kwargs)
+        else:
+            _original(tensors, *args, **kwargs)
     finally:
         step_meter.meter.resume(part)
-    if session is not None and not in_backward():
-        session.once(FirstBatches).after_backward()
+    if first_batches is not None and not is_within:
+        first_batches.after_backward()
 
 
 def _weighted_backward(
-    session: Session | None, tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object
+    session: Session | None,
+    first_batches: FirstBatches | None,
+    subscribers: Sequence[LossOnRanks],
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    *args: object,
+    **kwargs: object,
 ) -> None:
-    run_checks()
-    subscribers = [one for one in _living() if one.is_needed]
-    # Inside a backward, the caller is a checkpoint that computes its part again.
-    if not subscribers or in_backward():
-        _original(tensors, *args, **kwargs)
-        return
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    statistic = None if session is None else session.once(FirstBatches).statistic(roots)
+    statistic = None if first_batches is None else first_batches.statistic(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
-    _check_inputs(kwargs.get("inputs"), subscribers)
+    if kwargs.get("inputs") is not None:
+        _check_inputs(kwargs["inputs"], subscribers)
     verdict, reader, reached = _read(roots, has_gradients=given is not None, subscribers=subscribers)
     if statistic is not None and verdict.mode is not Mode.SAMPLES and not any(one.is_given for one in reached):
         _warn_of_statistic(statistic)
@@ -124,7 +140,7 @@ def _weighted_backward(
         try:
             for one in subscribers:
                 one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
-            look_at_losses(roots, [term.amount for term in verdict.terms] + [one.expected_amount for one in reached])
+            look_at_losses(session, roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
             for one in reached:
                 one.report_at_start()
             if verdict.mode is Mode.TERMS:
@@ -143,8 +159,6 @@ def _weighted_backward(
 
 def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
     """Raise if ``inputs`` holds sharded parameters: graphs hold the whole ones."""
-    if inputs is None:
-        return
     listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
     if any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
         raise ConfigurationError(

@@ -26,7 +26,6 @@ from rankwise.parallel.loss.reports import (
     as_expected,
     batch_in_hand,
     check_same_batch,
-    combine,
     report_of,
     unequal_lengths,
 )
@@ -123,11 +122,11 @@ class LossOnRanks:
             reports_at_start: whether the ranks report when backward starts, not when gradients are first sent.
             device: where weights may remain that are computed there; ``None``: they are read.
         """
-        self.number = number
-        self.reports_at_start = reports_at_start
+        self.number, self.reports_at_start = number, reports_at_start
         self._ids = set(map(id, parameters))
         self._accumulation = accumulation
-        self._device = device
+        self._device, self.reads_amounts = device, device is None
+        """Whether weights that are on a device are read before they are used."""
         self._num_begun = self._num_heard = 0
         """Backwards so far, for errors that are found later; and those whose reports have been received."""
         self._given_weight: Amount | None = None
@@ -194,7 +193,7 @@ class LossOnRanks:
         self.is_given = by_forward or self._given_weight is not None
         self.is_averaged_elsewhere = averages_elsewhere
         if averages_elsewhere:
-            self._device = None
+            self._device, self.reads_amounts = None, True
 
     def guard_by(self, guard: StateGuard) -> None:
         """Send the numbers of ``guard`` with the reports."""
@@ -220,11 +219,6 @@ class LossOnRanks:
     def expected_amount(self) -> Amount | None:
         """What the loss of the next backward is a mean over, as far as that is known: given, or samples."""
         return self._expected_weight if self._given_weight is None else self._given_weight
-
-    @property
-    def reads_amounts(self) -> bool:
-        """Whether weights that are on a device are read before they are used."""
-        return self._device is None
 
     @property
     def is_needed(self) -> bool:
@@ -263,7 +257,7 @@ class LossOnRanks:
             is_empty: whether this rank has no samples for any part of the loss; ``None``: as the model's last forward.
         """
         self._expected_weight = self.forward_weight if call is None else call.num_samples
-        self._batch = batch_in_hand()
+        self._batch = batch_in_hand(session)
         self._rows = None
         if verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS) and self._channel is not None:
             batch = None if session is None else session.latest_batch
@@ -276,7 +270,8 @@ class LossOnRanks:
         self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
         self.is_sum, self.is_empty = self._verdict.mode is Mode.SUM, self._verdict.mode is Mode.NOTHING
         self._kind = _kind_of(self._verdict)
-        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (self._is_queued and self._rows is not None):
+        has_lengths = self._rows is not None and not self.reads_amounts
+        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (has_lengths and self._is_queued):
             # Later it may be unknown: on a GPU another thread runs backward.
             self._place = user_call_site()
         if (self.is_sum or self.is_empty) and not self.is_accumulated:
@@ -331,13 +326,14 @@ class LossOnRanks:
 
         Called by: every rank, at the end of a backward that has reduced gradients.
         """
-        if self._is_as_before and not self._is_heard:
+        if self._device is not None and not self._is_heard and self._is_as_before:
             if self.guard is not None:
                 self.guard.end_step()
             self._left = _Left(self._verdict, self._rows, self._place, self._num_begun)
             self._kind_before = self._kind
             return self.is_sum
-        is_sum = self.is_sum_on_ranks()
+        combined = self.receive()
+        is_sum = self.is_sum if combined is None else combined.mode is Mode.SUM
         if self.is_empty:
             self._followers.clear()
         else:
@@ -380,7 +376,8 @@ class LossOnRanks:
         """
         if self._is_reported:
             return
-        self.settle()
+        if self._left is not None:
+            self.settle()
         if self._expected_weight is not None:
             # A loss of several forwards has one weight, whichever of them backward reaches first.
             forward_weight = self._expected_weight
@@ -392,7 +389,7 @@ class LossOnRanks:
         elif self._verdict.mode is Mode.TERMS:
             self.weight = 1.0
         elif self._verdict.mode is Mode.MEAN:
-            self.weight = self._verdict.weight
+            self.weight = self._verdict.terms[0].amount
         else:
             self.weight = self._checked(self._given_weight if self._given_weight is not None else forward_weight)
 
@@ -441,14 +438,16 @@ class LossOnRanks:
     def _hear(self, group: Exchange, channel: ReportChannel, step: _Left) -> GlobalLoss:
         """Wait for the reports of all ranks of a step, and check them."""
         reports = channel.receive()
-        are_all_ranks = self._num_ranks == group.detector.world_size
-        check_same_batch(reports.batches, self._model_name, are_all_ranks=are_all_ranks)
+        if len(set(reports.batches)) > 1:
+            are_all_ranks = self._num_ranks == group.detector.world_size
+            check_same_batch(reports.batches, self._model_name, are_all_ranks=are_all_ranks)
         if self.guard is not None:
             self.guard.take(*reports.guards)
-        combined = combine(reports.losses)
+        combined = reports.loss
         if not combined.is_alike:
             raise self._unlike(step.verdict)
-        self._readings.check(combined, step.place)
+        if combined.terms:
+            self._readings.check(combined, step.place)
         if combined.elements is not None:
             raise unequal_lengths(step.rows, combined.elements, words(step.place or user_call_site()))
         return combined

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.session import current_or_none
 from rankwise.log import warn
-from rankwise.parallel.loss.amounts import is_zero
 from rankwise.world.device.later import check_later
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ _seen = _Seen()
 
 
 def look_at_losses(
+    session: Session | None,
     losses: Sequence[torch.Tensor],
     amounts: Collection[Amount | None] = (),
     *,
@@ -50,17 +49,17 @@ def look_at_losses(
     """Warn, once per job, on the ranks whose losses are the first ones that are not finite.
 
     Args:
+        session: that is open.
         losses: of this rank.
         amounts: the numbers that they are means over. A mean of nothing is NaN, and counts nothing.
         parts: of each loss, the first one and the number of its samples of this rank; default: all.
         advice: how to skip such a step.
     """
     _seen.num += 1
-    session = current_or_none()
     if _seen.is_over or session is None or session.store is None:
         return
     number, batch = _seen.num, session.batch
-    if (batch is not None and batch.num == 0) or any(amount is not None and is_zero(amount) for amount in amounts):
+    if (batch is not None and batch.num == 0) or 0.0 in [one for one in amounts if not isinstance(one, torch.Tensor)]:
         return
     for place, loss in enumerate(losses):
         if type(loss) is not torch.Tensor or loss.is_meta or not loss.numel():

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.comm.session import current_or_none
 from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_ranks, fold_values
 from rankwise.parallel.loss.amounts import plain
 from rankwise.parallel.state_guard.guard import NUM_NUMBERS
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
+    from rankwise.comm.session import Session
     from rankwise.health.call_site import CallSite
     from rankwise.parallel.loss.terms import ForwardCall, Term
 
@@ -74,11 +74,6 @@ class Verdict(NamedTuple):
 
     mode: Mode
     terms: tuple[Term, ...] = ()
-
-    @property
-    def weight(self) -> Amount:
-        """What the one mean is over: its only term."""
-        return self.terms[0].amount
 
     def read(self) -> Verdict:
         """Return the same with Python numbers only. Waits for the device that others are on."""
@@ -181,7 +176,8 @@ def report_of(
 
     A number that is on a device is NaN, and so is its sum over ranks: then they add it up there.
     """
-    weight = plain(weight)
+    if isinstance(weight, torch.Tensor):
+        weight = math.nan
     if verdict.mode is Mode.NOTHING:
         return [weight, num_samples]
     terms = verdict.terms if verdict.mode is Mode.TERMS else ()
@@ -379,13 +375,12 @@ def _key(combined: GlobalLoss, number: int, place: CallSite | None) -> tuple[int
     return combined.code, place, number, combined.terms[number].divisor > 0
 
 
-def batch_in_hand() -> int:
+def batch_in_hand(session: Session | None) -> int:
     """Return a number for the batch that this thread's loop took last; 0 if it came from no loader of rankwise.
 
     Ranks compare it: a rank that skips a batch is a step ahead from then on, and every later gradient is a mean over
     different batches.
     """
-    session = current_or_none()
     batch = None if session is None else session.batch
     # A thread that reads ahead is at another batch than the one trained on.
     if batch is None or batch.thread != get_ident():
@@ -447,8 +442,7 @@ def channel_length(num_ranks: int) -> int:
 class Reports(NamedTuple):
     """The reports of the ranks."""
 
-    losses: Sequence[float]
-    """[REPORT_LENGTH], of all ranks together."""
+    loss: GlobalLoss
     guards: Sequence[float]
     """[NUM_NUMBERS], of all ranks together."""
     batches: Sequence[float]
@@ -476,6 +470,8 @@ class ReportChannel:
         self._form = struct.Struct(f"={length}d")
         self._body = self._channel.body.numpy().data
         self._result = self._channel.result.numpy().data
+        self._latest: tuple[Sequence[float], GlobalLoss] = (), combine((0.0,) * REPORT_LENGTH)
+        """The sums of the last reports of losses, and what they say: most steps are as the one before."""
 
     def send(self, loss: Sequence[float], guard: Sequence[float] | None, batch: int) -> None:
         """Send this rank's report. Called by: every rank, once per step.
@@ -497,4 +493,7 @@ class ReportChannel:
         """Wait for the reports of all ranks."""
         self._channel.finish()
         sums = self._form.unpack_from(self._result)
-        return Reports(sums[:REPORT_LENGTH], sums[REPORT_LENGTH:_BATCHES], sums[_BATCHES:])
+        of_losses = sums[:REPORT_LENGTH]
+        if of_losses != self._latest[0]:
+            self._latest = of_losses, combine(of_losses)
+        return Reports(self._latest[1], sums[REPORT_LENGTH:_BATCHES], sums[_BATCHES:])

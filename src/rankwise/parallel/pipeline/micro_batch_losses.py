@@ -166,7 +166,7 @@ class MicroBatchLosses:
 def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[Amount, ...] | None:
     """Return the number each term of a loss is a mean over; ``None`` if one factor cannot scale all of them."""
     if verdict.mode is Mode.MEAN:
-        return (verdict.weight,)
+        return (verdict.terms[0].amount,)
     undivided = [term for term in verdict.terms if term.kind == "sum" and not term.divisor]
     has_mean = any(term.kind == "mean" for term in verdict.terms)
     if verdict.mode is Mode.SAMPLES or (undivided and (has_mean or has_penalty)):

@@ -18,8 +18,7 @@ from rankwise.comm.session import CurrentBatch
 from rankwise.parallel.core.device_mesh import exchange_along
 from rankwise.parallel.randomness.counter import mixed
 from rankwise.parallel.randomness.model_draws import DrawsOfModel, rows_in_hand
-from rankwise.parallel.randomness.scope import PlannedDraw
-from rankwise.parallel.randomness.source import take_key
+from rankwise.parallel.randomness.scope import PlannedDraw, take_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence

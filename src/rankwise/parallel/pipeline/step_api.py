@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.comm.session import current
+from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.event_log import Failed, post
 from rankwise.health.step_meter import note_layout
@@ -312,6 +312,7 @@ class Pipeline:
                 self._along.detector.recorder.note_step(self._num_begun)
         if run is not None and run.losses:
             look_at_losses(
+                current_or_none(),
                 run.losses,
                 parts=[(one.first, one.num_samples) for one in run.micro_batches],
                 advice="skip such a step on every rank of the pipeline, to all of which step() returns the loss",

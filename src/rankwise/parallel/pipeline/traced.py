@@ -21,8 +21,7 @@ from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it
 from rankwise.parallel.randomness.batch_tracer import KnownLayout, is_random
 from rankwise.parallel.randomness.meeting_tracer import MeetingTracer
 from rankwise.parallel.randomness.sample_layout import SampleLayout
-from rankwise.parallel.randomness.scope import DrawScope
-from rankwise.parallel.randomness.source import is_apart
+from rankwise.parallel.randomness.scope import DrawScope, is_apart
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like

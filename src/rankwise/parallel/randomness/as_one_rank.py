@@ -1,25 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public call for random numbers in a training loop."""
+"""The public call for random numbers in a training loop: of torch, NumPy and Python.
+
+Inside it NumPy's and Python's global generators draw for all ranks and return this rank's rows. Their numbers are those
+of one rank without rankwise, whatever ``randomness`` is.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rankwise.comm.session import CurrentBatch, current
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.randomness.draw_warnings import SinglesInBlock, notice_in_block
+from rankwise.health.call_site import user_call_site, words
+from rankwise.parallel.randomness.draw_warnings import SinglesInBlock, notice_in_block, permutes_a_part
 from rankwise.parallel.randomness.kernels import install
-from rankwise.parallel.randomness.library_draws import drawn_by_row
 from rankwise.parallel.randomness.scope import DrawScope, check_randomness, enter, leave
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Iterable
+    from types import ModuleType
 
     from rankwise.comm.session import Session
     from rankwise.parallel.randomness.scope import Randomness
+
+    Draw = Callable[..., Any]
+
+
+_SIZE_AT = {
+    **dict.fromkeys(("random", "random_sample", "ranf", "sample", "standard_exponential", "standard_normal"), 0),
+    **dict.fromkeys(("chisquare", "choice", "exponential", "geometric", "poisson", "rayleigh", "standard_t"), 1),
+    **dict.fromkeys(("beta", "binomial", "gamma", "gumbel", "laplace", "logistic", "lognormal", "normal"), 2),
+    **dict.fromkeys(("negative_binomial", "randint", "uniform", "vonmises"), 2),
+    "triangular": 3,
+}
+"""Which argument of each function is the size."""
+_BY_DIMS = ("rand", "randn")
+_MIXING = ("permutation", "shuffle")
+_SINGLE = tuple(
+    name
+    for name in (
+        *("random", "uniform", "triangular", "randint", "randrange", "choice", "getrandbits", "gauss"),
+        *("normalvariate", "lognormvariate", "expovariate", "betavariate", "gammavariate", "vonmisesvariate"),
+        *("paretovariate", "weibullvariate", "binomialvariate"),
+    )
+    if hasattr(random, name)  # the last one since Python 3.12
+)
+_OTHERS = ("shuffle", "sample", "choices")
 
 
 @contextmanager
@@ -67,7 +100,7 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
     singles = SinglesInBlock()
     enter(scope)
     try:
-        with drawn_by_row(rows, singles):
+        with _drawn_by_row(rows, singles):
             yield
     finally:
         leave()
@@ -82,3 +115,112 @@ def _rows_of(session: Session, num_samples: int) -> CurrentBatch:
         return CurrentBatch(0, 0, 0, num_samples, num_samples, 0)
     numbers = session.exchange.all_gather(torch.tensor([num_samples]), what="numbers of samples").flatten().tolist()
     return CurrentBatch(0, 0, 0, num_samples, sum(numbers), sum(numbers[: session.world.rank]))
+
+
+@contextmanager
+def _drawn_by_row(rows: CurrentBatch, singles: SinglesInBlock) -> Generator[None]:
+    """Have functions of ``numpy.random`` and ``random`` draw this rank's ``rows``, and count draws of one number."""
+    if rows.num == rows.num_global:
+        yield
+        return
+    names = (*_SIZE_AT, *_BY_DIMS, *_MIXING)
+    with (
+        replacing(np.random, names, lambda name, draw: _replaced(name, draw, rows, singles)),
+        replacing(random, (*_SINGLE, *_OTHERS), lambda name, draw: _replaced_in_python(name, draw, rows, singles)),
+    ):
+        yield
+
+
+def _replaced(name: str, draw: Draw, rows: CurrentBatch, singles: SinglesInBlock) -> Draw:
+    def by_dims(*dims: int) -> Any:
+        if not dims or dims[0] != rows.num:
+            if math.prod(dims) == 1:
+                singles.count()
+            return draw(*dims)
+        return _own(draw(rows.num_global, *dims[1:]), rows)
+
+    def by_size(*args: Any, **kwargs: Any) -> Any:
+        at = _SIZE_AT[name]
+        size = args[at] if len(args) > at else kwargs.get("size")
+        dims = (size,) if isinstance(size, int | np.integer) else tuple(size or ())
+        if not dims or dims[0] != rows.num:
+            _check_scalars(name, (*args[:at], *kwargs.values()), rows)
+            if math.prod(dims) == 1:
+                singles.count()
+            return draw(*args, **kwargs)
+        whole = (rows.num_global, *dims[1:])
+        if len(args) > at:
+            return _own(draw(*args[:at], whole, *args[at + 1 :], **kwargs), rows)
+        return _own(draw(*args, **{**kwargs, "size": whole}), rows)
+
+    def mix(values: Any) -> Any:
+        if (values if isinstance(values, int | np.integer) else len(values)) == rows.num:
+            raise permutes_a_part(f"numpy.random.{name}", rows)
+        return draw(values)
+
+    return by_dims if name in _BY_DIMS else mix if name in _MIXING else by_size
+
+
+def _own(drawn: np.ndarray[Any, Any], rows: CurrentBatch) -> np.ndarray[Any, Any]:
+    return drawn[rows.start : rows.start + rows.num]
+
+
+def _check_scalars(name: str, args: tuple[Any, ...], rows: CurrentBatch) -> None:
+    if name != "choice" and any(np.ndim(one) and len(one) == rows.num for one in args):
+        raise ConfigurationError(
+            f"numpy.random.{name} at {words(user_call_site())} draws from arrays of this rank's samples.",
+            evidence=f"this rank has {rows.num} of {rows.num_global} samples and not the values of the others",
+            do="draw standard numbers (numpy.random.standard_normal, numpy.random.random) and scale them",
+        )
+
+
+def _replaced_in_python(name: str, draw: Draw, rows: CurrentBatch, singles: SinglesInBlock) -> Draw:
+    def count(*args: Any, **kwargs: Any) -> Any:
+        singles.count()
+        return draw(*args, **kwargs)
+
+    def choices(*args: Any, k: int = 1, **kwargs: Any) -> Any:
+        if k != rows.num:
+            return draw(*args, k=k, **kwargs)
+        return draw(*args, k=rows.num_global, **kwargs)[rows.start : rows.start + rows.num]
+
+    def shuffle(values: Any) -> None:
+        if len(values) == rows.num:
+            raise permutes_a_part("random.shuffle", rows)
+        draw(values)
+
+    def sample(population: Any, k: int, **kwargs: Any) -> Any:
+        if len(population) == k == rows.num:
+            raise permutes_a_part("random.sample", rows)
+        return draw(population, k, **kwargs)
+
+    return {"choices": choices, "shuffle": shuffle, "sample": sample}.get(name, count)
+
+
+@contextmanager
+def replacing(module: ModuleType, names: Iterable[str], replace: Callable[[str, Draw], Draw]) -> Generator[None]:
+    """Replace functions of a module inside the block; other threads, as one that reads ahead, call the original ones.
+
+    Args:
+        module: the module.
+        names: of the functions.
+        replace: returns the function to call instead, given the name and the original function.
+    """
+    before = {name: getattr(module, name) for name in names}
+    for name, draw in before.items():
+        setattr(module, name, _in_this_thread(draw, replace(name, draw)))
+    try:
+        yield
+    finally:
+        for name, draw in before.items():
+            setattr(module, name, draw)
+
+
+def _in_this_thread(draw: Draw, replaced: Draw) -> Draw:
+    thread = get_ident()
+
+    # Without functools.wraps, which would take longer than everything else here.
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        return (replaced if get_ident() == thread else draw)(*args, **kwargs)
+
+    return dispatch

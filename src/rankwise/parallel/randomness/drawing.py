@@ -11,54 +11,20 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
-from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
+from rankwise.parallel.randomness.counter import SAMPLERS, mixed
 from rankwise.parallel.randomness.scope import drawing
-from rankwise.parallel.randomness.source import is_checkpointing, key_of_pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.session import CurrentBatch
     from rankwise.parallel.randomness.sample_layout import SampleLayout
-    from rankwise.parallel.randomness.scope import DrawScope, DropoutMask
     from rankwise.parallel.randomness.source import NumberSource
     from rankwise.torch_private.kernels import Kernel
 
 
-LARGEST_AHEAD = 2**16
-"""Elements of the largest mask that is drawn ahead: in larger ones, drawing itself dominates the time."""
 _PASSED_AT_ONCE = 2**14
 """Numbers that stay in the cache of a core."""
-MOST_AHEAD = 2**22
-"""Elements of all masks that are drawn ahead."""
-
-
-def drop_on_plan(operation: str, out: torch.Tensor, args: Sequence[Any], scope: DrawScope) -> bool:
-    """Fill a dropout mask, if the forward pass before drew it at this place, as the samples' rows in order.
-
-    Does the same as :func:`fill` in a third of the time, for the one operation that draws in every layer.
-    """
-    number, rows = len(scope.made), scope.rows
-    if rows is None or number >= len(scope.plan) or not out.is_contiguous() or is_checkpointing(scope):
-        return False
-    planned = scope.plan[number]
-    layout = planned.layout
-    if layout is None or layout.dim or layout.outer != 1 or not planned.fits(operation, out.shape, rows.num):
-        return False
-    scope.made.append(planned)
-    count = out.numel()
-    if count:
-        key, size = key_of_pass(scope), count // rows.num
-        mask = (key[1], size, args[0] if args else 0.5)
-        if not scope.masks and mask in scope.expected[:1]:
-            scope.draw_ahead(masks_ahead(key[0], scope.expected, rows))
-        scope.masks.append(mask)
-        ready = scope.ahead.pop(mask, None)
-        if ready is not None:
-            out.copy_(ready.view(out.shape))
-        else:
-            kept(key, rows.start * size, count, mask[2], out.numpy().reshape(-1))
-    return True
 
 
 def fill(operation: str, kernel: Kernel, out: torch.Tensor, args: Sequence[Any], source: NumberSource) -> None:
@@ -241,23 +207,3 @@ def _like(tensor: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> t
     """Return a tensor of another shape with its dims in memory in ``order``, in which torch fills it."""
     whole = torch.empty([shape[dim] for dim in order], dtype=tensor.dtype, device=tensor.device)
     return whole.permute([order.index(dim) for dim in range(tensor.dim())])
-
-
-def masks_ahead(key: int, expected: Sequence[DropoutMask], rows: CurrentBatch) -> dict[DropoutMask, torch.Tensor]:
-    """Return the small dropout masks of a forward pass, [rows.num * elements of a sample], all drawn when it begins.
-
-    ``expected`` are the masks that the pass before drew. Drawn one by one between layers, each takes twice as long: by
-    then the processor's cache holds the code of other operations. The numbers are the same either way, since they are
-    functions of a key and a position.
-    """
-    masks: dict[DropoutMask, torch.Tensor] = {}
-    left = MOST_AHEAD
-    for mask in expected:
-        number, size, probability = mask
-        count = size * rows.num
-        left -= count
-        if left < 0:
-            break
-        if count <= LARGEST_AHEAD:
-            masks[mask] = torch.from_numpy(kept((key, number), size * rows.start, count, probability))
-    return masks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +32,7 @@ from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_compiled, is_transforming
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 MOST_FOLLOWED = 16
 """How many forward passes of a model are traced: each takes up to three times as long."""
+_KIND: Callable[[torch.Tensor], tuple[int, torch.dtype]] = attrgetter("ndim", "dtype")
+_SHAPE: Callable[[torch.Tensor], torch.Size] = attrgetter("shape")
 LARGEST_SEED = 2**32
 """Seeds that users choose are smaller; those that torch takes from the system are larger, but for one in 4e9."""
 
@@ -128,9 +131,12 @@ class DrawsOfModel:
 
     def before(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Draw as one rank would from now on. Called by torch, before a forward pass."""
-        if not in_backward():
+        if self._open and not in_backward():
             self._abandon()
-        leaves = [one for _, one in tensors_in((args, kwargs)) if one.dim()]
+        if len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs:  # as most models are called
+            leaves = [args[0]] if args[0].dim() else []
+        else:
+            leaves = [one for _, one in tensors_in((args, kwargs)) if one.dim()]
         rows = rows_in_hand(list(self._session.batches.values()), leaves)
         self.begin(module, leaves, rows)
 
@@ -152,9 +158,9 @@ class DrawsOfModel:
             key: of all draws, where several calls make up the pass; default: taken by the first draw. Draws whose rows
                 cannot be followed then differ by the first row, and not by rank.
         """
-        kind = (module.training, torch.is_grad_enabled(), tuple((one.dim(), one.dtype) for one in leaves))
+        kind = (module.training, torch.is_grad_enabled(), tuple(map(_KIND, leaves)))
         has_own_draws = rows is None and self.randomness != "per_rank"
-        sizes = tuple(leaf.shape for leaf in leaves)
+        sizes = tuple(map(_SHAPE, leaves))
         scope = DrawScope(
             rows,
             self.randomness,
@@ -171,11 +177,12 @@ class DrawsOfModel:
         if plan is None and rows is not None and rows.num > 0 and kind not in self._plans and self._can_follow(module):
             self._num_followed += 1
             follower = BatchTracer(scope, rows.num, list(zip(leaves, layouts_of_inputs(leaves, rows), strict=True)))
+            scope.tracers.append(follower)
         is_known = (kind, sizes) in self._splits or (kind in self._splits and kind not in self._sized)
         if self._part is not None and not is_known and self._can_follow(module):
             self._num_followed += 1
             splitter = SplitTracer(scope)
-        scope.tracers.extend(one for one in (follower, splitter) if one is not None)
+            scope.tracers.append(splitter)
         self._open.append((kind, scope, follower, splitter, (kind, sizes)))
         enter(None if self._needs_loader and rows is None and self._part is None else scope)
         for tracer in scope.tracers:
@@ -198,7 +205,8 @@ class DrawsOfModel:
                 warn_of_dropout(module)
         for tracer in reversed(scope.tracers):
             tracer.__exit__(None, None, None)
-        self._note_splits(kind, scope, sized_kind, is_traced=splitter is not None)
+        if splitter is not None or scope.is_off_splits:
+            self._note_splits(kind, scope, sized_kind, is_traced=splitter is not None)
         if follower is None and scope.is_off_plan and self._can_follow(module):
             # Other draws than in the traced pass: trace the next one.
             self._plans.pop(kind, None)
@@ -213,7 +221,7 @@ class DrawsOfModel:
             if any(split and made.layout and split.dim == made.layout.dim for made, split in draws):
                 self._sized.add(kind)
             self._splits[sized_kind if kind in self._sized else kind] = tuple(scope.made_splits)
-        elif scope.is_off_splits:
+        else:
             warn_of_parts()
             self._splits.pop(kind, None)
             self._splits.pop(sized_kind, None)

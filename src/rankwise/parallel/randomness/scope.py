@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
+import torch
+
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.randomness.sample_layout import OWN_ROWS, PartOfLayer, SampleLayout, layout_of
+from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    import torch
-
     from rankwise.comm.session import CurrentBatch
+    from rankwise.parallel.randomness.counter import Key
+    from rankwise.torch_private.kernels import Kernel
 
 DropoutMask = tuple[int, int, float]
 """A draw of dropout: its number in the pass, the elements of a sample, and the probability that one is kept."""
@@ -113,19 +117,16 @@ class DrawScope:
         """Note a function that draws the latest numbers again; ``None`` to forget it."""
         self.redraw = redraw
 
-    def draw_ahead(self, masks: dict[DropoutMask, torch.Tensor]) -> None:
-        """Keep masks that are drawn already."""
-        self.ahead = masks
+    def next_key(self) -> Key:
+        """Return the key of the draw that was noted last: one number of the generator makes those of all draws."""
+        if self.key is None:
+            self.key = take_key(None)
+        return self.key, len(self.made)
 
     @property
     def is_per_rank(self) -> bool:
         """Whether each rank draws numbers of its own."""
         return self.rows is None or self.randomness == "per_rank"
-
-    @property
-    def is_on_plan(self) -> bool:
-        """Whether draws are those of an earlier forward pass, by position."""
-        return self.randomness == "counter" and bool(self.plan) and not self.traced_layouts and self.part is None
 
     def plan_part(self, shape: Sequence[int]) -> PartOfLayer | None:
         """Return which part of a whole layer the numbers of this shape, about to be drawn, are for."""
@@ -170,6 +171,27 @@ class DrawScope:
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
     """Return the dims of a tensor in the order of memory, the outermost first."""
     return tuple(sorted(range(len(stride)), key=lambda dim: -stride[dim]))
+
+
+integer_kernels: dict[str, Kernel] = {}
+"""torch's own kernels that fill tensors with random integers, by type of device, while they are replaced."""
+
+
+def take_key(generator: torch.Generator | None) -> int:
+    """Return a number from a generator, by default the CPU's."""
+    device = torch.device("cpu") if generator is None else generator.device
+    number = torch.empty(1, dtype=torch.int64, device=device)
+    if generator is None or device.type == "cpu":
+        return int(integer_kernels[device.type](number, generator=generator))
+    # Reading a number from a device would wait for the device; the state is on the CPU.
+    state = generator.get_state().numpy().tobytes()
+    integer_kernels[device.type](number, generator=generator)
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest()) >> 1
+
+
+def is_apart(*, has_graph: bool) -> bool:
+    """Return whether backward may draw the same again: gradients differ from a pass's, or saved tensors have hooks."""
+    return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != has_graph
 
 
 class _Here(threading.local):

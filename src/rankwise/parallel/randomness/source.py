@@ -9,7 +9,6 @@ for the whole batch.
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,17 +17,15 @@ import torch
 
 from rankwise.parallel.randomness.counter import mixed
 from rankwise.parallel.randomness.sample_layout import OWN_ROWS
-from rankwise.parallel.randomness.scope import drawing
-from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
+from rankwise.parallel.randomness.scope import drawing, is_apart, take_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from rankwise.comm.session import CurrentBatch
-    from rankwise.parallel.randomness.philox import Key
+    from rankwise.parallel.randomness.counter import Key
     from rankwise.parallel.randomness.sample_layout import PartOfLayer, SampleLayout
     from rankwise.parallel.randomness.scope import DrawScope
-    from rankwise.torch_private.kernels import Kernel
 
 MOST_REMEMBERED = 2**14
 """Draws of forward passes that a recomputation in backward may ask for."""
@@ -72,23 +69,16 @@ class NumberSource:
         return first ^ self.salt, second
 
 
-_random: dict[str, Kernel] = {}
 _remembered: dict[int, NumberSource] = {}
 """The latest sources of forward passes: by their keys, or by the state of the generator."""
 _remembered_longer: dict[int, NumberSource] = {}
 """The sources before them."""
 
 
-def keep_kernel(device_type: str, kernel: Kernel) -> None:
-    """Note the kernel of torch that fills tensors on a kind of device with random integers."""
-    _random[device_type] = kernel
-
-
 def forget() -> None:
-    """Forget all draws and kernels."""
+    """Forget all draws."""
     _remembered.clear()
     _remembered_longer.clear()
-    _random.clear()
 
 
 @contextmanager
@@ -138,29 +128,12 @@ def source_in(scope: DrawScope, operation: str, like: torch.Tensor, generator: t
         )
     else:
         salt = mixed(scope.rank) if is_own else 0
-        if generator is None and not is_checkpointing(scope):
-            return NumberSource(layout, rows, salt, key_of_pass(scope), None, planned.order, part)
+        if generator is None and not is_apart(has_graph=scope.has_graph):
+            return NumberSource(layout, rows, salt, scope.next_key(), None, planned.order, part)
         known_by = take_key(generator)
         source = NumberSource(layout, rows, salt, (known_by, 0), None, planned.order, part)
     _remember(known_by, source)
     return source
-
-
-def key_of_pass(scope: DrawScope) -> Key:
-    """Return the key of the latest draw of a scope, which takes one number from the generator for all draws."""
-    if scope.key is None:
-        scope.key = take_key(None)
-    return scope.key, len(scope.made)
-
-
-def is_checkpointing(scope: DrawScope) -> bool:
-    """Return whether backward may draw the same again."""
-    return is_apart(has_graph=scope.has_graph)
-
-
-def is_apart(*, has_graph: bool) -> bool:
-    """Return whether there are hooks on saved tensors, or gradients are disabled within a pass that has a graph."""
-    return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != has_graph
 
 
 def source_again(generator: torch.Generator | None, device: torch.device) -> NumberSource | None:
@@ -218,18 +191,6 @@ def redrawing(
             draw(again)
 
     return redraw
-
-
-def take_key(generator: torch.Generator | None) -> int:
-    """Return a number from a generator, by default the CPU's."""
-    device = torch.device("cpu") if generator is None else generator.device
-    number = torch.empty(1, dtype=torch.int64, device=device)
-    if generator is None or device.type == "cpu":
-        return int(_random[device.type](number, generator=generator))
-    # Reading a number from a device would wait for the device; the state is on the CPU.
-    state = generator.get_state().numpy().tobytes()
-    _random[device.type](number, generator=generator)
-    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest()) >> 1
 
 
 def _state_of(generator: torch.Generator | None, device: torch.device) -> int:

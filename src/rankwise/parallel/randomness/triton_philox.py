@@ -11,10 +11,10 @@ import torch
 import triton  # type: ignore[import-not-found] # pyright: ignore[reportMissingImports] - optional
 import triton.language as tl  # type: ignore[import-not-found] # pyright: ignore[reportMissingImports] - optional
 
-from rankwise.parallel.randomness.philox import OTHER, signed
+from rankwise.parallel.randomness.counter import OTHER, signed
 
 if TYPE_CHECKING:
-    from rankwise.parallel.randomness.philox import Key
+    from rankwise.parallel.randomness.counter import Key
 
 _ROWS = 128
 """Counts of a program: one for each of its threads."""

@@ -59,7 +59,7 @@ _STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "local_sgd",
 _BETWEEN_WARNING_AND_HANDLER = ("rankwise.log", __name__)
 _ABOUT_RESULTS = ("rankwise.parallel.", "rankwise.comm.optimizer_steps")
 """Modules whose warnings name what makes results depend on the number of ranks."""
-_ABOUT_SPEED = "rankwise.parallel.randomness.philox"
+_ABOUT_SPEED = "rankwise.parallel.randomness.counter"
 """And that of them whose warnings do not."""
 
 

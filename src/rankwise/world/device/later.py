@@ -38,23 +38,24 @@ class Later:
         return self._value
 
 
-_checks: list[tuple[Later, Callable[[], None]]] = []
+waiting: list[tuple[Later, Callable[[], None]]] = []
+"""The checks that may still report."""
 
 
 def check_later(condition: torch.Tensor, report: Callable[[], None]) -> None:
     """Call ``report`` in a later step if a condition, a tensor of no dims on a device, turns out to hold."""
     if not is_capturing(condition.device):
-        _checks.append((Later(condition), report))
+        waiting.append((Later(condition), report))
 
 
 def run_checks(*, waits: bool = False) -> None:
     """Report the conditions that have turned out to hold; ``waits``: also those of work that is not done."""
-    while _checks and (waits or _checks[0][0].has_arrived()):
-        condition, report = _checks.pop(0)
+    while waiting and (waits or waiting[0][0].has_arrived()):
+        condition, report = waiting.pop(0)
         if bool(condition.read()):
             report()
 
 
 def forget_checks() -> None:
     """Forget all of them. Called when the world is left."""
-    _checks.clear()
+    waiting.clear()
