@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint import earlier_saves, files, folder, folder_lock
+from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import examine, load_into, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
@@ -152,10 +152,10 @@ class Checkpointer:
         self.wait()
         ranks = CollectiveRanks(current())
         folder_lock.refuse_other_job(ranks, self._lock, objects.values())
-        numbers = earlier_saves.numbers_on_ranks(ranks, self.directory)
+        numbers = folder.numbers_on_ranks(ranks, self.directory)
         if fresh:
-            self._ignored = earlier_saves.newest_to_ignore(ranks, self.directory, numbers)
-        elif not numbers and earlier_saves.were_here(ranks, self.directory):
+            self._ignored = folder.newest_to_ignore(ranks, self.directory, numbers)
+        elif not numbers and folder.were_here(ranks, self.directory):
             raise CheckpointError(
                 f"An earlier attempt of this job used the checkpoints in {self.directory}, and none is there any more.",
                 do=f"restore or mount the folder.\n{_START_FRESH}",
@@ -199,7 +199,7 @@ class Checkpointer:
                 continue
             load_into(ranks, path, saved, objects)
             self._restored = number
-            earlier_saves.note_use(self.directory)
+            folder.note_use(self.directory)
             log(f"restored {path}")
             return path
         if damages:
@@ -390,7 +390,7 @@ class Checkpointer:
     def _retire(self, newest: Path) -> None:
         """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
         self._own.add(newest)
-        earlier_saves.note_use(self.directory)
+        folder.note_use(self.directory)
         if self.keep is None:
             return
         num_good, foreign = 0, list[str]()

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import dtensor_layout, files, generators, manifest, state
-from rankwise.checkpoint.manifest import ObjectEntry, Region, TensorEntry, TensorPart, whole
-from rankwise.checkpoint.rank_regions import (
+from rankwise.checkpoint import files, generators, manifest, state
+from rankwise.checkpoint.layouts import (
     StateReport,
     TensorLayout,
     bounds,
     differs,
+    is_elsewhere,
     layouts_of,
+    local,
+    region_of,
     report_of,
     united_entries,
 )
+from rankwise.checkpoint.manifest import ObjectEntry, TensorEntry, TensorPart
 from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.torch_private.compiler import module_within
@@ -105,29 +109,26 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
         for region, holders in layout.holders.items()
     }
     size_bytes_of = {
-        (name, offsets): region.num_elements * files.dtype_of(gathered.layouts[name].dtype).itemsize
+        (name, offsets): math.prod(region.shape) * files.dtype_of(gathered.layouts[name].dtype).itemsize
         for (name, offsets), (region, _) in regions.items()
     }
     rank_of = manifest.assign(size_bytes_of, {key: holders for key, (_, holders) in regions.items()})
+    file_of = {rank: part_name(rank) for rank in set(rank_of.values())}
     taken: set[tuple[int, str]] = set()
     parts: dict[str, list[TensorPart]] = {}
     own: dict[str, torch.Tensor] = {}
-    # Whole tensors first: they keep their names.
-    for key in sorted(regions, key=lambda key: regions[key][0].shape != gathered.layouts[key[0]].shape):
+    # Whole tensors first: they keep their names. Then regions, those of one tensor in the order of their offsets.
+    for is_part, key in sorted([(regions[key][0].shape != gathered.layouts[key[0]].shape, key) for key in regions]):
         name, region, rank = key[0], regions[key][0], rank_of[key]
-        inside = name if region.shape == gathered.layouts[name].shape else f"{name}[{bounds(region)}]"
+        inside = f"{name}[{bounds(region)}]" if is_part else name
         while (rank, inside) in taken:
             inside += "'"
         taken.add((rank, inside))
-        parts.setdefault(name, []).append(TensorPart(part_name(rank), inside, region))
+        parts.setdefault(name, []).append(TensorPart(file_of[rank], inside, region))
         if rank == ranks.rank:
             own[inside] = gathered.held[name]
     entries = {
-        name: TensorEntry(
-            dtype=layout.dtype,
-            shape=layout.shape,
-            parts=tuple(sorted(parts[name], key=lambda part: part.region.offsets)),
-        )
+        name: TensorEntry(dtype=layout.dtype, shape=layout.shape, parts=tuple(parts[name]))
         for name, layout in gathered.layouts.items()
     }
     return Content(
@@ -166,12 +167,13 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
     frames = mine.frames if any(is_spread_on) else {}
     if len({digest for digest, _ in reported}) > 1:
         raise _difference(ranks, mine, frames)
-    held = {name: dtensor_layout.local(tensor) for name, tensor in mine.tensors.items()}
+    held = {name: one if type(one) is torch.Tensor else local(one) for name, one in mine.tensors.items()}
     if not any(is_spread_on):
         everywhere = range(ranks.world_size)
         layouts = {
-            name: TensorLayout(dtype=dtype, shape=shape, holders={whole(shape): everywhere})
-            for name, (dtype, shape, _) in mine.report.tensors.items()
+            name: TensorLayout(dtype=dtype, shape=shape, holders={region: everywhere})
+            for name, (dtype, shape, region) in mine.report.tensors.items()
+            if region is not None
         }
         return Gathered(objects=mine.objects, layouts=layouts, held=held)
     reports = [report_of(sections) for _, sections in reported[:num_counting] if sections is not None]
@@ -199,10 +201,11 @@ def _read_own(objects: Mapping[str, object]) -> _OwnState:
     for name, numbers in elsewhere.items():
         trees[name] = _without_numbers(trees[name], numbers)
     skeletons, tensors = state.flatten(trees)
-    reported: dict[str, tuple[str, tuple[int, ...], Region | None]] = {
-        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), dtensor_layout.region_of(tensor, name))
+    reported = {
+        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor, name))
         for name, tensor in tensors.items()
     }
+    is_whole = [region is not None and region.shape == shape for _, shape, region in reported.values()]
     return _OwnState(
         objects={
             name: ObjectEntry(kind=kind_of(objects[name]), state=skeleton) for name, skeleton in skeletons.items()
@@ -217,14 +220,14 @@ def _read_own(objects: Mapping[str, object]) -> _OwnState:
             },
             elsewhere={name: sorted(numbers) for name, numbers in elsewhere.items()},
         ),
-        is_spread=any(region != whole(shape) for _, shape, region in reported.values()) or any(elsewhere.values()),
+        is_spread=not all(is_whole) or any(elsewhere.values()),
     )
 
 
 def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the numbers, as ``state_dict()`` counts, of the parameters that have no memory on this rank."""
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    return {number for number, parameter in enumerate(parameters) if dtensor_layout.is_elsewhere(parameter)}
+    return {number for number, parameter in enumerate(parameters) if is_elsewhere(parameter)}
 
 
 def unwrapped(item: object) -> object:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from rankwise.checkpoint.content import Gathered
+    from rankwise.checkpoint.layouts import TensorLayout
     from rankwise.checkpoint.manifest import Json
     from rankwise.checkpoint.phases import CheckpointRanks
-    from rankwise.checkpoint.rank_regions import TensorLayout
 
 CHUNK_BYTES = 64 * 2**20
 """How much of a tensor is sent to rank zero at a time."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.checkpoint import checksums, files, folder, manifest
 from rankwise.checkpoint import content as contents
+from rankwise.checkpoint import files, folder, manifest
 from rankwise.checkpoint.manifest import FileEntry, Manifest
 from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
@@ -130,7 +130,7 @@ def write_tensors(job: SaveJob) -> dict[str, Any] | None:
     """Write this rank's file; return its entry for the manifest."""
     if job.num_bytes == 0:
         return None
-    entry = checksums.write_file(job.staging / contents.part_name(job.world.rank), job.parts())
+    entry = files.write_file(job.staging / contents.part_name(job.world.rank), job.parts())
     return asdict(entry)
 
 
@@ -138,7 +138,7 @@ def write_manifest(job: SaveJob) -> None:
     """Check that every file is complete, then write the manifest. Rank zero only."""
     entries = [FileEntry(**part) for part in job.written if part is not None]
     for entry in entries:
-        damage = checksums.find_damage(job.staging / entry.name, entry, ())
+        damage = files.find_damage(job.staging / entry.name, entry, ())
         if damage is not None:
             raise CheckpointError(
                 f"{job.target} was not saved: rank zero found that {damage}.",
@@ -154,7 +154,7 @@ def write_manifest(job: SaveJob) -> None:
         objects=job.content.objects,
         generators=job.content.generators,
     )
-    checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
+    files.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
 
 
 def complete(job: SaveJob) -> None:
