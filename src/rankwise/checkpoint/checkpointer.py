@@ -18,7 +18,7 @@ import torch
 from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
-from rankwise.checkpoint.load import examine, load_into, verify
+from rankwise.checkpoint.load import examine, is_as_written, load_into, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
 from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from rankwise.checkpoint.manifest import Written
     from rankwise.checkpoint.phases import CheckpointRanks
     from rankwise.comm.session import Session
 
@@ -88,7 +89,8 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._talk: StoreRanks | None = None
         self._damaged: set[Path] = set()
-        self._own: set[Path] = set()
+        self._own: dict[Path, Written] = {}
+        """What this one has saved."""
         self._restored = -1
         self._ignored = -1
         """The newest checkpoint of an earlier run, if this one starts from scratch."""
@@ -387,26 +389,28 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointError(f"The checkpoints in {self.directory} cannot be listed: {error}") from error
 
-    def _retire(self, newest: Path) -> None:
+    def _retire(self, newest: Path, written: Written) -> None:
         """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
-        self._own.add(newest)
+        self._own[newest] = written
         folder.note_use(self.directory)
         if self.keep is None:
             return
         num_good, foreign = 0, list[str]()
         for number, path in self._list().items():
-            if path not in self._own | self._damaged and not self._ignored < number <= self._restored:
+            is_ours = path in self._own or path in self._damaged or self._ignored < number <= self._restored
+            if not is_ours:
                 foreign.append(path.name)
                 continue
             try:
                 # The stages of the save have just looked at every file of the newest.
-                is_good = path == newest or examine(path)[0] is not None
+                is_good = path == newest or is_as_written(path, self._own.get(path)) or examine(path)[0] is not None
             except CheckpointError as error:
                 warn(f"the old checkpoint {path} is kept: {error.what}")
                 continue
             if num_good >= self.keep and path != newest:
                 try:
                     folder.remove(path, secrets.token_hex(8))
+                    self._own.pop(path, None)
                 except OSError as error:
                     warn(f"the old checkpoint {path} could not be removed: {error}")
             elif is_good and path not in self._damaged:

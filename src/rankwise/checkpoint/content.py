@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.phases import CheckpointRanks
 
 
-_Reported = tuple[str, list[Any] | None]
-"""A rank's message about its state: a digest, and a report if the state is spread over ranks."""
+_Reported = tuple[str, list[Any] | None, dict[str, str]]
+"""A rank's message about its state: a digest, a report if the state is spread over ranks, and digests of the states of
+its random number generators, which may differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """The content of a checkpoint; the same on every rank, except for ``own``."""
+    """The content of a checkpoint; the same on every rank, except for ``own`` and ``states``."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
@@ -53,13 +54,17 @@ class Content:
     """The manifest's entry of each tensor."""
     own: dict[str, torch.Tensor]
     """The tensors that this rank writes, by name in its file and in the order of its file, in the objects' memory."""
-    generators: dict[str, Json]
-    """The states of random number generators."""
+    states: dict[str, Json]
+    """The states of this rank's random number generators."""
+    differing: list[str]
+    """Which of them are not the same on all ranks."""
+    in_loop: list[str]
+    """The objects over which a loop is running."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
-    """The state of objects as the ranks hold it together; the same on every rank, except for ``held``."""
+    """The state of objects as the ranks hold it together; the same on every rank but for ``held`` and ``states``."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
@@ -67,6 +72,10 @@ class Gathered:
     """Of each tensor, by name."""
     held: dict[str, torch.Tensor]
     """This rank's part of each tensor, by name, in the objects' memory."""
+    states: dict[str, Json]
+    """The states of this rank's random number generators."""
+    differing: list[str]
+    """Which of them are not the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +85,8 @@ class _OwnState:
     report: StateReport
     is_spread: bool
     """Whether some of it lies on other ranks."""
+    states: dict[str, Json]
+    """Of the random number generators."""
 
     @property
     def frames(self) -> dict[str, Json]:
@@ -135,7 +146,9 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
         objects=gathered.objects,
         entries=entries,
         own=files.in_file_order(own),
-        generators=generators.read(ranks, objects),
+        states=gathered.states,
+        differing=gathered.differing,
+        in_loop=generators.in_loop(objects),
     )
 
 
@@ -161,12 +174,13 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
 
     reported = ranks.confirm("reading the state to save", read_own)
     mine = own[0]
-    is_spread_on = [report is not None for _, report in reported]
+    is_spread_on = [report is not None for _, report, _ in reported]
     if any(is_spread_on) and not all(is_spread_on):
         reported = ranks.confirm("comparing which rank holds what", lambda: _reported(mine, is_spread=True))
     frames = mine.frames if any(is_spread_on) else {}
-    if len({digest for digest, _ in reported}) > 1:
+    if len({digest for digest, _, _ in reported}) > 1:
         raise _difference(ranks, mine, frames)
+    differing = [name for name in mine.states if len({digests.get(name) for *_, digests in reported}) > 1]
     held = {name: one if type(one) is torch.Tensor else local(one) for name, one in mine.tensors.items()}
     if not any(is_spread_on):
         everywhere = range(ranks.world_size)
@@ -175,13 +189,13 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
             for name, (dtype, shape, region) in mine.report.tensors.items()
             if region is not None
         }
-        return Gathered(objects=mine.objects, layouts=layouts, held=held)
-    reports = [report_of(sections) for _, sections in reported[:num_counting] if sections is not None]
+        return Gathered(objects=mine.objects, layouts=layouts, held=held, states=mine.states, differing=differing)
+    reports = [report_of(sections) for _, sections, _ in reported[:num_counting] if sections is not None]
     united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
     merged = {
         name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
     }
-    return Gathered(objects=merged, layouts=layouts_of(reports), held=held)
+    return Gathered(objects=merged, layouts=layouts_of(reports), held=held, states=mine.states, differing=differing)
 
 
 def _num_counting(ranks: CheckpointRanks) -> int:
@@ -221,6 +235,7 @@ def _read_own(objects: Mapping[str, object]) -> _OwnState:
             elsewhere={name: sorted(numbers) for name, numbers in elsewhere.items()},
         ),
         is_spread=not all(is_whole) or any(elsewhere.values()),
+        states=generators.states(),
     )
 
 
@@ -267,10 +282,11 @@ def kind_of(item: object) -> str:
 def _reported(own: _OwnState, *, is_spread: bool) -> _Reported:
     """Return a digest of what must be the same on every rank; and the report, where the state is spread over ranks."""
     skeletons = {name: entry.state for name, entry in own.objects.items()}
+    digests = generators.digests_of(own.states)
     if is_spread:
-        return _digest_of({**skeletons, **own.frames}), own.report.as_json()
+        return _digest_of({**skeletons, **own.frames}), own.report.as_json(), digests
     tensors = {name: (dtype, shape) for name, (dtype, shape, _) in own.report.tensors.items()}
-    return _digest_of([tensors, skeletons]), None
+    return _digest_of([tensors, skeletons]), None, digests
 
 
 def _digest_of(value: object) -> str:

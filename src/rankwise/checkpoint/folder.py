@@ -61,8 +61,8 @@ def find(target: Path) -> Path:
     # An error of the disk is reported where the checkpoint is read.
     with contextlib.suppress(OSError):
         if not target.exists():
-            for path in _hidden(target.parent, "replaced"):
-                if _name_of(path) == target.name:
+            for path, name, state in _hidden(target.parent, _listed(target.parent)):
+                if (name, state) == (target.name, "replaced"):
                     return path
     return target
 
@@ -73,14 +73,19 @@ def list_numbered(folder: Path) -> dict[int, Path]:
     Raises:
         OSError: it cannot be listed, so that it is not known whether there are any.
     """
-    names = set(_listed(folder)) | {_name_of(path) for path in _hidden(folder, "replaced")}
-    numbers = {int(match[1]): name for name in names if (match := _NUMBERED.fullmatch(name))}
-    return {number: find(folder / numbers[number]) for number in sorted(numbers, reverse=True)}
+    names = _listed(folder)
+    replaced = {name for _, name, state in _hidden(folder, names) if state == "replaced"}
+    numbers = {int(match[1]): name for name in {*names, *replaced} if (match := _NUMBERED.fullmatch(name))}
+    return {
+        number: find(folder / name) if name in replaced else folder / name
+        for number, name in sorted(numbers.items(), reverse=True)
+    }
 
 
 def list_unfinished(folder: Path) -> list[Path]:
     """Return the directories that interrupted saves of numbered checkpoints have left."""
-    return [path for path in _hidden(folder, "staging") if _counts(path, None)]
+    hidden = _hidden(folder, _listed(folder))
+    return [path for path, name, state in hidden if state == "staging" and _NUMBERED.fullmatch(name)]
 
 
 def remove_leftovers(folder: Path, name: str | None) -> None:
@@ -92,16 +97,14 @@ def remove_leftovers(folder: Path, name: str | None) -> None:
         folder: where to look.
         name: of one checkpoint; ``None`` for all numbered checkpoints.
     """
-    for path in _hidden(folder, "staging") + _hidden(folder, "removed"):
-        if _counts(path, name):
+    for path, own, state in _hidden(folder, _listed(folder)):
+        is_meant = own == name if name is not None else _NUMBERED.fullmatch(own) is not None
+        if not is_meant:
+            continue
+        if state == "replaced" and not (folder / own).exists():
+            path.rename(folder / own)
+        else:
             shutil.rmtree(path)
-    for path in _hidden(folder, "replaced"):
-        if _counts(path, name):
-            target = folder / _name_of(path)
-            if target.exists():
-                shutil.rmtree(path)
-            else:
-                path.rename(target)
 
 
 def refuse_foreign(target: Path) -> None:
@@ -142,19 +145,10 @@ def _listed(folder: Path) -> list[str]:
         return []
 
 
-def _hidden(folder: Path, state: str) -> list[Path]:
-    found = [name for name in _listed(folder) if (match := _HIDDEN.fullmatch(name)) and match["state"] == state]
-    return [folder / name for name in sorted(found) if (folder / name).is_dir()]
-
-
-def _name_of(hidden: Path) -> str:
-    match = _HIDDEN.fullmatch(hidden.name)
-    return match["name"] if match else hidden.name
-
-
-def _counts(hidden: Path, name: str | None) -> bool:
-    own = _name_of(hidden)
-    return own == name if name is not None else _NUMBERED.fullmatch(own) is not None
+def _hidden(folder: Path, names: list[str]) -> list[tuple[Path, str, str]]:
+    """Return the directories among ``names`` that saves hide, each with the checkpoint's name and what it is."""
+    matches = [match for name in sorted(names) if (match := _HIDDEN.fullmatch(name)) and (folder / name).is_dir()]
+    return [(folder / match[0], match["name"], match["state"]) for match in matches]
 
 
 # -- as all ranks see it -----------------------------------------------------------------------------

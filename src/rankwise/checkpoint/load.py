@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from rankwise.checkpoint.manifest import FileEntry, Manifest
+    from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
     from rankwise.checkpoint.phases import CheckpointRanks
 
 _TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
@@ -140,6 +140,18 @@ def examine(path: Path) -> tuple[Manifest | None, str]:
     if damage is not None:
         return None, damage
     return saved, f"complete, with the manifest {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def is_as_written(path: Path, written: Written | None) -> bool:
+    """Return whether a checkpoint has the manifest that this process has written, and files of the right sizes.
+
+    Raises:
+        CheckpointError: as :func:`examine`.
+    """
+    data = None if written is None else _manifest_bytes(path)
+    if written is None or data is None or hashlib.sha256(data).digest() != written.digest:
+        return False
+    return not any(_find_damage(path / entry.name, entry, ()) for entry in written.files)
 
 
 def read_manifest(path: Path) -> Manifest:

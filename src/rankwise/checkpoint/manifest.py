@@ -50,6 +50,15 @@ class FileEntry:
     """CRC-32 of each piece of ``PIECE_BYTES``, eight hexadecimal digits."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What tells a checkpoint that this process has written from every other one."""
+
+    digest: bytes
+    """SHA-256 of the manifest's file."""
+    files: Sequence[FileEntry]
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """A box within a tensor."""
