@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rankwise.checkpoint import files, state
 from rankwise.checkpoint.manifest import FileEntry, Region, TensorEntry, TensorPart, in_one_part, tiles, whole
 from rankwise.errors import CheckpointError
-from rankwise.tensors.arrays import memory_of
+from rankwise.tensors.arrays import as_sent, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return bytes(files.bytes_of(tensor))
+    return bytes(memory_of(as_sent(tensor)))
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> FileEntry:
-    return files.write_file(path, [files.header_of(tensors), *map(files.bytes_of, tensors.values())])
+    return files.write_file(path, [files.header_of(tensors), *map(_bits, tensors.values())])
 
 
 def _read(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:

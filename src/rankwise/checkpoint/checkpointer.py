@@ -95,9 +95,9 @@ class Checkpointer:
         self._ignored = -1
         """The newest checkpoint of an earlier run, if this one starts from scratch."""
         self._names_foreign = True
-        self._leaves: Session | None = None
         self._lock = FolderLock(self.directory)
-        self._locked_in: Session | None = None
+        self._session: Session | None = None
+        """That of the last save."""
 
     def save(self, *, step: int | None = None, **objects: object) -> Path:
         """Save objects as the next checkpoint.
@@ -284,9 +284,10 @@ class Checkpointer:
             session.prepare_save()
             ranks = CollectiveRanks(session)
             content = contents.read(ranks, objects)
-            if self._locked_in is not session:
+            if self._session is not session:
+                session.on_leave(self._finish_at_leave)
                 session.at_end(self._unlock)
-                self._locked_in = session
+                self._session, self._talk = session, None
             path, token = folder_lock.acquire_for_job(
                 ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step))
             )
@@ -322,9 +323,6 @@ class Checkpointer:
         # Confirmed, so that a rank that has no memory for the copy does not keep the others waiting.
         CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(job.content.own)))
         self._pending = PendingSave(self._background_ranks(session, job.token), replace(job, data=data[0]))
-        if self._leaves is not session:
-            session.on_leave(self._finish_at_leave)
-            self._leaves = session
 
     def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
         """Copy tensors and return what gives their bytes, once copies from GPUs have arrived."""
@@ -344,11 +342,9 @@ class Checkpointer:
         if session.store is None:
             return SingleRank()
         # Every rank has reached this save, so none still reads this rank's reports on the last one.
-        if self._talk is not None and self._leaves is session:
+        if self._talk is not None:
             self._talk.forget()
-            store = self._talk.store
-        else:
-            store = session.store.clone()
+        store = session.store.clone() if self._talk is None else self._talk.store
         self._talk = StoreRanks(session, store, token)
         return self._talk
 

@@ -91,7 +91,7 @@ class _OwnState:
     @property
     def frames(self) -> dict[str, Json]:
         """The skeletons of optimizers, without the entries of their parameters: the same on every rank."""
-        return {name: _without_entries(self.objects[name].state) for name in self.report.entries}
+        return {name: _with_entries(self.objects[name].state, []) for name in self.report.entries}
 
 
 def part_name(number: int) -> str:
@@ -206,14 +206,15 @@ def _num_counting(ranks: CheckpointRanks) -> int:
 
 
 def _read_own(objects: Mapping[str, object]) -> _OwnState:
-    elsewhere = {
-        name: parameters_elsewhere(inner)
-        for name, item in objects.items()
-        if isinstance(inner := unwrapped(item), torch.optim.Optimizer)
-    }
-    trees = {name: state_of(item) for name, item in objects.items()}
-    for name, numbers in elsewhere.items():
-        trees[name] = _without_numbers(trees[name], numbers)
+    trees: dict[str, object] = {}
+    kinds: dict[str, str] = {}
+    elsewhere: dict[str, list[int]] = {}
+    for name, item in objects.items():
+        inner = unwrapped(item)
+        kinds[name], trees[name] = kind_of(inner), state_of(inner)
+        if isinstance(inner, torch.optim.Optimizer):
+            elsewhere[name] = parameters_elsewhere(inner)
+            trees[name] = _without_numbers(trees[name], elsewhere[name])
     skeletons, tensors = state.flatten(trees)
     reported = {
         name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor, name))
@@ -221,28 +222,22 @@ def _read_own(objects: Mapping[str, object]) -> _OwnState:
     }
     is_whole = [region is not None and region.shape == shape for _, shape, region in reported.values()]
     return _OwnState(
-        objects={
-            name: ObjectEntry(kind=kind_of(objects[name]), state=skeleton) for name, skeleton in skeletons.items()
-        },
+        objects={name: ObjectEntry(kind=kinds[name], state=skeleton) for name, skeleton in skeletons.items()},
         tensors=tensors,
         report=StateReport(
             tensors=reported,
-            entries={
-                name: _entries(skeletons[name])
-                for name in elsewhere
-                if _state_of_optimizer(skeletons[name]) is not None
-            },
-            elsewhere={name: sorted(numbers) for name, numbers in elsewhere.items()},
+            entries={name: found for name in elsewhere if (found := _entries(skeletons[name])) is not None},
+            elsewhere=elsewhere,
         ),
         is_spread=not all(is_whole) or any(elsewhere.values()),
         states=generators.states(),
     )
 
 
-def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
+def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return the numbers, as ``state_dict()`` counts, of the parameters that have no memory on this rank."""
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    return {number for number, parameter in enumerate(parameters) if is_elsewhere(parameter)}
+    return [number for number, parameter in enumerate(parameters) if is_elsewhere(parameter)]
 
 
 def unwrapped(item: object) -> object:
@@ -267,16 +262,15 @@ def refuse_lazy(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def state_of(item: object) -> object:
-    """Return the state tree of an object: the object itself if it has no ``state_dict()``."""
-    state_dict = getattr(unwrapped(item), "state_dict", None)
-    return state_dict() if callable(state_dict) else item
+def state_of(inner: object) -> object:
+    """Return the state tree of an unwrapped object: the object itself if it has no ``state_dict()``."""
+    state_dict = getattr(inner, "state_dict", None)
+    return state_dict() if callable(state_dict) else inner
 
 
-def kind_of(item: object) -> str:
-    """Return the class of an object as ``module.name``."""
-    kind = type(unwrapped(item))
-    return f"{kind.__module__}.{kind.__qualname__}"
+def kind_of(inner: object) -> str:
+    """Return the class of an unwrapped object as ``module.name``."""
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
 
 
 def _reported(own: _OwnState, *, is_spread: bool) -> _Reported:
@@ -319,7 +313,7 @@ def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Jso
 # -- the skeleton of an optimizer's state ------------------------------------------------------------
 
 
-def _without_numbers(tree: object, numbers: set[int]) -> object:
+def _without_numbers(tree: object, numbers: list[int]) -> object:
     """Return an optimizer's state tree without the entries of some parameters."""
     entries = cast("dict[str, Any]", tree).get("state") if isinstance(tree, dict) else None
     if not numbers or not isinstance(entries, dict):
@@ -328,16 +322,14 @@ def _without_numbers(tree: object, numbers: set[int]) -> object:
     return {**cast("dict[str, Any]", tree), "state": left}
 
 
-def _state_of_optimizer(skeleton: Json) -> dict[str, Any] | None:
-    """Return the part of a skeleton that holds an entry per parameter, where there is one of that form."""
-    whole_tree = cast("Any", skeleton).get("dict") if isinstance(skeleton, dict) else None
-    found = cast("Any", whole_tree).get("state") if isinstance(whole_tree, dict) else None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) and "dict" in found else None
-
-
-def _entries(skeleton: Json) -> list[Any]:
-    found = (_state_of_optimizer(skeleton) or {}).get("dict", {})
-    return [list(pair) for pair in cast("Any", found).items()] if isinstance(found, dict) else found
+def _entries(skeleton: Json) -> list[Any] | None:
+    """Return the entries of an optimizer's parameters as pairs; ``None`` if its state is not of that form."""
+    tree: Any = skeleton
+    for key in ("dict", "state", "dict"):
+        if not isinstance(tree, dict) or key not in tree:
+            return None
+        tree = cast("dict[str, Any]", tree)[key]
+    return list(map(list, tree.items())) if isinstance(tree, dict) else tree
 
 
 def _with_entries(frame: Json, entries: list[Any]) -> Json:
@@ -345,7 +337,3 @@ def _with_entries(frame: Json, entries: list[Any]) -> Json:
     all_text = all(isinstance(key, str) for key, _ in entries)
     encoded = dict(entries) if all_text else entries
     return {**tree, "dict": {**tree["dict"], "state": {**tree["dict"]["state"], "dict": encoded}}}
-
-
-def _without_entries(skeleton: Json) -> Json:
-    return _with_entries(skeleton, [])

@@ -20,7 +20,6 @@ import torch
 
 from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
 from rankwise.errors import CheckpointError
-from rankwise.tensors.arrays import as_sent, memory_of
 from rankwise.tensors.files import CODES
 from rankwise.tensors.synced_folders import sync
 
@@ -85,11 +84,6 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order, without a copy if they already are."""
-    return memory_of(as_sent(tensor).cpu())
 
 
 class StagingMemory:

@@ -27,6 +27,7 @@ from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.health import step_meter
 from rankwise.health.step_record import CHECKPOINT
+from rankwise.tensors.arrays import as_sent, memory_of
 from rankwise.tensors.synced_folders import make_folder
 from rankwise.version import VERSION
 
@@ -73,7 +74,11 @@ class SaveJob:
     def parts(self) -> Iterable[bytes | memoryview]:
         """Yield the bytes of this rank's file, ``num_bytes`` of them."""
         yield self.header
-        yield from map(files.bytes_of, self.content.own.values()) if self.data is None else self.data()
+        if self.data is not None:
+            yield from self.data()
+            return
+        for tensor in self.content.own.values():
+            yield memory_of(as_sent(tensor).cpu())
 
 
 def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:

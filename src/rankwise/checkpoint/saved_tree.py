@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from rankwise.checkpoint import files, layouts, state
-from rankwise.checkpoint.content import kind_of, parameters_elsewhere, unwrapped
+from rankwise.checkpoint.content import kind_of, parameters_elsewhere, state_of, unwrapped
 from rankwise.checkpoint.manifest import MANIFEST_NAME, Region, whole
 from rankwise.checkpoint.state import child
 from rankwise.errors import CheckpointError
@@ -82,8 +82,7 @@ class SavedTree:
     def fit(self, item: object) -> None:
         """Note how the object to load into lies on this rank. Call after the two have been compared."""
         inner = unwrapped(item)
-        state_dict = getattr(inner, "state_dict", None)
-        self._fit_tree(self.name, self.tree, state_dict() if callable(state_dict) else inner)
+        self._fit_tree(self.name, self.tree, state_of(inner))
         if isinstance(inner, torch.optim.Optimizer):
             self._fit_optimizer(inner)
 
@@ -112,7 +111,7 @@ class SavedTree:
         """Place the state of each parameter like the parameter: a fresh optimizer has no state to copy from."""
         tree = cast("dict[str, Any]", self.tree) if isinstance(self.tree, dict) else {}
         entries: dict[Any, Any] = tree.get("state", {})
-        self._dropped = parameters_elsewhere(optimizer) & set(entries)
+        self._dropped = set(parameters_elsewhere(optimizer)) & set(entries)
         parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         for number, entry in entries.items():
             if not (isinstance(number, int) and number < len(parameters) and isinstance(entry, Mapping)):

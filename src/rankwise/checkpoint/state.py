@@ -35,7 +35,7 @@ _DICT_OF = {tag: kind for kind, tag in _DICTS.items()}
 _AS_THEY_ARE = {str, bool, type(None)}
 _KEYS = {*_AS_THEY_ARE, int, float}
 _NUMBERS = {int, float, complex}
-_LISTS = {tuple: "tuple", torch.Size: "size"}
+_LISTS: dict[type, str] = {tuple: "tuple", torch.Size: "size"}
 _LARGEST_DECIMAL_BITS = 8192
 """Python refuses to read or write decimal integers of more than 4300 digits."""
 
