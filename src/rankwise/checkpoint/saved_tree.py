@@ -7,7 +7,7 @@ that it needs. Changes no object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -22,6 +22,7 @@ from rankwise.torch_private.dtensor import placed_as_shaped
 from rankwise.torch_private.modules import EXTRA_STATE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from rankwise.checkpoint.manifest import Manifest, TensorEntry
@@ -82,30 +83,18 @@ class SavedTree:
     def fit(self, item: object) -> None:
         """Note how the object to load into lies on this rank. Call after the two have been compared."""
         inner = unwrapped(item)
-        self._fit_tree(self.name, self.tree, state_of(inner))
-        if isinstance(inner, torch.optim.Optimizer):
-            self._fit_optimizer(inner)
-
-    def _fit_tree(self, path: str, saved: object, here: object) -> None:
-        if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
+        for path, saved, here, _ in _places(self.name, self.tree, state_of(inner)):
             place = self._place_of.get(id(saved))
             # A lazy parameter has no shape yet; it takes the saved one whole.
-            if place is None or torch.nn.parameter.is_lazy(here):
-                return
+            if place is None or not isinstance(here, torch.Tensor) or torch.nn.parameter.is_lazy(here):
+                continue
             if layouts.is_elsewhere(here):
                 place.is_elsewhere, place.template = True, here
                 self.elsewhere.append(path)
-            elif layouts.as_dtensor(here) is not None and here.shape == saved.shape:
+            elif layouts.as_dtensor(here) is not None and tuple(here.shape) == place.entry.shape:
                 place.template = here
-        elif isinstance(saved, Mapping) and isinstance(here, Mapping):
-            ours = cast("Mapping[Any, object]", here)
-            for key, value in cast("Mapping[Any, object]", saved).items():
-                if key in ours:
-                    self._fit_tree(child(path, key), value, ours[key])
-        elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
-            pairs = zip(cast("Sequence[object]", saved), cast("Sequence[object]", here), strict=False)
-            for index, (value, ours) in enumerate(pairs):
-                self._fit_tree(f"{path}[{index}]", value, ours)
+        if isinstance(inner, torch.optim.Optimizer):
+            self._fit_optimizer(inner)
 
     def _fit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Place the state of each parameter like the parameter: a fresh optimizer has no state to copy from."""
@@ -199,7 +188,7 @@ def read(folder: Path, trees: Sequence[SavedTree]) -> None:
 
 # -- whether saved state fits an object --------------------------------------------------------------
 
-_ABSENT = "nothing"
+_ABSENT = object()
 
 
 class StateDifference(NamedTuple):
@@ -242,36 +231,36 @@ def first_difference(name: str, item: object, saved: object, saved_kind: str) ->
 
 
 def _compare(path: str, saved: object, here: object, *, strict: bool) -> StateDifference | None:
-    if isinstance(saved, torch.Tensor) and isinstance(here, torch.Tensor):
-        lazy = torch.nn.parameter.is_lazy(here)
-        return None if lazy or _text(saved) == _text(here) else StateDifference(path, _text(saved), _text(here))
+    for place, theirs, ours, is_free in _places(path, saved, here):
+        if isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+            differs = not torch.nn.parameter.is_lazy(ours) and _text(theirs) != _text(ours)
+        else:
+            is_one_sided = any(one is _ABSENT or isinstance(one, torch.Tensor) for one in (theirs, ours))
+            differs = strict and not is_free and is_one_sided
+        if differs:
+            return StateDifference(place, _text(theirs), _text(ours))
+    return None
+
+
+def _places(
+    path: str, saved: object, here: object, *, is_free: bool = False
+) -> Iterator[tuple[str, object, object, bool]]:
+    """Yield the path of each place where one of two trees ends, and what both have there.
+
+    The last item tells whether it is within a module's extra state, which is a value of its own, of any form.
+    """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
-        entries = cast("Mapping[Any, object]", saved), cast("Mapping[Any, object]", here)
-        return _compare_entries(path, *entries, strict=strict)
-    if isinstance(saved, list | tuple) and isinstance(here, list | tuple):
+        theirs, ours = cast("Mapping[Any, object]", saved), cast("Mapping[Any, object]", here)
+        for key in [*ours, *(key for key in theirs if key not in ours)]:
+            is_extra = key in theirs and key in ours and str(key).endswith(EXTRA_STATE)
+            both = theirs.get(key, _ABSENT), ours.get(key, _ABSENT)
+            yield from _places(child(path, key), *both, is_free=is_free or is_extra)
+    elif isinstance(saved, list | tuple) and isinstance(here, list | tuple):
         pairs = zip(cast("Sequence[object]", saved), cast("Sequence[object]", here), strict=False)
-        for index, (theirs, ours) in enumerate(pairs):
-            if difference := _compare(f"{path}[{index}]", theirs, ours, strict=strict):
-                return difference
-    elif strict and isinstance(saved, torch.Tensor) != isinstance(here, torch.Tensor):
-        return StateDifference(path, _text(cast("Any", saved)), _text(cast("Any", here)))
-    return None
-
-
-def _compare_entries(
-    path: str, saved: Mapping[Any, object], here: Mapping[Any, object], *, strict: bool
-) -> StateDifference | None:
-    for key in [*here, *(key for key in saved if key not in here)]:
-        place = child(path, key)
-        if key in saved and key in here:
-            # A module's extra state is a value of its own, of any form.
-            inner = strict and not str(key).endswith(EXTRA_STATE)
-            if difference := _compare(place, saved[key], here[key], strict=inner):
-                return difference
-        elif strict:
-            theirs = _text(saved[key]) if key in saved else _ABSENT
-            return StateDifference(place, theirs, _text(here[key]) if key in here else _ABSENT)
-    return None
+        for index, both in enumerate(pairs):
+            yield from _places(f"{path}[{index}]", *both, is_free=is_free)
+    else:
+        yield path, saved, here, is_free
 
 
 def _compare_groups(name: str, saved: object, optimizer: torch.optim.Optimizer) -> StateDifference | None:
@@ -320,4 +309,4 @@ def _compare_shapes(name: str, saved: object, optimizer: torch.optim.Optimizer) 
 def _text(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{files.dtype_name(value.dtype)}{list(value.shape)}"
-    return type(value).__name__
+    return "nothing" if value is _ABSENT else type(value).__name__
