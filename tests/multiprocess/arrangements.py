@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.checkpoint import dtensor_layout
+from rankwise.checkpoint import layouts
 from rankwise.checkpoint.manifest import whole
 from rankwise.comm.session import current
 
@@ -145,8 +145,8 @@ def check(here: Any, expected: Any) -> int:
         if tensor.is_meta:
             num_elsewhere += 1
             continue
-        region = dtensor_layout.region_of(tensor, key)
-        memory = dtensor_layout.local(tensor)
+        region = layouts.region_of(tensor, key)
+        memory = layouts.local(tensor)
         assert (region is None) == (memory.numel() == 0)
         if region is not None:
             assert torch.equal(memory, theirs[key][region.within(whole(tuple(theirs[key].shape)))]), key
@@ -158,10 +158,10 @@ def differing(here: Any, expected: Any) -> float:
     ours, theirs = tensors_of(here), tensors_of(expected)
     largest = 0.0
     for key, tensor in ours.items():
-        region = dtensor_layout.region_of(tensor, key)
+        region = layouts.region_of(tensor, key)
         if region is not None:
             reference = theirs[key]
             part = reference[region.within(whole(tuple(reference.shape)))]
             scale = reference.abs().max().clamp(min=1e-6)
-            largest = max(largest, ((dtensor_layout.local(tensor) - part).abs().max() / scale).item())
+            largest = max(largest, ((layouts.local(tensor) - part).abs().max() / scale).item())
     return largest

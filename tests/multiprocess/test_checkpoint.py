@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import checksums, manifest
+from rankwise.checkpoint import files, manifest
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
@@ -94,7 +94,7 @@ def test_three_ranks_load_a_checkpoint_of_one(tmp_path: Path) -> None:
 
 def _save_twice_then_damage(world: World, path: str, file: str, place: int) -> tuple[str, dict[str, Any], str]:
     # Small pieces, so that the damaged byte is in the share of one rank only.
-    checksums.PIECE_BYTES = manifest.PIECE_BYTES = 1024
+    files.PIECE_BYTES = manifest.PIECE_BYTES = 1024
     checkpoints = Checkpointer(path)
     for number in (1, 2):
         target = checkpoints.save(extra={"n": number, "t": torch.ones(100_000), "u": torch.ones(100_001)})

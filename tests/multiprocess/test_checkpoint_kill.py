@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import checksums, folder, folder_lock, manifest
+from rankwise.checkpoint import files, folder, folder_lock, manifest
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.comm.collectives import all_gather_object
@@ -59,16 +59,16 @@ def _after(stage: str) -> Callable[[Die], None]:
 
 
 def _amid_the_tensors(die: Die) -> None:
-    cut = checksums._cut
+    whole_parts = saving.SaveJob.parts
 
-    def half(parts: Any) -> Any:
-        for piece in cut(parts):
-            yield piece[: len(piece) // 2]
-            if len(piece) > 100_000:
+    def half(job: saving.SaveJob) -> Any:
+        for part in map(memoryview, whole_parts(job)):
+            yield part[: len(part) // 2]
+            if len(part) > 100_000:
                 die()
-            yield piece[len(piece) // 2 :]
+            yield part[len(part) // 2 :]
 
-    checksums._cut = half
+    saving.SaveJob.parts = half  # type: ignore[method-assign]
 
 
 def _before_the_tensors_are_on_disk(die: Die) -> None:
@@ -83,7 +83,7 @@ def _before_the_tensors_are_on_disk(die: Die) -> None:
 
 
 def _amid_the_manifest(die: Die) -> None:
-    write_file = checksums.write_file
+    write_file = files.write_file
 
     def half(path: Path, parts: Any) -> Any:
         if path.name == manifest.MANIFEST_NAME:
@@ -92,7 +92,7 @@ def _amid_the_manifest(die: Die) -> None:
             die()
         return write_file(path, parts)
 
-    checksums.write_file = half
+    files.write_file = half
 
 
 def _amid_replacing(die: Die) -> None:

@@ -13,7 +13,7 @@ import torch
 from arrangements import ARRANGEMENTS, Net, built, check, mesh_of, step, tensors_of, trained
 from torch import nn
 
-from rankwise.checkpoint import dtensor_layout, files
+from rankwise.checkpoint import files, layouts
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
@@ -34,7 +34,7 @@ def _save_each(world: World, path: str, names: list[str], asynchronous: bool) ->
         with Checkpointer(f"{path}/{name}", asynchronous=asynchronous) as checkpoints:
             checkpoints.save(model=model, optimizer=optimizer, extra={"epoch": 3})
             for tensor in [*tensors_of(model.state_dict()).values(), *tensors_of(optimizer.state_dict()).values()]:
-                dtensor_layout.local(tensor).zero_()
+                layouts.local(tensor).zero_()
 
 
 def _load_each(world: World, path: str, saved: list[str], names: list[str]) -> None:
@@ -213,9 +213,9 @@ def test_parts_that_do_not_cover_the_whole_are_refused_on_all_ranks(tmp_path: Pa
 def _load_another(world: World, path: str) -> tuple[str, bool]:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4 + world.rank))
     _shard_all(model[0], world.world_size)
-    before = [dtensor_layout.local(p).clone() for p in model.parameters()]
+    before = [layouts.local(p).clone() for p in model.parameters()]
     text = _refused(lambda: load(path, model=model))
-    return text, all(map(torch.equal, before, [dtensor_layout.local(p) for p in model.parameters()]))
+    return text, all(map(torch.equal, before, [layouts.local(p) for p in model.parameters()]))
 
 
 def _save_plain(world: World, path: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from arrangements import ARRANGEMENTS, built, check, trained
 from safetensors.torch import load_file, load_model, save_file
 
-from rankwise.checkpoint import dtensor_layout, export, import_weights
+from rankwise.checkpoint import export, import_weights, layouts
 from rankwise.checkpoint.export import save_weights
 from rankwise.checkpoint.import_weights import load_weights
 from rankwise.comm.collectives import all_reduce
@@ -40,10 +40,10 @@ def _load_each(world: World, files: list[str]) -> None:
     for file in files:
         for name in ARRANGEMENTS:
             model, _ = built(name, world.world_size, seed=1)
-            before = [dtensor_layout.local(p).data_ptr() for p in model.parameters()]
+            before = [layouts.local(p).data_ptr() for p in model.parameters()]
             assert load_weights(file, model) is model
             check(model.state_dict(), expected.state_dict())
-            assert [dtensor_layout.local(p).data_ptr() for p in model.parameters()] == before
+            assert [layouts.local(p).data_ptr() for p in model.parameters()] == before
 
 
 def test_weights_go_into_one_plain_file_and_back_from_any_arrangement(tmp_path: Path) -> None:
@@ -75,13 +75,13 @@ def _refused(world: World, path: str, files: list[str]) -> list[tuple[str, bool]
     model, _ = built("shard", world.world_size)
     if world.rank == 1:
         model.last.register_buffer("only_here", torch.zeros(2))
-    before = [dtensor_layout.local(tensor).clone() for tensor in model.state_dict().values()]
+    before = [layouts.local(tensor).clone() for tensor in model.state_dict().values()]
     found: list[tuple[str, bool]] = []
     for file in files:
         try:
             load_weights(f"{path}/{file}", model)
         except RankwiseError as error:
-            now = [dtensor_layout.local(tensor) for tensor in model.state_dict().values()]
+            now = [layouts.local(tensor) for tensor in model.state_dict().values()]
             found.append((f"{type(error).__name__}: {error}", all(map(torch.equal, before, now))))
     return found
 

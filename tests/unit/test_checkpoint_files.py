@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rankwise.checkpoint import checksums, files, state
+from rankwise.checkpoint import files, state
 from rankwise.checkpoint.manifest import FileEntry, Region, TensorEntry, TensorPart, in_one_part, tiles, whole
 from rankwise.errors import CheckpointError
-from rankwise.tensors.arrays import memory_of
+from rankwise.tensors.arrays import as_sent, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,11 +25,11 @@ PIECE_BYTES = 64
 
 @pytest.fixture
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(files, "PIECE_BYTES", PIECE_BYTES)
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return bytes(files.bytes_of(tensor))
+    return bytes(memory_of(as_sent(tensor)))
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> FileEntry:
-    return checksums.write_file(path, [files.header_of(tensors), *map(files.bytes_of, tensors.values())])
+    return files.write_file(path, [files.header_of(tensors), *map(_bits, tensors.values())])
 
 
 def _read(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ def test_every_tensor_comes_back(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape), name
         assert _bits(back[name]) == _bits(tensor), name
-    assert checksums.find_damage(tmp_path / "f", entry, range(len(entry.checksums))) is None
+    assert files.find_damage(tmp_path / "f", entry, range(len(entry.checksums))) is None
 
 
 def test_the_copy_in_staging_memory_makes_the_same_file(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_copy_in_staging_memory_makes_the_same_file(tmp_path: Path) -> None:
     files.copy_into(memory, tensors)
     assert bytes(memory_of(memory)) == b"".join(map(_bits, tensors.values()))
     direct = _write(tmp_path / "direct", tensors)
-    staged = checksums.write_file(tmp_path / "staged", [files.header_of(tensors), memory_of(memory)])
+    staged = files.write_file(tmp_path / "staged", [files.header_of(tensors), memory_of(memory)])
     assert staged.checksums == direct.checksums
 
 
@@ -107,12 +107,12 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
         altered = bytearray(data)
         altered[place] ^= 1 << (place % 8)
         path.write_bytes(altered)
-        damage = checksums.find_damage(path, entry, range(len(entry.checksums)))
+        damage = files.find_damage(path, entry, range(len(entry.checksums)))
         assert damage is not None
         assert damage.startswith("f is damaged: its checksum differs")
         # Only the rank that checks this piece sees it.
         others = [n for n in range(len(entry.checksums)) if n != place // PIECE_BYTES]
-        assert checksums.find_damage(path, entry, others) is None
+        assert files.find_damage(path, entry, others) is None
 
 
 @pytest.mark.usefixtures("_small_pieces")
@@ -123,29 +123,27 @@ def test_any_other_length_is_found(tmp_path: Path) -> None:
     for length in range(len(data)):
         path.write_bytes(data[:length])
         expected = f"f is truncated: {len(data)} bytes expected, {length} found"
-        assert checksums.find_damage(path, entry, ()) == expected
+        assert files.find_damage(path, entry, ()) == expected
     path.write_bytes(data + b"x")
-    assert checksums.find_damage(path, entry, ()) == f"f is too long: {len(data)} bytes expected, {len(data) + 1} found"
+    assert files.find_damage(path, entry, ()) == f"f is too long: {len(data)} bytes expected, {len(data) + 1} found"
     path.unlink()
-    assert checksums.find_damage(path, entry, ()) == "f is missing"
+    assert files.find_damage(path, entry, ()) == "f is missing"
 
 
 @pytest.mark.usefixtures("_small_pieces")
 def test_pieces_are_cut_where_the_reader_cuts_them(tmp_path: Path) -> None:
     data = bytes(range(256)) * 3
     parts = [data[:1], data[1:100], b"", data[100:640], data[640:]]
-    assert (
-        checksums.write_file(tmp_path / "a", parts).checksums == checksums.write_file(tmp_path / "b", [data]).checksums
-    )
+    assert files.write_file(tmp_path / "a", parts).checksums == files.write_file(tmp_path / "b", [data]).checksums
     assert (tmp_path / "a").read_bytes() == data
-    whole = checksums.write_file(tmp_path / "c", [data[: 2 * PIECE_BYTES]])
+    whole = files.write_file(tmp_path / "c", [data[: 2 * PIECE_BYTES]])
     assert len(whole.checksums) == 2
 
 
 def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
-        checksums.write_file(tmp_path / "f", [b"other"])
+        files.write_file(tmp_path / "f", [b"other"])
 
 
 def test_a_file_and_a_manifest_that_disagree_are_an_error(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rankwise.checkpoint import dtensor_layout
+from rankwise.checkpoint import layouts
+from rankwise.checkpoint.layouts import StateReport, layouts_of, report_of, united_entries
 from rankwise.checkpoint.manifest import Region, tiles
-from rankwise.checkpoint.rank_regions import StateReport, layouts_of, report_of, united_entries
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_the_regions_of_a_mesh_make_up_the_tensor(
     tensor = torch.arange(shape[0] * shape[1]).view(shape)
     regions: list[Region] = []
     for coordinate in itertools.product(*map(range, mesh_shape)):
-        region = dtensor_layout._region(shape, mesh_shape, coordinate, orders)
+        region = layouts._region(shape, mesh_shape, coordinate, orders)
         expected = tensor
         for dim, order in enumerate(orders):
             for mesh_dim in order:

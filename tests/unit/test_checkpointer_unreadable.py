@@ -19,8 +19,9 @@ import pytest
 import torch
 from listing import names
 
-from rankwise.checkpoint import checksums, earlier_saves
+from rankwise.checkpoint import files
 from rankwise.checkpoint.checkpointer import Checkpointer
+from rankwise.checkpoint.folder import FRESH
 from rankwise.checkpoint.load import load
 from rankwise.errors import CheckpointError
 
@@ -132,11 +133,11 @@ def _failing(number: int) -> Generator[None]:
             raise OSError(number, os.strerror(number), str(path))
         return path
 
-    plain, checksums.plain = checksums.plain, fail
+    plain, files.plain = files.plain, fail
     try:
         yield
     finally:
-        checksums.plain = plain
+        files.plain = plain
 
 
 def _stale(_: Path) -> AbstractContextManager[None]:
@@ -389,4 +390,4 @@ def test_a_restart_that_finds_nothing_where_it_saved_is_an_error(
         Checkpointer(folder).restore(extra={})
     assert Checkpointer(folder).restore(fresh=True, extra={}) is None
     assert Checkpointer(tmp_path / "another").restore(extra={}) is None
-    assert not (tmp_path / "another" / earlier_saves.FRESH).exists()
+    assert not (tmp_path / "another" / FRESH).exists()

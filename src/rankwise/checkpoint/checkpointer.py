@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint import earlier_saves, files, folder, folder_lock
+from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
-from rankwise.checkpoint.load import examine, load_into, verify
+from rankwise.checkpoint.load import examine, is_as_written, load_into, verify
 from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
 from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from rankwise.checkpoint.manifest import Written
     from rankwise.checkpoint.phases import CheckpointRanks
     from rankwise.comm.session import Session
 
@@ -88,14 +89,15 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._talk: StoreRanks | None = None
         self._damaged: set[Path] = set()
-        self._own: set[Path] = set()
+        self._own: dict[Path, Written] = {}
+        """What this one has saved."""
         self._restored = -1
         self._ignored = -1
         """The newest checkpoint of an earlier run, if this one starts from scratch."""
         self._names_foreign = True
-        self._leaves: Session | None = None
         self._lock = FolderLock(self.directory)
-        self._locked_in: Session | None = None
+        self._session: Session | None = None
+        """That of the last save."""
 
     def save(self, *, step: int | None = None, **objects: object) -> Path:
         """Save objects as the next checkpoint.
@@ -152,10 +154,10 @@ class Checkpointer:
         self.wait()
         ranks = CollectiveRanks(current())
         folder_lock.refuse_other_job(ranks, self._lock, objects.values())
-        numbers = earlier_saves.numbers_on_ranks(ranks, self.directory)
+        numbers = folder.numbers_on_ranks(ranks, self.directory)
         if fresh:
-            self._ignored = earlier_saves.newest_to_ignore(ranks, self.directory, numbers)
-        elif not numbers and earlier_saves.were_here(ranks, self.directory):
+            self._ignored = folder.newest_to_ignore(ranks, self.directory, numbers)
+        elif not numbers and folder.were_here(ranks, self.directory):
             raise CheckpointError(
                 f"An earlier attempt of this job used the checkpoints in {self.directory}, and none is there any more.",
                 do=f"restore or mount the folder.\n{_START_FRESH}",
@@ -199,7 +201,7 @@ class Checkpointer:
                 continue
             load_into(ranks, path, saved, objects)
             self._restored = number
-            earlier_saves.note_use(self.directory)
+            folder.note_use(self.directory)
             log(f"restored {path}")
             return path
         if damages:
@@ -282,9 +284,10 @@ class Checkpointer:
             session.prepare_save()
             ranks = CollectiveRanks(session)
             content = contents.read(ranks, objects)
-            if self._locked_in is not session:
+            if self._session is not session:
+                session.on_leave(self._finish_at_leave)
                 session.at_end(self._unlock)
-                self._locked_in = session
+                self._session, self._talk = session, None
             path, token = folder_lock.acquire_for_job(
                 ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step))
             )
@@ -320,9 +323,6 @@ class Checkpointer:
         # Confirmed, so that a rank that has no memory for the copy does not keep the others waiting.
         CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(job.content.own)))
         self._pending = PendingSave(self._background_ranks(session, job.token), replace(job, data=data[0]))
-        if self._leaves is not session:
-            session.on_leave(self._finish_at_leave)
-            self._leaves = session
 
     def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
         """Copy tensors and return what gives their bytes, once copies from GPUs have arrived."""
@@ -342,11 +342,9 @@ class Checkpointer:
         if session.store is None:
             return SingleRank()
         # Every rank has reached this save, so none still reads this rank's reports on the last one.
-        if self._talk is not None and self._leaves is session:
+        if self._talk is not None:
             self._talk.forget()
-            store = self._talk.store
-        else:
-            store = session.store.clone()
+        store = session.store.clone() if self._talk is None else self._talk.store
         self._talk = StoreRanks(session, store, token)
         return self._talk
 
@@ -387,26 +385,28 @@ class Checkpointer:
         except OSError as error:
             raise CheckpointError(f"The checkpoints in {self.directory} cannot be listed: {error}") from error
 
-    def _retire(self, newest: Path) -> None:
+    def _retire(self, newest: Path, written: Written) -> None:
         """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
-        self._own.add(newest)
-        earlier_saves.note_use(self.directory)
+        self._own[newest] = written
+        folder.note_use(self.directory)
         if self.keep is None:
             return
         num_good, foreign = 0, list[str]()
         for number, path in self._list().items():
-            if path not in self._own | self._damaged and not self._ignored < number <= self._restored:
+            is_ours = path in self._own or path in self._damaged or self._ignored < number <= self._restored
+            if not is_ours:
                 foreign.append(path.name)
                 continue
             try:
                 # The stages of the save have just looked at every file of the newest.
-                is_good = path == newest or examine(path)[0] is not None
+                is_good = path == newest or is_as_written(path, self._own.get(path)) or examine(path)[0] is not None
             except CheckpointError as error:
                 warn(f"the old checkpoint {path} is kept: {error.what}")
                 continue
             if num_good >= self.keep and path != newest:
                 try:
                     folder.remove(path, secrets.token_hex(8))
+                    self._own.pop(path, None)
                 except OSError as error:
                     warn(f"the old checkpoint {path} could not be removed: {error}")
             elif is_good and path not in self._damaged:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import dtensor_layout, files, generators, manifest, state
-from rankwise.checkpoint.manifest import ObjectEntry, Region, TensorEntry, TensorPart, whole
-from rankwise.checkpoint.rank_regions import (
+from rankwise.checkpoint import files, generators, manifest, state
+from rankwise.checkpoint.layouts import (
     StateReport,
     TensorLayout,
     bounds,
     differs,
+    is_elsewhere,
     layouts_of,
+    local,
+    region_of,
     report_of,
     united_entries,
 )
+from rankwise.checkpoint.manifest import ObjectEntry, TensorEntry, TensorPart
 from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.torch_private.compiler import module_within
@@ -35,13 +39,14 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.phases import CheckpointRanks
 
 
-_Reported = tuple[str, list[Any] | None]
-"""A rank's message about its state: a digest, and a report if the state is spread over ranks."""
+_Reported = tuple[str, list[Any] | None, dict[str, str]]
+"""A rank's message about its state: a digest, a report if the state is spread over ranks, and digests of the states of
+its random number generators, which may differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """The content of a checkpoint; the same on every rank, except for ``own``."""
+    """The content of a checkpoint; the same on every rank, except for ``own`` and ``states``."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
@@ -49,13 +54,17 @@ class Content:
     """The manifest's entry of each tensor."""
     own: dict[str, torch.Tensor]
     """The tensors that this rank writes, by name in its file and in the order of its file, in the objects' memory."""
-    generators: dict[str, Json]
-    """The states of random number generators."""
+    states: dict[str, Json]
+    """The states of this rank's random number generators."""
+    differing: list[str]
+    """Which of them are not the same on all ranks."""
+    in_loop: list[str]
+    """The objects over which a loop is running."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
-    """The state of objects as the ranks hold it together; the same on every rank, except for ``held``."""
+    """The state of objects as the ranks hold it together; the same on every rank but for ``held`` and ``states``."""
 
     objects: dict[str, ObjectEntry]
     """Skeleton of each object, by name."""
@@ -63,6 +72,10 @@ class Gathered:
     """Of each tensor, by name."""
     held: dict[str, torch.Tensor]
     """This rank's part of each tensor, by name, in the objects' memory."""
+    states: dict[str, Json]
+    """The states of this rank's random number generators."""
+    differing: list[str]
+    """Which of them are not the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +85,13 @@ class _OwnState:
     report: StateReport
     is_spread: bool
     """Whether some of it lies on other ranks."""
+    states: dict[str, Json]
+    """Of the random number generators."""
 
     @property
     def frames(self) -> dict[str, Json]:
         """The skeletons of optimizers, without the entries of their parameters: the same on every rank."""
-        return {name: _without_entries(self.objects[name].state) for name in self.report.entries}
+        return {name: _with_entries(self.objects[name].state, []) for name in self.report.entries}
 
 
 def part_name(number: int) -> str:
@@ -105,36 +120,35 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
         for region, holders in layout.holders.items()
     }
     size_bytes_of = {
-        (name, offsets): region.num_elements * files.dtype_of(gathered.layouts[name].dtype).itemsize
+        (name, offsets): math.prod(region.shape) * files.dtype_of(gathered.layouts[name].dtype).itemsize
         for (name, offsets), (region, _) in regions.items()
     }
     rank_of = manifest.assign(size_bytes_of, {key: holders for key, (_, holders) in regions.items()})
+    file_of = {rank: part_name(rank) for rank in set(rank_of.values())}
     taken: set[tuple[int, str]] = set()
     parts: dict[str, list[TensorPart]] = {}
     own: dict[str, torch.Tensor] = {}
-    # Whole tensors first: they keep their names.
-    for key in sorted(regions, key=lambda key: regions[key][0].shape != gathered.layouts[key[0]].shape):
+    # Whole tensors first: they keep their names. Then regions, those of one tensor in the order of their offsets.
+    for is_part, key in sorted([(regions[key][0].shape != gathered.layouts[key[0]].shape, key) for key in regions]):
         name, region, rank = key[0], regions[key][0], rank_of[key]
-        inside = name if region.shape == gathered.layouts[name].shape else f"{name}[{bounds(region)}]"
+        inside = f"{name}[{bounds(region)}]" if is_part else name
         while (rank, inside) in taken:
             inside += "'"
         taken.add((rank, inside))
-        parts.setdefault(name, []).append(TensorPart(part_name(rank), inside, region))
+        parts.setdefault(name, []).append(TensorPart(file_of[rank], inside, region))
         if rank == ranks.rank:
             own[inside] = gathered.held[name]
     entries = {
-        name: TensorEntry(
-            dtype=layout.dtype,
-            shape=layout.shape,
-            parts=tuple(sorted(parts[name], key=lambda part: part.region.offsets)),
-        )
+        name: TensorEntry(dtype=layout.dtype, shape=layout.shape, parts=tuple(parts[name]))
         for name, layout in gathered.layouts.items()
     }
     return Content(
         objects=gathered.objects,
         entries=entries,
         own=files.in_file_order(own),
-        generators=generators.read(ranks, objects),
+        states=gathered.states,
+        differing=gathered.differing,
+        in_loop=generators.in_loop(objects),
     )
 
 
@@ -160,26 +174,28 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
 
     reported = ranks.confirm("reading the state to save", read_own)
     mine = own[0]
-    is_spread_on = [report is not None for _, report in reported]
+    is_spread_on = [report is not None for _, report, _ in reported]
     if any(is_spread_on) and not all(is_spread_on):
         reported = ranks.confirm("comparing which rank holds what", lambda: _reported(mine, is_spread=True))
     frames = mine.frames if any(is_spread_on) else {}
-    if len({digest for digest, _ in reported}) > 1:
+    if len({digest for digest, _, _ in reported}) > 1:
         raise _difference(ranks, mine, frames)
-    held = {name: dtensor_layout.local(tensor) for name, tensor in mine.tensors.items()}
+    differing = [name for name in mine.states if len({digests.get(name) for *_, digests in reported}) > 1]
+    held = {name: one if type(one) is torch.Tensor else local(one) for name, one in mine.tensors.items()}
     if not any(is_spread_on):
         everywhere = range(ranks.world_size)
         layouts = {
-            name: TensorLayout(dtype=dtype, shape=shape, holders={whole(shape): everywhere})
-            for name, (dtype, shape, _) in mine.report.tensors.items()
+            name: TensorLayout(dtype=dtype, shape=shape, holders={region: everywhere})
+            for name, (dtype, shape, region) in mine.report.tensors.items()
+            if region is not None
         }
-        return Gathered(objects=mine.objects, layouts=layouts, held=held)
-    reports = [report_of(sections) for _, sections in reported[:num_counting] if sections is not None]
+        return Gathered(objects=mine.objects, layouts=layouts, held=held, states=mine.states, differing=differing)
+    reports = [report_of(sections) for _, sections, _ in reported[:num_counting] if sections is not None]
     united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
     merged = {
         name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
     }
-    return Gathered(objects=merged, layouts=layouts_of(reports), held=held)
+    return Gathered(objects=merged, layouts=layouts_of(reports), held=held, states=mine.states, differing=differing)
 
 
 def _num_counting(ranks: CheckpointRanks) -> int:
@@ -190,41 +206,38 @@ def _num_counting(ranks: CheckpointRanks) -> int:
 
 
 def _read_own(objects: Mapping[str, object]) -> _OwnState:
-    elsewhere = {
-        name: parameters_elsewhere(inner)
-        for name, item in objects.items()
-        if isinstance(inner := unwrapped(item), torch.optim.Optimizer)
-    }
-    trees = {name: state_of(item) for name, item in objects.items()}
-    for name, numbers in elsewhere.items():
-        trees[name] = _without_numbers(trees[name], numbers)
+    trees: dict[str, object] = {}
+    kinds: dict[str, str] = {}
+    elsewhere: dict[str, list[int]] = {}
+    for name, item in objects.items():
+        inner = unwrapped(item)
+        kinds[name], trees[name] = kind_of(inner), state_of(inner)
+        if isinstance(inner, torch.optim.Optimizer):
+            elsewhere[name] = parameters_elsewhere(inner)
+            trees[name] = _without_numbers(trees[name], elsewhere[name])
     skeletons, tensors = state.flatten(trees)
-    reported: dict[str, tuple[str, tuple[int, ...], Region | None]] = {
-        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), dtensor_layout.region_of(tensor, name))
+    reported = {
+        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor, name))
         for name, tensor in tensors.items()
     }
+    is_whole = [region is not None and region.shape == shape for _, shape, region in reported.values()]
     return _OwnState(
-        objects={
-            name: ObjectEntry(kind=kind_of(objects[name]), state=skeleton) for name, skeleton in skeletons.items()
-        },
+        objects={name: ObjectEntry(kind=kinds[name], state=skeleton) for name, skeleton in skeletons.items()},
         tensors=tensors,
         report=StateReport(
             tensors=reported,
-            entries={
-                name: _entries(skeletons[name])
-                for name in elsewhere
-                if _state_of_optimizer(skeletons[name]) is not None
-            },
-            elsewhere={name: sorted(numbers) for name, numbers in elsewhere.items()},
+            entries={name: found for name in elsewhere if (found := _entries(skeletons[name])) is not None},
+            elsewhere=elsewhere,
         ),
-        is_spread=any(region != whole(shape) for _, shape, region in reported.values()) or any(elsewhere.values()),
+        is_spread=not all(is_whole) or any(elsewhere.values()),
+        states=generators.states(),
     )
 
 
-def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> set[int]:
+def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return the numbers, as ``state_dict()`` counts, of the parameters that have no memory on this rank."""
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    return {number for number, parameter in enumerate(parameters) if dtensor_layout.is_elsewhere(parameter)}
+    return [number for number, parameter in enumerate(parameters) if is_elsewhere(parameter)]
 
 
 def unwrapped(item: object) -> object:
@@ -249,25 +262,25 @@ def refuse_lazy(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def state_of(item: object) -> object:
-    """Return the state tree of an object: the object itself if it has no ``state_dict()``."""
-    state_dict = getattr(unwrapped(item), "state_dict", None)
-    return state_dict() if callable(state_dict) else item
+def state_of(inner: object) -> object:
+    """Return the state tree of an unwrapped object: the object itself if it has no ``state_dict()``."""
+    state_dict = getattr(inner, "state_dict", None)
+    return state_dict() if callable(state_dict) else inner
 
 
-def kind_of(item: object) -> str:
-    """Return the class of an object as ``module.name``."""
-    kind = type(unwrapped(item))
-    return f"{kind.__module__}.{kind.__qualname__}"
+def kind_of(inner: object) -> str:
+    """Return the class of an unwrapped object as ``module.name``."""
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
 
 
 def _reported(own: _OwnState, *, is_spread: bool) -> _Reported:
     """Return a digest of what must be the same on every rank; and the report, where the state is spread over ranks."""
     skeletons = {name: entry.state for name, entry in own.objects.items()}
+    digests = generators.digests_of(own.states)
     if is_spread:
-        return _digest_of({**skeletons, **own.frames}), own.report.as_json()
+        return _digest_of({**skeletons, **own.frames}), own.report.as_json(), digests
     tensors = {name: (dtype, shape) for name, (dtype, shape, _) in own.report.tensors.items()}
-    return _digest_of([tensors, skeletons]), None
+    return _digest_of([tensors, skeletons]), None, digests
 
 
 def _digest_of(value: object) -> str:
@@ -300,7 +313,7 @@ def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Jso
 # -- the skeleton of an optimizer's state ------------------------------------------------------------
 
 
-def _without_numbers(tree: object, numbers: set[int]) -> object:
+def _without_numbers(tree: object, numbers: list[int]) -> object:
     """Return an optimizer's state tree without the entries of some parameters."""
     entries = cast("dict[str, Any]", tree).get("state") if isinstance(tree, dict) else None
     if not numbers or not isinstance(entries, dict):
@@ -309,16 +322,14 @@ def _without_numbers(tree: object, numbers: set[int]) -> object:
     return {**cast("dict[str, Any]", tree), "state": left}
 
 
-def _state_of_optimizer(skeleton: Json) -> dict[str, Any] | None:
-    """Return the part of a skeleton that holds an entry per parameter, where there is one of that form."""
-    whole_tree = cast("Any", skeleton).get("dict") if isinstance(skeleton, dict) else None
-    found = cast("Any", whole_tree).get("state") if isinstance(whole_tree, dict) else None
-    return cast("dict[str, Any]", found) if isinstance(found, dict) and "dict" in found else None
-
-
-def _entries(skeleton: Json) -> list[Any]:
-    found = (_state_of_optimizer(skeleton) or {}).get("dict", {})
-    return [list(pair) for pair in cast("Any", found).items()] if isinstance(found, dict) else found
+def _entries(skeleton: Json) -> list[Any] | None:
+    """Return the entries of an optimizer's parameters as pairs; ``None`` if its state is not of that form."""
+    tree: Any = skeleton
+    for key in ("dict", "state", "dict"):
+        if not isinstance(tree, dict) or key not in tree:
+            return None
+        tree = cast("dict[str, Any]", tree)[key]
+    return list(map(list, tree.items())) if isinstance(tree, dict) else tree
 
 
 def _with_entries(frame: Json, entries: list[Any]) -> Json:
@@ -326,7 +337,3 @@ def _with_entries(frame: Json, entries: list[Any]) -> Json:
     all_text = all(isinstance(key, str) for key, _ in entries)
     encoded = dict(entries) if all_text else entries
     return {**tree, "dict": {**tree["dict"], "state": {**tree["dict"]["state"], "dict": encoded}}}
-
-
-def _without_entries(skeleton: Json) -> Json:
-    return _with_entries(skeleton, [])

@@ -26,16 +26,16 @@ from rankwise.checkpoint.phases import joined_ranks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
-from rankwise.tensors.arrays import as_sent, bytes_of
+from rankwise.tensors.arrays import as_sent, bytes_of, memory_of
 from rankwise.tensors.synced_folders import commit, make_folder
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
     from rankwise.checkpoint.content import Gathered
+    from rankwise.checkpoint.layouts import TensorLayout
     from rankwise.checkpoint.manifest import Json
     from rankwise.checkpoint.phases import CheckpointRanks
-    from rankwise.checkpoint.rank_regions import TensorLayout
 
 CHUNK_BYTES = 64 * 2**20
 """How much of a tensor is sent to rank zero at a time."""
@@ -240,7 +240,7 @@ class _WeightsFile:
         """Write a tensor. A failure is kept until it can be reported to all ranks."""
         if self._file is not None and self._failure is None:
             try:
-                self._file.write(files.bytes_of(tensor))
+                self._file.write(memory_of(as_sent(tensor).cpu()))
             except OSError as error:
                 self._failure = self._worded(error)
 

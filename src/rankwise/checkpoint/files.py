@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of tensors: their header and bytes, reading regions of them, and the staging memory of a save.
+"""Files with checksums, and the tensors in them: their header and bytes, and reading regions of them.
 
-Knows the safetensors layout and no other rank.
+Also the memory that a save in the background copies tensors into. Knows the safetensors layout and no other rank.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import stat
 import struct
+import zlib
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import safetensors
 import torch
 
+from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
 from rankwise.errors import CheckpointError
-from rankwise.tensors.arrays import as_sent, memory_of
 from rankwise.tensors.files import CODES
+from rankwise.tensors.synced_folders import sync
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rankwise.checkpoint.manifest import Region, TensorEntry, TensorPart
@@ -56,7 +59,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors in the order of their file: widest elements first, so all are aligned."""
-    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    return {name: tensors[name] for _, name in sorted([(-one.element_size(), name) for name, one in tensors.items()])}
 
 
 def header_of(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -72,26 +75,15 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping
     """
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, (whole_dtype, whole_shape) in tensors.items():
-        dtype, shape = _in_file(whole_dtype, whole_shape)
+    for name, (dtype, shape) in tensors.items():
+        if dtype in _PARTS_OF_COMPLEX:
+            dtype, shape = _PARTS_OF_COMPLEX[dtype], (*shape, 2)  # noqa: PLW2901 - as it lies in the file
         end = offset + dtype_of(dtype).itemsize * math.prod(shape)
         fields[name] = {"dtype": CODES[dtype_of(dtype)], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _in_file(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape under which a tensor lies in its file."""
-    if dtype in _PARTS_OF_COMPLEX:
-        return _PARTS_OF_COMPLEX[dtype], (*shape, 2)
-    return dtype, shape
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order, without a copy if they already are."""
-    return memory_of(as_sent(tensor).cpu())
 
 
 class StagingMemory:
@@ -167,10 +159,85 @@ def read_regions(folder: Path, wanted: Sequence[tuple[TensorEntry, Region]]) -> 
 
 def _checked(part: TensorPart, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     found = dtype_name(tensor.dtype), tuple(tensor.shape)
-    if found != _in_file(dtype, part.region.shape):
+    shape = (*part.region.shape, 2) if dtype in _PARTS_OF_COMPLEX else part.region.shape
+    if found != (_PARTS_OF_COMPLEX.get(dtype, dtype), shape):
         raise CheckpointError(
             f"{part.file} and the manifest disagree about {part.name}.",
             evidence=f"manifest: {dtype}{list(part.region.shape)}\nfile: {found[0]}{list(found[1])}",
             do="load another checkpoint",
         )
     return tensor
+
+
+# -- checksums ---------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, parts: Iterable[Bytes]) -> FileEntry:
+    """Write a new file from its parts, on disk when this returns; return its size and checksums.
+
+    The interpreter lock is free while bytes are written and summed.
+    """
+    checksums: list[str] = []
+    size, crc = 0, 0
+    with path.open("xb") as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                piece = view[: PIECE_BYTES - size % PIECE_BYTES]
+                file.write(piece)
+                crc = zlib.crc32(piece, crc)
+                size += len(piece)
+                if size % PIECE_BYTES == 0:
+                    checksums.append(f"{crc:08x}")
+                    crc = 0
+                view = view[len(piece) :]
+        if size % PIECE_BYTES:
+            checksums.append(f"{crc:08x}")
+    sync(path)
+    return FileEntry(name=path.name, size_bytes=size, checksums=tuple(checksums))
+
+
+def plain(path: Path) -> Path:
+    """Return a path unless it is a pipe or a device, which ``open`` may block on.
+
+    Raises:
+        FileNotFoundError: nothing has this name.
+        OSError: it is a pipe, a device, a folder or a link that leads nowhere, or cannot be looked at.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise OSError("it is a link to a file that does not exist here") from None
+        raise
+    if not stat.S_ISREG(mode):
+        raise OSError("it is not a regular file")
+    return path
+
+
+def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
+    """Return how a file is damaged, or ``None``: its size, and the checksums of some pieces by number.
+
+    Raises:
+        OSError: it cannot be read, so that nothing is known about its bytes.
+    """
+    try:
+        found = plain(path).stat().st_size
+        if found < entry.size_bytes:
+            return f"{path.name} is truncated: {entry.size_bytes} bytes expected, {found} found"
+        if found > entry.size_bytes:
+            return f"{path.name} is too long: {entry.size_bytes} bytes expected, {found} found"
+        buffer = memoryview(bytearray(min(PIECE_BYTES, entry.size_bytes)))
+        with path.open("rb") as file:
+            for number in pieces:
+                length = min(PIECE_BYTES, entry.size_bytes - number * PIECE_BYTES)
+                file.seek(number * PIECE_BYTES)
+                if file.readinto(buffer[:length]) < length:
+                    raise OSError("the file ended early")
+                if f"{zlib.crc32(buffer[:length]):08x}" != entry.checksums[number]:
+                    first = number * PIECE_BYTES
+                    where = f"bytes {first}-{first + length - 1}"
+                    return f"{path.name} is damaged: its checksum differs in {where}"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    return None

@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directories of a folder of checkpoints: their names, and how one is created, replaced and removed.
+"""A folder of checkpoints: the names in it, how one is created, replaced and removed, and what earlier saves have left.
 
-Every change a reader can see is one rename. Knows nothing of tensors and ranks; rank zero alone changes a folder.
+Every change a reader can see is one rename. Reads no checkpoint; rank zero alone changes a folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rankwise.checkpoint.manifest import MANIFEST_NAME
-from rankwise.errors import CheckpointError, ConfigurationError
+from rankwise.errors import CheckpointError, ConfigurationError, fold_values
+from rankwise.log import warn
 from rankwise.tensors import synced_folders
+from rankwise.world.environments.process import job_of_process, stack_file
+
+if TYPE_CHECKING:
+    from rankwise.checkpoint.phases import CheckpointRanks
 
 PREFIX = "checkpoint-"
+FRESH = ".rankwise-fresh"
+"""The file that says which checkpoints a job ignores, so that its restarts ignore no others."""
 
 _NUMBERED = re.compile(re.escape(PREFIX) + r"(\d{6,})")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<state>staging|replaced|removed)-[0-9a-f]{16}")
@@ -51,8 +61,8 @@ def find(target: Path) -> Path:
     # An error of the disk is reported where the checkpoint is read.
     with contextlib.suppress(OSError):
         if not target.exists():
-            for path in _hidden(target.parent, "replaced"):
-                if _name_of(path) == target.name:
+            for path, name, state in _hidden(target.parent, _listed(target.parent)):
+                if (name, state) == (target.name, "replaced"):
                     return path
     return target
 
@@ -63,14 +73,19 @@ def list_numbered(folder: Path) -> dict[int, Path]:
     Raises:
         OSError: it cannot be listed, so that it is not known whether there are any.
     """
-    names = set(_listed(folder)) | {_name_of(path) for path in _hidden(folder, "replaced")}
-    numbers = {int(match[1]): name for name in names if (match := _NUMBERED.fullmatch(name))}
-    return {number: find(folder / numbers[number]) for number in sorted(numbers, reverse=True)}
+    names = _listed(folder)
+    replaced = {name for _, name, state in _hidden(folder, names) if state == "replaced"}
+    numbers = {int(match[1]): name for name in {*names, *replaced} if (match := _NUMBERED.fullmatch(name))}
+    return {
+        number: find(folder / name) if name in replaced else folder / name
+        for number, name in sorted(numbers.items(), reverse=True)
+    }
 
 
 def list_unfinished(folder: Path) -> list[Path]:
     """Return the directories that interrupted saves of numbered checkpoints have left."""
-    return [path for path in _hidden(folder, "staging") if _counts(path, None)]
+    hidden = _hidden(folder, _listed(folder))
+    return [path for path, name, state in hidden if state == "staging" and _NUMBERED.fullmatch(name)]
 
 
 def remove_leftovers(folder: Path, name: str | None) -> None:
@@ -82,16 +97,14 @@ def remove_leftovers(folder: Path, name: str | None) -> None:
         folder: where to look.
         name: of one checkpoint; ``None`` for all numbered checkpoints.
     """
-    for path in _hidden(folder, "staging") + _hidden(folder, "removed"):
-        if _counts(path, name):
+    for path, own, state in _hidden(folder, _listed(folder)):
+        is_meant = own == name if name is not None else _NUMBERED.fullmatch(own) is not None
+        if not is_meant:
+            continue
+        if state == "replaced" and not (folder / own).exists():
+            path.rename(folder / own)
+        else:
             shutil.rmtree(path)
-    for path in _hidden(folder, "replaced"):
-        if _counts(path, name):
-            target = folder / _name_of(path)
-            if target.exists():
-                shutil.rmtree(path)
-            else:
-                path.rename(target)
 
 
 def refuse_foreign(target: Path) -> None:
@@ -132,16 +145,89 @@ def _listed(folder: Path) -> list[str]:
         return []
 
 
-def _hidden(folder: Path, state: str) -> list[Path]:
-    found = [name for name in _listed(folder) if (match := _HIDDEN.fullmatch(name)) and match["state"] == state]
-    return [folder / name for name in sorted(found) if (folder / name).is_dir()]
+def _hidden(folder: Path, names: list[str]) -> list[tuple[Path, str, str]]:
+    """Return the directories among ``names`` that saves hide, each with the checkpoint's name and what it is."""
+    matches = [match for name in sorted(names) if (match := _HIDDEN.fullmatch(name)) and (folder / name).is_dir()]
+    return [(folder / match[0], match["name"], match["state"]) for match in matches]
 
 
-def _name_of(hidden: Path) -> str:
-    match = _HIDDEN.fullmatch(hidden.name)
-    return match["name"] if match else hidden.name
+# -- as all ranks see it -----------------------------------------------------------------------------
 
 
-def _counts(hidden: Path, name: str | None) -> bool:
-    own = _name_of(hidden)
-    return own == name if name is not None else _NUMBERED.fullmatch(own) is not None
+def numbers_on_ranks(ranks: CheckpointRanks, directory: Path) -> list[int]:
+    """Return the numbers of the checkpoints, newest first, the same on every rank; warn about unfinished saves.
+
+    Called by: every rank.
+
+    Raises:
+        CheckpointError: a rank cannot list the folder, or ranks see different ones; on every rank.
+    """
+
+    def look() -> list[Any]:
+        try:
+            unfinished = [path.name for path in list_unfinished(directory)]
+            return [list(list_numbered(directory)), unfinished, None]
+        except OSError as error:
+            return [[], [], str(error)]
+
+    reports = ranks.confirm(f"listing {directory}", look)
+    errors = {rank: error for rank, (_, _, error) in enumerate(reports) if error is not None}
+    if errors:
+        raise CheckpointError(
+            f"The folder of checkpoints {directory} cannot be read.",
+            evidence=fold_values(errors),
+            do="check the disk and the permissions on every machine, then try again; or use another folder",
+        )
+    found, unfinished, _ = reports[0]
+    # Ranks may look before and after another job saves: only folders that have nothing in common are different ones.
+    if any(numbers and set(numbers).isdisjoint(found) for numbers, _, _ in reports):
+        seen = {rank: ", ".join(map(str, numbers)) or "none" for rank, (numbers, _, _) in enumerate(reports)}
+        raise CheckpointError(
+            f"Ranks see different checkpoints in {directory}.",
+            evidence=fold_values(seen),
+            do="use a folder on a file system that every rank sees, and check that it is mounted on every machine",
+        )
+    for name in unfinished:
+        warn(f"skipping {directory / name}: it is an unfinished save")
+    return list(found)
+
+
+def newest_to_ignore(ranks: CheckpointRanks, directory: Path, numbers: list[int]) -> int:
+    """Return the newest checkpoint that is not of this job; -1 if there is none. Called by: every rank."""
+
+    def choose() -> int:
+        newest, (job, _) = max(numbers, default=-1), job_of_process()
+        note = directory / FRESH
+        if ranks.rank > 0 or not job:
+            return newest
+        noted = json.loads(note.read_bytes()) if note.exists() else {}
+        if noted.get("job") == job:
+            return int(noted["newest"])
+        synced_folders.make_folder(directory)
+        with synced_folders.staged_file(note) as staging:
+            staging.write_text(json.dumps({"job": job, "newest": newest}), encoding="utf-8")
+        return newest
+
+    return ranks.confirm("choosing the checkpoints to ignore", choose)[0]
+
+
+def note_use(directory: Path) -> None:
+    """Note, in the launcher's temporary folder, that this job has a checkpoint in ``directory``."""
+    note = _note_of(directory)
+    if note is not None:
+        # Without the note, a restart does not notice that the folder has been removed.
+        with contextlib.suppress(OSError):
+            note.touch()
+
+
+def were_here(ranks: CheckpointRanks, directory: Path) -> bool:
+    """Return whether an earlier attempt of this job had a checkpoint in ``directory``. Called by: every rank."""
+    note = _note_of(directory)
+    is_noted = note is not None and job_of_process()[1] > 0 and note.exists()
+    return any(ranks.confirm("looking for an earlier save of this job", lambda: is_noted))
+
+
+def _note_of(directory: Path) -> Path | None:
+    of_job = stack_file()
+    name = f"checkpoints-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]}"
+    return Path(of_job).with_name(name) if of_job else None

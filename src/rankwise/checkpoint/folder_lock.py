@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
@@ -56,8 +57,6 @@ _NUMBERED = re.compile(re.escape(PREFIX) + r"(\d{1,9})")
 Verdict = list[str] | None
 """The result of a look: an empty list if the folder is free or this job's, else a description of the owner and what to
 do; ``None`` while the lock of another machine is being watched."""
-Watched = dict[tuple[str, object], tuple[bytes, int]]
-"""By the name and the owner of a lock: its content when it was first read, and how often it was read since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,12 +115,14 @@ def decode(content: bytes) -> LockOwner | None:
     """Return the owner that a lock file describes; ``None`` while it is being written, or for anything else."""
     try:
         saved = json.loads(content)
-        owner = LockOwner(**{each.name: saved[each.name] for each in fields(LockOwner)})
+        held = {each.name: saved[each.name] for each in fields(LockOwner)}
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     # Annotations are texts here: "str", "int" and "float".
-    has_types = all(type(getattr(owner, each.name)).__name__ == each.type for each in fields(LockOwner))
-    return owner if has_types and owner.pid > 0 and 0 <= owner.since < _LATEST_SECONDS else None
+    if [type(one).__name__ for one in held.values()] != [each.type for each in fields(LockOwner)]:
+        return None
+    owner = LockOwner(**held)
+    return owner if owner.pid > 0 and 0 <= owner.since < _LATEST_SECONDS else None
 
 
 def _describe(owner: LockOwner | None) -> str:
@@ -155,11 +156,12 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         """Read nothing yet."""
         self.folder = folder
-        self._dead: set[tuple[str, object]] = set()
-        """Locks whose owners were found dead, by name and owner."""
+        self._watched: dict[tuple[str, object], tuple[bytes, int]] = {}
+        """By the name and the owner of another machine's lock: its content, and how many looks have found it the same.
+        """
 
-    def acquire(self, watched: Watched) -> Verdict:
-        """Take the lock, if no other job holds it; called again with the same ``watched`` until there is a verdict.
+    def acquire(self) -> Verdict:
+        """Take the lock, if no other job holds it; called again until there is a verdict.
 
         Raises:
             CheckpointError: the disk on which this process holds the lock is no longer there.
@@ -175,7 +177,7 @@ class FolderLock:
             locks = _read_all(self.folder)
             path = next((path for path, content in locks.items() if decode(content) == own), None)
             others = {other: content for other, content in locks.items() if other != path}
-            verdict = self._judge(others, own, watched)
+            verdict = self._judge(others, own, watches=True)
             if verdict != []:
                 if verdict and path is not None:
                     path.unlink(missing_ok=True)
@@ -193,13 +195,13 @@ class FolderLock:
         held.users.add(self)
         return []
 
-    def find_other_job(self, watched: Watched | None) -> Verdict:
-        """Check whether another job holds the lock, as :meth:`acquire`; ignore other machines' without ``watched``."""
+    def find_other_job(self, *, watches: bool) -> Verdict:
+        """Check whether another job holds the lock, as :meth:`acquire`; or ignore those of other machines."""
         held = _held.get(os.path.realpath(self.folder))
         own = held.owner if held is not None else LockOwner.this_process()
         with contextlib.suppress(OSError):  # reported where its checkpoints are listed
             locks = {path: content for path, content in _read_all(self.folder).items() if decode(content) != own}
-            return self._judge(locks, own, watched)
+            return self._judge(locks, own, watches=watches)
         return []
 
     def release(self) -> None:
@@ -211,32 +213,35 @@ class FolderLock:
             if not held.users:
                 _held.pop(key).remove()
 
-    def _judge(self, locks: dict[Path, bytes], own: LockOwner, watched: Watched | None) -> Verdict:
-        """Return who holds one of ``locks`` and what to do about it; look at those of other machines once more."""
-        verdict: Verdict = []
+    def _judge(self, locks: dict[Path, bytes], own: LockOwner, *, watches: bool) -> Verdict:
+        """Return who holds one of ``locks`` and what to do about it."""
+        is_known = True
         for path, content in locks.items():
             owner = decode(content)
-            identity = path.name, owner or content
-            runs = False if identity in self._dead else owner and owner.is_running(own)
-            if runs is None and watched is not None:
-                if identity not in watched:
-                    log(f"{self.folder} may be in use by {_describe(owner)}: watching it for {WATCH_SECONDS:.0f} s")
-                first, num_looks = watched.get(identity, (content, 0))
-                watched[identity] = first, num_looks + 1
-                if content != first:
-                    runs = True
-                elif num_looks < round(WATCH_SECONDS / POLL_SECONDS):
-                    verdict = None
-                else:
-                    log(f"{self.folder} is free: {_describe(owner)} stopped refreshing its lock")
-                    runs = False
+            runs = owner and owner.is_running(own)
+            if runs is None and watches:
+                runs = self._is_refreshed(path, content, owner)
+                is_known = is_known and runs is not None
             if runs:
                 return [f"{_describe(owner)}\nits lock is {path}", _what_to_do(owner, path)]
-            if runs is False:
-                self._dead.add(identity)
-        if verdict is None:
+        if not is_known:
             time.sleep(POLL_SECONDS)
-        return verdict
+        return [] if is_known else None
+
+    def _is_refreshed(self, path: Path, content: bytes, owner: LockOwner | None) -> bool | None:
+        """Look once more at the lock of another machine; ``None`` while it has to be watched."""
+        identity = path.name, owner or content
+        if identity not in self._watched:
+            log(f"{self.folder} may be in use by {_describe(owner)}: watching it for {WATCH_SECONDS:.0f} s")
+        before, num_looks = self._watched.pop(identity, (content, 0))
+        if content != before:
+            return True
+        self._watched[identity] = content, num_looks + 1
+        if num_looks < (most := round(WATCH_SECONDS / POLL_SECONDS)):
+            return None
+        if num_looks == most:
+            log(f"{self.folder} is free: {_describe(owner)} stopped refreshing its lock")
+        return False
 
 
 class _HeldLock:
@@ -346,9 +351,9 @@ def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[],
         CheckpointError: another job saves there; on every rank.
     """
 
-    def look(watched: Watched) -> Verdict:
+    def look() -> Verdict:
         try:
-            return lock.acquire(watched)
+            return lock.acquire()
         except OSError as error:
             if errno.errorcode.get(error.errno or 0) not in _REPORTED:
                 warn(f"{lock.folder} cannot be locked ({error}): make sure that no other job saves there")
@@ -368,23 +373,22 @@ def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable
     """
     objects = list(objects)
 
-    def mention(_: Watched) -> Verdict:
-        verdict = lock.find_other_job(None)
+    def mention() -> Verdict:
+        verdict = lock.find_other_job(watches=False)
         if verdict and any(isinstance(item, torch.optim.Optimizer) for item in objects):
             owner = verdict[0].splitlines()[0]
             warn(f"another job saves into {lock.folder}: {owner}. This job cannot save there until that one ends")
         return []
 
     resumes = any(isinstance(item, StepSource) for item in objects)
-    _conclude(ranks, lock, lock.find_other_job if resumes else mention, lambda: None)
+    _conclude(ranks, lock, partial(lock.find_other_job, watches=True) if resumes else mention, lambda: None)
 
 
-def _conclude(ranks: CheckpointRanks, lock: FolderLock, look: Callable[[Watched], Verdict], then: Callable[[], T]) -> T:
+def _conclude(ranks: CheckpointRanks, lock: FolderLock, look: Callable[[], Verdict], then: Callable[[], T]) -> T:
     """Have rank zero look until there is a verdict, one look at a time: the others must not wait long for it."""
-    watched: Watched = {}
 
     def step() -> tuple[Verdict, T | None]:
-        verdict = look(watched) if ranks.rank == 0 else []
+        verdict = look() if ranks.rank == 0 else []
         return verdict, then() if verdict == [] else None
 
     while True:

@@ -41,23 +41,14 @@ class _LoopPosition(Protocol):
     def when_resumed(self, action: Callable[[], object]) -> None: ...
 
 
-def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> dict[str, Json]:
-    """Return the states of all ranks, and the names of the objects over which a loop is running.
+def digests_of(states: Mapping[str, Json]) -> dict[str, str]:
+    """Return a short digest of each state, by which ranks find those that differ."""
+    return {name: hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16] for name, state in states.items()}
 
-    Called by: every rank. A state that all ranks have is listed once.
-    """
-    own = _states()
-    digests = {name: hashlib.sha256(json.dumps(state).encode()).hexdigest() for name, state in own.items()}
-    of_ranks = ranks.confirm("comparing the random number generators", lambda: digests)
-    differing = [name for name in own if len({one.get(name) for one in of_ranks}) > 1]
-    states: dict[str, Json] = {name: [state] for name, state in own.items()}
-    if any(one != digests for one in of_ranks):
-        given = ranks.confirm("reading the random number generators", lambda: {name: own[name] for name in differing})
-        states.update({name: [one.get(name) for one in given] for name in differing})
-    return {
-        "states": states,
-        "in_loop": [name for name, item in objects.items() if isinstance(item, _LoopPosition) and item.is_in_loop],
-    }
+
+def in_loop(objects: Mapping[str, object]) -> list[str]:
+    """Return the names of the objects over which a loop is running."""
+    return [name for name, item in objects.items() if isinstance(item, _LoopPosition) and item.is_in_loop]
 
 
 def restoring(ranks: CheckpointRanks, saved: Mapping[str, Any], objects: Mapping[str, object]) -> Callable[[], None]:
@@ -74,12 +65,13 @@ def restoring(ranks: CheckpointRanks, saved: Mapping[str, Any], objects: Mapping
     is_training = bool(positions) or any(isinstance(item, torch.optim.Optimizer) for item in objects.values())
     if not saved or not is_training:
         return lambda: None
-    of_ranks: dict[str, Any] = {name: states for name, states in saved["states"].items() if name in _states()}
-    unfit = [name for name, states in of_ranks.items() if len(states) not in (1, ranks.world_size)]
+    here = states()
+    of_ranks: dict[str, Any] = {name: held for name, held in saved["states"].items() if name in here}
+    unfit = [name for name, held in of_ranks.items() if len(held) not in (1, ranks.world_size)]
     setters = [
         setter
-        for name, states in of_ranks.items()
-        if name not in unfit and (setter := _setter(name, states[ranks.rank % len(states)])) is not None
+        for name, held in of_ranks.items()
+        if name not in unfit and (setter := _setter(name, held[ranks.rank % len(held)])) is not None
     ]
 
     def resume() -> None:
@@ -105,20 +97,21 @@ def _device() -> torch.device:
     return torch.device("cpu" if session is None else session.world.device)
 
 
-def _states() -> dict[str, Json]:
+def states() -> dict[str, Json]:
+    """Return the state of each generator of this process."""
     version, words, gauss = random.getstate()
-    states: dict[str, Json] = {
+    found: dict[str, Json] = {
         "torch": _text(random_state("cpu").numpy()),
         "Python": [version, _text(np.array(words, np.uint32)), gauss],
     }
     device = _device()
     if device.type != "cpu":
-        states[f"torch on {device.type}"] = _text(random_state(device).numpy())
+        found[f"torch on {device.type}"] = _text(random_state(device).numpy())
     numpys = np.random.get_state(legacy=False)  # noqa: NPY002 - the generator that scripts draw from
     if numpys["bit_generator"] == "MT19937":
         inner = numpys["state"]
-        states["NumPy"] = [_text(inner["key"]), int(inner["pos"]), int(numpys["has_gauss"]), float(numpys["gauss"])]
-    return states
+        found["NumPy"] = [_text(inner["key"]), int(inner["pos"]), int(numpys["has_gauss"]), float(numpys["gauss"])]
+    return found
 
 
 def _setter(name: str, state: Any) -> Callable[[], object] | None:
@@ -136,7 +129,7 @@ def _setter(name: str, state: Any) -> Callable[[], object] | None:
             # NumPy does not check the position, and would read other memory.
             numpys = ("MT19937", _array(key, np.uint32), range(_NUMPY_WORDS + 1)[max(position, 0)], has_gauss, gauss)
             np.random.RandomState().set_state(numpys)
-            return lambda: np.random.set_state(numpys)  # noqa: NPY002 - as in _states
+            return lambda: np.random.set_state(numpys)  # noqa: NPY002 - as in states()
         device = torch.device("cpu") if name == "torch" else _device()
         torchs = torch.from_numpy(_array(state, np.uint8))
         torch.Generator(device).set_state(torchs)

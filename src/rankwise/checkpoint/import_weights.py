@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from rankwise.checkpoint import dtensor_layout, folder
+from rankwise.checkpoint import folder, layouts
 from rankwise.checkpoint.content import refuse_lazy, unwrapped
 from rankwise.checkpoint.files import dtype_name
 from rankwise.checkpoint.manifest import whole
@@ -86,7 +86,7 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             )
         opened.append(open_tensor_files(place))
         copies.extend(_copies(opened[0], module, ranks))
-        elsewhere = [copy.key for copy in copies if dtensor_layout.is_elsewhere(copy.here)]
+        elsewhere = [copy.key for copy in copies if layouts.is_elsewhere(copy.here)]
         return str(place), _fingerprint(opened[0]), elsewhere
 
     try:
@@ -136,7 +136,7 @@ def _copies(files: TensorFiles, model: torch.nn.Module, ranks: CheckpointRanks) 
     _refuse_copies(model, here)
     keys_of: dict[object, list[str]] = {}
     for key, tensor in here.items():
-        keys_of.setdefault(dtensor_layout.identity(tensor) if tensor.numel() else key, []).append(key)
+        keys_of.setdefault(layouts.identity(tensor) if tensor.numel() else key, []).append(key)
     groups = list(keys_of.values())
     missing = [keys[0] for keys in groups if not any(key in files.entries for key in keys)]
     unexpected = [name for name in files.entries if name not in here]
@@ -183,15 +183,15 @@ def _refuse_copies(model: torch.nn.Module, here: Mapping[str, torch.Tensor]) -> 
     """Raise if ``state_dict()`` returns copies: writing into them would have no effect."""
     for key, tensor in here.items():
         refuse_lazy(key, tensor)
-    own = {dtensor_layout.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = {layouts.identity(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for key, tensor in here.items():
-        memory = dtensor_layout.local(tensor)
+        memory = layouts.local(tensor)
         if any(stride == 0 and size > 1 for stride, size in zip(memory.stride(), memory.shape, strict=True)):
             raise ConfigurationError(
                 f"{key} cannot be loaded in place: it is an expanded tensor, whose elements share memory.",
                 do=f"give it memory of its own, {key.rpartition('.')[2]}.clone(), or use model.load_state_dict()",
             )
-        if tensor.numel() and dtensor_layout.identity(tensor) not in own:
+        if tensor.numel() and layouts.identity(tensor) not in own:
             raise ConfigurationError(
                 f"{key} cannot be loaded in place: state_dict() returns a copy of it.",
                 do="use model.load_state_dict() with the tensors of the files",
@@ -210,10 +210,10 @@ def _names_text(missing: list[str], unexpected: list[str]) -> str:
 
 def _copy_all(files: TensorFiles, copies: list[_TensorRead]) -> None:
     for number, copy in enumerate(copies):
-        region = dtensor_layout.region_of(copy.here, copy.key)
+        region = layouts.region_of(copy.here, copy.key)
         if region is None:
             continue
-        memory = dtensor_layout.local(copy.here)
+        memory = layouts.local(copy.here)
         try:
             with torch.no_grad():
                 if region == whole(tuple(copy.here.shape)):

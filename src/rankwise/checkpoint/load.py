@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import checksums, folder, generators, manifest, saved_tree
-from rankwise.checkpoint.compare import first_difference
+from rankwise.checkpoint import files, folder, generators, manifest, saved_tree
 from rankwise.checkpoint.content import unwrapped
 from rankwise.checkpoint.phases import joined_ranks
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from rankwise.checkpoint.manifest import FileEntry, Manifest
+    from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
     from rankwise.checkpoint.phases import CheckpointRanks
 
 _TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
@@ -143,6 +142,18 @@ def examine(path: Path) -> tuple[Manifest | None, str]:
     return saved, f"complete, with the manifest {hashlib.sha256(data).hexdigest()[:16]}"
 
 
+def is_as_written(path: Path, written: Written | None) -> bool:
+    """Return whether a checkpoint has the manifest that this process has written, and files of the right sizes.
+
+    Raises:
+        CheckpointError: as :func:`examine`.
+    """
+    data = None if written is None else _manifest_bytes(path)
+    if written is None or data is None or hashlib.sha256(data).digest() != written.digest:
+        return False
+    return not any(_find_damage(path / entry.name, entry, ()) for entry in written.files)
+
+
 def read_manifest(path: Path) -> Manifest:
     """Return a checkpoint's manifest, without a look at its other files.
 
@@ -158,7 +169,7 @@ def read_manifest(path: Path) -> Manifest:
 def _manifest_bytes(path: Path) -> bytes | None:
     """Return the bytes of a checkpoint's manifest; ``None`` if its directory has none."""
     try:
-        return checksums.plain(path / manifest.MANIFEST_NAME).read_bytes()
+        return files.plain(path / manifest.MANIFEST_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if path.is_dir():
             return None
@@ -170,7 +181,7 @@ def _manifest_bytes(path: Path) -> bytes | None:
 
 def _find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
     try:
-        return checksums.find_damage(path, entry, pieces)
+        return files.find_damage(path, entry, pieces)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}", do=_TRY_AGAIN) from error
 
@@ -244,7 +255,7 @@ def _late(item: object) -> int:
 def _refuse_if_different(path: Path, name: str, item: object, tree: object, kind: str) -> None:
     if callable(getattr(item, "state_dict", None)) and not callable(getattr(item, "load_state_dict", None)):
         raise ConfigurationError(f"{name} has state_dict() but no load_state_dict().", do="add it to its class")
-    difference = first_difference(name, item, tree, kind)
+    difference = saved_tree.first_difference(name, item, tree, kind)
     if difference is not None:
         raise CheckpointError(
             f"{path} was saved from another model: the first difference is at {difference.path}.",

@@ -50,6 +50,15 @@ class FileEntry:
     """CRC-32 of each piece of ``PIECE_BYTES``, eight hexadecimal digits."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What tells a checkpoint that this process has written from every other one."""
+
+    digest: bytes
+    """SHA-256 of the manifest's file."""
+    files: Sequence[FileEntry]
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """A box within a tensor."""
@@ -149,10 +158,12 @@ def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int
     """
     load_bytes: dict[int, int] = {}
     rank_of: dict[K, int] = {}
-    for key, size in sorted(size_bytes_of.items(), key=lambda item: (-item[1], item[0])):
-        small = size < SMALL_TENSOR_BYTES
-        holders = holders_of[key]
-        rank = min(holders, key=lambda rank: rank if small else (load_bytes.get(rank, 0), -rank))
+    for minus_size, key in sorted([(-size, key) for key, size in size_bytes_of.items()]):
+        size, holders = -minus_size, holders_of[key]
+        if size < SMALL_TENSOR_BYTES:
+            rank = min(holders)
+        else:
+            rank = min(holders, key=lambda rank: (load_bytes.get(rank, 0), -rank))
         rank_of[key] = rank
         load_bytes[rank] = load_bytes.get(rank, 0) + size
     return rank_of
@@ -195,7 +206,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def _tensor_json(name: str, entry: TensorEntry) -> dict[str, Json]:
     first = entry.parts[0]
-    if first.region == whole(entry.shape) and first.name == name:
+    if first.region.shape == entry.shape and first.name == name:
         return {"file": first.file, "dtype": entry.dtype, "shape": list(entry.shape)}
     return {
         "dtype": entry.dtype,

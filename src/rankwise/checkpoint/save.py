@@ -8,25 +8,28 @@ runs the same stages, in a thread of each rank.
 from __future__ import annotations
 
 import errno
-import importlib.metadata
+import hashlib
 import secrets
 import shutil
 import threading
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.checkpoint import checksums, files, folder, manifest
 from rankwise.checkpoint import content as contents
-from rankwise.checkpoint.manifest import FileEntry, Manifest
+from rankwise.checkpoint import files, folder, manifest
+from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
 from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.health import step_meter
 from rankwise.health.step_record import CHECKPOINT
+from rankwise.tensors.arrays import as_sent, memory_of
 from rankwise.tensors.synced_folders import make_folder
+from rankwise.version import VERSION
 
 if TYPE_CHECKING:
     import os
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.content import Content
     from rankwise.checkpoint.phases import CheckpointRanks
     from rankwise.world.facts import World
+
+
+_OfRank = tuple[dict[str, Any] | None, dict[str, Any]]
+"""What a rank has written, as a file entry, and the states of its generators that differ from those of other ranks."""
 
 
 @dataclass(kw_only=True)
@@ -52,25 +59,26 @@ class SaveJob:
     """The checkpoint whose leftovers are removed first; ``None`` for all numbered ones."""
     data: Callable[[], Iterable[bytes | memoryview]] | None = None
     """Gives the bytes of this rank's tensors, in file order; ``None`` reads the objects' own memory."""
-    retire: Callable[[Path], None] | None = None
+    retire: Callable[[Path, Written], None] | None = None
     """Removes checkpoints older than the one it is given, once that one is complete."""
-    written: list[dict[str, Any] | None] = field(default_factory=list[dict[str, Any] | None])
-    """The file entry of each rank, by rank; known in the last stage."""
+    written: list[_OfRank] = field(default_factory=list["_OfRank"])
+    """By rank; known in the last stage."""
 
     def __post_init__(self) -> None:
         own = self.content.own
         self.header = files.header_of(own) if own else b""
-        self.num_bytes = len(self.header) + sum(tensor.nbytes for tensor in own.values())
+        self.num_bytes = len(self.header) + sum([tensor.nbytes for tensor in own.values()])
+        self.staging = folder.staging_path(self.target, self.token)
+        """Where the checkpoint is written before it is complete."""
 
     def parts(self) -> Iterable[bytes | memoryview]:
         """Yield the bytes of this rank's file, ``num_bytes`` of them."""
         yield self.header
-        yield from map(files.bytes_of, self.content.own.values()) if self.data is None else self.data()
-
-    @property
-    def staging(self) -> Path:
-        """Where the checkpoint is written before it is complete."""
-        return folder.staging_path(self.target, self.token)
+        if self.data is not None:
+            yield from self.data()
+            return
+        for tensor in self.content.own.values():
+            yield memory_of(as_sent(tensor).cpu())
 
 
 def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
@@ -126,44 +134,50 @@ def prepare(job: SaveJob) -> None:
         job.staging.mkdir()
 
 
-def write_tensors(job: SaveJob) -> dict[str, Any] | None:
-    """Write this rank's file; return its entry for the manifest."""
+def write_tensors(job: SaveJob) -> _OfRank:
+    """Write this rank's file; return its entry for the manifest, and what else only this rank has."""
+    states = {name: job.content.states[name] for name in job.content.differing}
     if job.num_bytes == 0:
-        return None
-    entry = checksums.write_file(job.staging / contents.part_name(job.world.rank), job.parts())
-    return asdict(entry)
+        return None, states
+    return asdict(files.write_file(job.staging / contents.part_name(job.world.rank), job.parts())), states
 
 
-def write_manifest(job: SaveJob) -> None:
+def write_manifest(job: SaveJob) -> Written:
     """Check that every file is complete, then write the manifest. Rank zero only."""
-    entries = [FileEntry(**part) for part in job.written if part is not None]
+    content = job.content
+    entries = [FileEntry(**part) for part, _ in job.written if part is not None]
     for entry in entries:
-        damage = checksums.find_damage(job.staging / entry.name, entry, ())
+        damage = files.find_damage(job.staging / entry.name, entry, ())
         if damage is not None:
             raise CheckpointError(
                 f"{job.target} was not saved: rank zero found that {damage}.",
                 where=str(job.world),
                 do="use a folder on a file system that every rank sees",
             )
+    # One state for all ranks if it is the same on all, else one of each.
+    states: dict[str, Any] = {name: [state] for name, state in content.states.items()}
+    states.update({name: [of_rank.get(name) for _, of_rank in job.written] for name in content.differing})
     saved = Manifest(
-        rankwise_version=_rankwise_version(),
+        rankwise_version=VERSION,
         torch_version=str(torch.__version__),
         world_size=job.world.world_size,
         files={entry.name: entry for entry in entries},
-        tensors=job.content.entries,
-        objects=job.content.objects,
-        generators=job.content.generators,
+        tensors=content.entries,
+        objects=content.objects,
+        generators={"states": states, "in_loop": content.in_loop},
     )
-    checksums.write_file(job.staging / manifest.MANIFEST_NAME, [manifest.encode(saved)])
+    data = manifest.encode(saved)
+    files.write_file(job.staging / manifest.MANIFEST_NAME, [data])
+    return Written(digest=hashlib.sha256(data).digest(), files=entries)
 
 
 def complete(job: SaveJob) -> None:
     """Rename the checkpoint to its final name; then remove those that are no longer kept."""
     if job.world.rank == 0:
-        write_manifest(job)
+        written = write_manifest(job)
         folder.commit(job.staging, job.target, job.token)
         if job.retire is not None:
-            job.retire(job.target)
+            job.retire(job.target, written)
 
 
 _WRITING = "writing the tensors of"
@@ -183,7 +197,7 @@ def write(ranks: CheckpointRanks, job: SaveJob) -> None:
     """
     try:
         for label, stage in STAGES.items():
-            results = ranks.confirm(f"{label} {job.target}", _worded(stage, job))
+            results = ranks.confirm(f"{label} {job.target}", partial(_explained, stage, job))
             if label == _WRITING:
                 job.written = results
     except BaseException:
@@ -192,38 +206,27 @@ def write(ranks: CheckpointRanks, job: SaveJob) -> None:
         raise
 
 
-def _worded(stage: Callable[[SaveJob], Any], job: SaveJob) -> Callable[[], Any]:
-    """Return the stage as a call without arguments whose system errors are explained."""
-
-    def run() -> Any:
-        try:
-            return stage(job)
-        except OSError as error:
-            raise CheckpointError(
-                f"{job.target} could not be saved: {error.strerror or error}.",
-                where=str(job.world),
-                evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; earlier checkpoints are unchanged",
-                do=_what_to_do(error.errno, job),
-            ) from error
-
-    return run
+def _explained(stage: Callable[[SaveJob], Any], job: SaveJob) -> Any:
+    """Run a stage, and explain its system errors."""
+    try:
+        return stage(job)
+    except OSError as error:
+        raise CheckpointError(
+            f"{job.target} could not be saved: {error.strerror or error}.",
+            where=str(job.world),
+            evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; earlier checkpoints are unchanged",
+            do=_what_to_do(error.errno, job),
+        ) from error
 
 
 def _what_to_do(number: int | None, job: SaveJob) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        total = sum(part["size_bytes"] for part in job.written if part is not None)
+        total = sum(part["size_bytes"] for part, _ in job.written if part is not None)
         needed = max(total, job.num_bytes)
         return f"free {needed} bytes there, keep fewer checkpoints, or use another folder"
     if number == errno.ENOENT:
         return "use a folder that can be created, on a file system that every rank sees"
     return f"use a folder that this user can write to; this one is {job.target.parent}"
-
-
-def _rankwise_version() -> str:
-    try:
-        return importlib.metadata.version("rankwise")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class PendingSave:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from rankwise.checkpoint import dtensor_layout
+from rankwise.checkpoint import layouts
 from rankwise.checkpoint.files import dtype_name
 from rankwise.errors import CheckpointError
 from rankwise.tensors.files import CODES
@@ -32,8 +32,10 @@ MAX_DEPTH = 100
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _DICTS = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
 _DICT_OF = {tag: kind for kind, tag in _DICTS.items()}
-_KEYS = {str, int, float, bool, type(None)}
-_LISTS = {tuple: "tuple", torch.Size: "size"}
+_AS_THEY_ARE = {str, bool, type(None)}
+_KEYS = {*_AS_THEY_ARE, int, float}
+_NUMBERS = {int, float, complex}
+_LISTS: dict[type, str] = {tuple: "tuple", torch.Size: "size"}
 _LARGEST_DECIMAL_BITS = 8192
 """Python refuses to read or write decimal integers of more than 4300 digits."""
 
@@ -67,54 +69,51 @@ class _Flattener:
         self.tensors: dict[str, torch.Tensor] = {}
         self._name_of: dict[tuple[object, ...], str] = {}
 
-    def encode(self, value: object, path: str, depth: int) -> Json:
+    def encode(self, value: Any, path: str, depth: int) -> Json:
         if depth > MAX_DEPTH:
             raise CheckpointError(
                 f"The state is nested too deeply at {path[:80]}...",
                 do="save a tree that does not contain itself",
             )
         kind = type(value)
-        if value is None or kind in (bool, str):
-            return cast("Json", value)
-        if kind is int or kind is float or kind is complex:
-            return _encode_number(cast("complex", value))
-        if kind is list:
-            return self._encode_items(cast("list[object]", value), path, depth)
-        if kind in _LISTS:
-            items = cast("tuple[object, ...]", value)
-            return {_LISTS[cast("type[tuple[Any, ...]]", kind)]: self._encode_items(items, path, depth)}
-        if kind in _DICTS:
-            return self._encode_dict(cast("dict[object, object]", value), path, depth)
+        is_short = kind is int and value.bit_length() <= _LARGEST_DECIMAL_BITS
+        if kind in _AS_THEY_ARE or is_short or (kind is float and math.isfinite(value)):
+            return value  # type: ignore[no-any-return]
+        if kind in _NUMBERS:
+            return _encode_number(value)
         if isinstance(value, torch.Tensor):
             return {"tensor": self._name_tensor(_checked_tensor(value, path), path)}
-        if isinstance(value, np.generic):
-            return _encode_numpy_scalar(cast("Any", value), path)
+        if kind in _DICTS:
+            return self._encode_dict(value, path, depth + 1)
+        if kind is list or kind in _LISTS:
+            items: Json = [self.encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+            return items if kind is list else {_LISTS[kind]: items}
         if kind in (np.ndarray, np.memmap):
-            return {"array": self._name_tensor(_tensor_of_array(cast("Any", value), path), path)}
-        raise _refusal(value, path)
+            return {"array": self._name_tensor(_tensor_of_array(value, path), path)}
+        if not isinstance(value, np.generic):
+            raise _refusal(value, path)
+        if value.dtype.name not in _NUMPY_DTYPES:
+            raise _refusal(value, path, f"a NumPy {value.dtype.name} of type")
+        return {"numpy": value.dtype.name, "value": self.encode(value.item(), path, depth)}
 
-    def _encode_items(self, items: Iterable[object], path: str, depth: int) -> list[Json]:
-        return [self.encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
-
-    def _encode_dict(self, tree: dict[object, object], path: str, depth: int) -> Json:
-        tag = _DICTS[type(tree)]
-        kinds = set(map(type, tree))
-        for key in () if kinds <= _KEYS else tree:
+    def _encode_dict(self, tree: dict[Any, Any], path: str, depth: int) -> Json:
+        kind = type(tree)
+        pairs: list[tuple[Any, Json]] = []
+        for key, item in tree.items():
             if type(key) not in _KEYS:
                 raise _refusal(key, f"{path}[{key!r}]", "a key of type")
-        pairs = [(key, self.encode(item, child(path, key), depth + 1)) for key, item in tree.items()]
-        encoded: dict[str, Json] = {}
-        if kinds <= {str}:
-            encoded[tag] = cast("dict[str, Json]", dict(pairs))
-        else:
-            encoded[tag] = [[self.encode(key, path, depth + 1), item] for key, item in pairs]
-        metadata = metadata_of(tree)
+            place = f"{path}.{key}" if type(key) is str else child(path, key)
+            pairs.append((key, self.encode(item, place, depth)))
+        are_texts = set(map(type, tree)) <= {str}
+        content: Json = dict(pairs) if are_texts else [[self.encode(key, path, depth), item] for key, item in pairs]
+        skeleton: dict[str, Json] = {_DICTS[kind]: content}
+        metadata = None if kind is dict else metadata_of(tree)  # A plain dict has no attributes.
         if metadata is not None:
-            encoded["metadata"] = self.encode(metadata, f"{path}._metadata", depth + 1)
-        return encoded
+            skeleton["metadata"] = self.encode(metadata, f"{path}._metadata", depth)
+        return skeleton
 
     def _name_tensor(self, tensor: torch.Tensor, path: str) -> str:
-        key = dtensor_layout.identity(tensor)
+        key = layouts.identity(tensor)
         if tensor.numel() and key in self._name_of:
             return self._name_of[key]
         name = path if path != "__metadata__" else f"{path}.tensor"
@@ -176,19 +175,10 @@ def _pairs(content: object) -> Iterable[tuple[Any, Any]]:
 
 
 def _encode_number(value: complex) -> Json:
+    """Return a number that JSON does not have, or whose digits Python would refuse to read."""
     if isinstance(value, complex):
-        return {"complex": [_encode_number(value.real), _encode_number(value.imag)]}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
-    if isinstance(value, int) and value.bit_length() > _LARGEST_DECIMAL_BITS:
-        return {"int": hex(value)}
-    return value
-
-
-def _encode_numpy_scalar(value: np.generic[Any], path: str) -> Json:
-    if value.dtype.name not in _NUMPY_DTYPES:
-        raise _refusal(value, path, f"a NumPy {value.dtype.name} of type")
-    return {"numpy": value.dtype.name, "value": _encode_number(value.item())}
+        return {"complex": [one if math.isfinite(one) else {"float": repr(one)} for one in (value.real, value.imag)]}
+    return {"int": hex(value)} if isinstance(value, int) else {"float": repr(value)}
 
 
 def _decode_number(tag: str, skeleton: dict[str, Any]) -> Any:
@@ -214,12 +204,13 @@ def _no_tensor(name: str) -> torch.Tensor:
 
 def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """Return a tensor that can be written, without the class of its owner; a DTensor as it is."""
-    if (dtensor := dtensor_layout.as_dtensor(tensor)) is not None:
-        _checked_tensor(dtensor_layout.local(dtensor), path)
-        return dtensor.detach()
-    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
-    if type(tensor) not in _PLAIN_TENSORS and dispatch is not getattr(torch.Tensor, "__torch_dispatch__", None):
-        raise _refusal(tensor, path)
+    if type(tensor) not in _PLAIN_TENSORS:
+        if (dtensor := layouts.as_dtensor(tensor)) is not None:
+            _checked_tensor(layouts.local(dtensor), path)
+            return dtensor.detach()
+        dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+        if dispatch is not getattr(torch.Tensor, "__torch_dispatch__", None):
+            raise _refusal(tensor, path)
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise _refusal(tensor, path, f"a {tensor.layout} tensor on {tensor.device} of type")
     if dtype_name(tensor.dtype) not in TENSOR_DTYPES:
@@ -249,12 +240,10 @@ def _refusal(value: object, path: str, what: str = "a") -> CheckpointError:
 
 def leaves(skeleton: Json, path: str, tensors: Mapping[str, str]) -> dict[str, str]:
     """Return each leaf of a skeleton with root ``path`` as text by its path, with a given text for each tensor."""
-    tag: str
-    content: Any
+    content: Any = skeleton
+    tag = "list" if isinstance(skeleton, list) else "scalar"
     if isinstance(skeleton, dict):
         tag, content = next(iter(skeleton.items()), ("", None))
-    else:
-        tag, content = "list" if isinstance(skeleton, list) else "scalar", skeleton
     if tag in ("tensor", "array"):
         return {path: tensors[str(content)]}
     if tag in _DICT_OF:

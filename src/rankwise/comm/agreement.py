@@ -77,11 +77,13 @@ def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: Wo
     """
     if own[1] is not None:
         raise own[1]
+    values: list[Any] = []
     for rank, outcome in enumerate(outcomes):
         if len(outcome) > 1:
             kind, text = outcome
             raise peer_failed(world, rank, error_type=kind, text=text, label=label)
-    return [value for (value,) in outcomes]
+        values += outcome
+    return values
 
 
 def _share(label: str, own: Outcome, call: str) -> list[Any]:

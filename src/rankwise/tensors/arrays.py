@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of other libraries and plain numbers as tensors, tensors converted back, and tensors as bytes.
+"""Values as the tensors in them, and back: what is sent, and the words by which ranks compare their calls.
 
-NumPy arrays and scalars, Python numbers, and every array with ``__dlpack__``: JAX, CuPy, TensorFlow.
-No such library is imported here: a caller that passes its array has imported it.
+A value is a tensor, a NumPy array or scalar, a Python number, an array with ``__dlpack__`` (JAX, CuPy, TensorFlow), or
+a list, tuple or dict of them. No such library is imported here: a caller that passes its array has imported it.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections import OrderedDict, defaultdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private import tree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+K = TypeVar("K", bound="Hashable")
+
+SMALL_BYTES = 2**16
+"""Up to this size tensors travel together: a message takes about as long for a hundred numbers as for one."""
 
 
 def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
@@ -28,7 +38,9 @@ def tensor_of(leaf: object, name: str, other: str) -> torch.Tensor:
         ConfigurationError: it is none of these, or its memory cannot be sent as it is.
     """
     if isinstance(leaf, torch.Tensor):
-        return _with_memory(leaf, name)
+        if leaf.is_meta or leaf.is_quantized or leaf.layout != torch.strided or hasattr(leaf, "full_tensor"):
+            raise _refused(leaf, name)
+        return leaf
     if isinstance(leaf, np.ndarray | np.generic):
         return _from_numpy(leaf, name)
     if isinstance(leaf, bool | int):
@@ -58,16 +70,16 @@ def back(leaf: object, tensor: torch.Tensor) -> Any:
     return _reader_of(leaf)(tensor.contiguous())
 
 
-def _with_memory(leaf: torch.Tensor, name: str) -> torch.Tensor:
-    for is_other, kind, do in (
-        (leaf.is_meta, "on the meta device", "give it values first: it has nothing to send"),
-        (hasattr(leaf, "full_tensor"), "that each rank holds a part of", "pass tensor.to_local() or full_tensor()"),
-        (leaf.layout != torch.strided, f"of layout {leaf.layout}", "pass tensor.to_dense(), or its parts"),
-        (leaf.is_quantized, "that is quantized", "pass tensor.int_repr() or dequantize()"),
-    ):
-        if is_other:
-            raise ConfigurationError(f"{name} cannot take a tensor {kind}.", do=do)
-    return leaf
+def _refused(leaf: torch.Tensor, name: str) -> ConfigurationError:
+    if leaf.is_meta:
+        kind, do = "on the meta device", "give it values first: it has nothing to send"
+    elif hasattr(leaf, "full_tensor"):
+        kind, do = "that each rank holds a part of", "pass tensor.to_local() or full_tensor()"
+    elif leaf.layout != torch.strided:
+        kind, do = f"of layout {leaf.layout}", "pass tensor.to_dense(), or its parts"
+    else:
+        kind, do = "that is quantized", "pass tensor.int_repr() or dequantize()"
+    return ConfigurationError(f"{name} cannot take a tensor {kind}.", do=do)
 
 
 def _from_int(leaf: int, name: str) -> torch.Tensor:
@@ -168,4 +180,109 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, to send from or to receive into."""
-    return bytes_of(tensor).numpy().data
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+# -- values of several -------------------------------------------------------------------------------
+
+
+def flattened(value: object, name: str) -> tuple[list[object], list[torch.Tensor], pytree.TreeSpec]:
+    """Return the leaves of a value, each as a tensor, and the structure to rebuild it.
+
+    Raises:
+        ConfigurationError: it contains something that cannot be sent.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    other = "rankwise.broadcast_object()" if name == "broadcast" else "rankwise.all_gather_object()"
+    tensors: list[torch.Tensor] = []
+    for leaf in leaves:
+        tensors.append(tensor_of(leaf, name, other))  # noqa: PERF401 - a list comprehension is one more call
+    return leaves, tensors, spec
+
+
+def dtype_word(tensor: torch.Tensor) -> str:
+    """Return ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def kind(tensor: torch.Tensor) -> str:
+    """Return ``float32[2, 3]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def kinds(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
+    """Return ``{loss: float32[], parts: [int64[3], int64[2]]}``: the kinds of all, in their places."""
+    return kind(tensors[0]) if spec.is_leaf() else _in_tree(map(kind, tensors), spec)
+
+
+def dtypes(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
+    """Return ``{loss: float32, parts: [int64, int64]}``: as :func:`kinds`, without the shapes."""
+    return _in_tree(map(dtype_word, tensors), spec)
+
+
+def _in_tree(words: Iterator[str], spec: pytree.TreeSpec) -> str:
+    if spec.is_leaf():
+        return next(words)
+    parts = [_in_tree(words, child) for child in spec.children()]
+    if spec.type not in {dict, OrderedDict, defaultdict}:
+        return f"[{', '.join(parts)}]"
+    # Leaves are in the order in which a dict was filled: with another order they would be mixed up.
+    keys = spec.context[1] if spec.type is defaultdict else spec.context
+    return f"{{{', '.join(f'{key}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
+
+
+def sent_by_dtype(tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``send`` of each of some contiguous tensors, where it computes element by element.
+
+    Called by: every rank, with tensors of the same shapes and dtypes. Returns a new tensor for each, of its shape.
+    """
+    if len(tensors) == 1:
+        return [send(tensors[0])]
+    results: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    for places in _packs(tensors, [(tensor.device, tensor.dtype) for tensor in tensors]):
+        if len(places) == 1:
+            results[places[0]] = send(tensors[places[0]])
+            continue
+        whole = send(torch.cat([tensors[place].reshape(-1) for place in places]))
+        pieces = whole.split([tensors[place].numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            # Of its own: in memory of all, a saved leaf would be as large as all of them.
+            results[place] = piece.clone().view(tensors[place].shape)
+    return results
+
+
+def sent_as_bytes(
+    tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor], num_rows: int
+) -> list[torch.Tensor]:
+    """Return ``send`` of each of some contiguous tensors, where it moves them: [num_rows, *shape] each.
+
+    Called by: every rank, with tensors of the same shapes and dtypes.
+    """
+    results: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    for places in _packs(tensors, [tensor.device for tensor in tensors]):
+        if len(places) == 1:
+            results[places[0]] = send(tensors[places[0]])
+            continue
+        whole = send(torch.cat([bytes_of(tensors[place]) for place in places])).view(num_rows, -1)
+        pieces = whole.split([tensors[place].nbytes for place in places], dim=1)
+        for place, piece in zip(places, pieces, strict=True):
+            like = tensors[place]
+            # A copy is aligned for its dtype.
+            results[place] = (
+                piece.clone(memory_format=torch.contiguous_format).view(like.dtype).view(num_rows, *like.shape)
+            )
+    return results
+
+
+def _packs(tensors: Sequence[torch.Tensor], keys: Sequence[K]) -> list[list[int]]:
+    """Return the positions of tensors that travel together: small ones with the same key."""
+    packs: list[list[int]] = []
+    open_of: dict[K, list[int]] = {}
+    for place, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
+        if tensor.nbytes > SMALL_BYTES or not tensor.numel():
+            packs.append([place])
+        elif key in open_of:
+            open_of[key].append(place)
+        else:
+            packs.append(open_of.setdefault(key, [place]))
+    return packs

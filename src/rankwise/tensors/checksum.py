@@ -11,7 +11,7 @@ import marshal
 import math
 import struct
 import zlib
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ PIECE_BYTES = 2**22
 """How much is copied together at a time."""
 SHORT_BITS = 0xFFFFF
 """Few enough that sums of squares are exact in float64 for thousands of ranks."""
+_AS_THEY_ARE = {bool, int, float, str, type(None)}
 NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Keys of a parameter group that do not affect what a step computes."""
 
@@ -180,17 +181,18 @@ def settings_bytes(optimizer: Optimizer) -> bytes:
         # Version 2: later ones depend on other references to a value.
         return marshal.dumps(groups, 2)
     except ValueError:  # a tensor among them
-        return marshal.dumps([{key: _plain(held, waits=False) for key, held in group.items()} for group in groups], 2)
+        return marshal.dumps([_all_plain(group, waits=False) for group in groups], 2)
 
 
+@lru_cache(16)
 def settings_in(held: bytes) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each group from :func:`settings_bytes`, in JSON-able form."""
-    return [{key: _plain(one, waits=False) for key, one in group.items()} for group in marshal.loads(held)]  # noqa: S302 - this process wrote it
+    """Return the hyperparameters of each group from :func:`settings_bytes`, in JSON-able form, not to be changed."""
+    return [_all_plain(group, waits=False) for group in marshal.loads(held)]  # noqa: S302 - this process wrote it
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a parameter group in JSON-able form."""
-    return {key: _plain(value, waits=True) for key, value in group.items() if key not in NOT_COMPARED}
+    return _all_plain({key: value for key, value in group.items() if key not in NOT_COMPARED}, waits=True)
 
 
 def is_same_setting(one: object, other: object) -> bool:
@@ -200,11 +202,16 @@ def is_same_setting(one: object, other: object) -> bool:
     return one == other
 
 
+def _all_plain(group: dict[str, Any], *, waits: bool) -> dict[str, Any]:
+    """Return hyperparameters in JSON-able form, as :func:`_plain`."""
+    return {key: held if type(held) in _AS_THEY_ARE else _plain(held, waits=waits) for key, held in group.items()}
+
+
 def _plain(value: object, *, waits: bool) -> Any:
     """Return a hyperparameter in JSON-able form; read one on an accelerator only if it ``waits`` for the device."""
     if isinstance(value, torch.Tensor):
         is_read = value.numel() == 1 and not value.is_meta and (waits or value.device.type == "cpu")
         return value.item() if is_read else None
     if isinstance(value, list | tuple):
-        return [_plain(one, waits=waits) for one in value]
+        return [one if type(one) in _AS_THEY_ARE else _plain(one, waits=waits) for one in value]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

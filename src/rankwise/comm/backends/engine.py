@@ -227,7 +227,8 @@ class Engine:
         start = time.monotonic()
         while True:
             self.advance()
-            self._raise_failure(operation)
+            if operation.is_done or self._failed:
+                self._raise_failure(operation)
             if operation.is_done:
                 return True
             spent = time.monotonic() - start

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,7 +97,7 @@ class Staging:
         self._publish_first(round_, what)
         yield self._published, round_
         self._check_calls(round_, what)
-        found += [bytes(view[:size]) for view in views]
+        found += map(bytes, map(itemgetter(slice(size)), views))
         self._consumed.post(round_)
 
     def all_reduce(
@@ -107,7 +108,7 @@ class Staging:
         alone = cross_host is None and (self._num_ranks == 2 or tensor.nbytes <= ALONE_BYTES)  # noqa: PLR2004
 
         def take(slots: list[torch.Tensor], round_: int, low: int, high: int) -> Generator[Awaited] | None:
-            slots = [slot[: high - low] for slot in slots]
+            slots = list(map(itemgetter(slice(high - low)), slots))
             if not alone:
                 return self._reduce_in_slices(slots, out[low:high], op, round_, cross_host)
             reduce_into(out[low:high], slots, op)

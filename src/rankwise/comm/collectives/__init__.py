@@ -5,7 +5,6 @@ Tensors, arrays of NumPy and of what has ``__dlpack__``, and numbers, alone or i
 world or a group of one, each is the identity. Results never alias the arguments, and have no gradients.
 """
 
-from rankwise.comm.collectives.average import mean
 from rankwise.comm.collectives.data_movement import (
     all_gather,
     all_gather_uneven,
@@ -16,7 +15,7 @@ from rankwise.comm.collectives.data_movement import (
 from rankwise.comm.collectives.group import Group, exchange_of
 from rankwise.comm.collectives.group_creation import new_group
 from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object, gather_json
-from rankwise.comm.collectives.reductions import all_reduce, reduce_scatter
+from rankwise.comm.collectives.reductions import all_reduce, mean, reduce_scatter
 
 __all__ = [
     "Group",

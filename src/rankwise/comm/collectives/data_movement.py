@@ -10,9 +10,8 @@ import torch
 
 from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, size_of, source_in_group
 from rankwise.comm.collectives.objects import gather_json, gather_rows
-from rankwise.comm.collectives.trees import dtypes, flattened, kinds, sent_as_bytes
 from rankwise.errors import ConfigurationError
-from rankwise.tensors.arrays import as_sent, back, bytes_of
+from rankwise.tensors.arrays import as_sent, back, bytes_of, dtypes, flattened, kinds, sent_as_bytes
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:

@@ -112,7 +112,7 @@ def source_in_group(group: Group | None, source: int, name: str) -> int:
 
 def agreed(what: str, group: Group | None, *, sends: bool = True) -> Exchange | None:
     """Check that every rank of the group makes the same call; return the exchange for it."""
-    exchange = exchange_of(group)
+    exchange = current().exchange if group is None else exchange_of(group)
     if exchange is not None:
         if sends:
             exchange.agree(what)

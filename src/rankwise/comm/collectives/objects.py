@@ -119,7 +119,7 @@ def gather_json(value: object, *, what: str, group: Group | None = None) -> list
     """
     # A seed or a length may be a NumPy integer.
     payload = json.dumps(value, default=operator.index).encode()
-    return [json.loads(one) for one in gather_bytes(exchange_of(group), payload, what)]
+    return list(map(json.loads, gather_bytes(exchange_of(group), payload, what)))
 
 
 def gather_bytes(exchange: Exchange | None, payload: bytes, what: str) -> list[bytes]:
@@ -130,9 +130,11 @@ def gather_bytes(exchange: Exchange | None, payload: bytes, what: str) -> list[b
     if exchange is None:
         return [payload]
     head = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    notes = exchange.gather_notes(head + payload[:SHORT_BYTES], what)
-    lengths = [int.from_bytes(note[:_LENGTH_BYTES], "little") for note in notes]
-    starts = [note[_LENGTH_BYTES:][:length] for note, length in zip(notes, lengths, strict=True)]
+    lengths: list[int] = []
+    starts: list[bytes] = []
+    for note in exchange.gather_notes(head + payload[:SHORT_BYTES], what):
+        lengths.append(int.from_bytes(note[:_LENGTH_BYTES], "little"))
+        starts.append(note[_LENGTH_BYTES:][: lengths[-1]])
     if max(lengths) <= SHORT_BYTES:
         return starts
     rest = torch.frombuffer(bytearray(payload), dtype=torch.uint8)[SHORT_BYTES:]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rankwise.checkpoint.dtensor_layout import as_dtensor, region_of
+from rankwise.checkpoint.layouts import as_dtensor, region_of
 from rankwise.tools.verify.records import Sketch
 from rankwise.torch_private import tree
 from rankwise.torch_private.dtensor import own_part

@@ -1,22 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state on all ranks: the regions of each tensor and their ranks, and the entries of each optimizer.
+"""How tensors lie: on this rank whole, in a region or not at all; and, from the reports of all ranks, over all of them.
 
-Pure: takes the reports of all ranks, and returns the same on every rank.
+Knows torch's DTensor and meta tensors. Reads no file, and asks no other rank.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from rankwise.checkpoint.manifest import Region, tiles, whole
 from rankwise.errors import CheckpointError, fold_ranks, fold_values
+from rankwise.torch_private.dtensor import own_part, shard_orders, split_factor
+from rankwise.torch_private.tensors import memory_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch.distributed.tensor import DTensor
+
 _NOTHING_WRITTEN = "nothing was written"
+
+
+def as_dtensor(value: object) -> DTensor | None:
+    """Return ``value`` if it is a DTensor, without importing torch's DTensor module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return cast("DTensor", value) if module is not None and isinstance(value, module.DTensor) else None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor in this rank's memory: all of it, or a region."""
+    return own_part(tensor).detach()
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no memory on this rank."""
+    return own_part(tensor).is_meta
+
+
+def region_of(tensor: torch.Tensor, path: str) -> Region | None:
+    """Return which region of a tensor lies on this rank; ``None`` if it holds none of it.
+
+    Raises:
+        CheckpointError: it is a DTensor without regions: partial sums that are not reduced yet, or strided shards.
+            ``path``, its place in the state, names it.
+    """
+    dtensor = None if type(tensor) is torch.Tensor else as_dtensor(tensor)
+    if dtensor is None:
+        return None if tensor.is_meta else whole(tuple(tensor.shape))
+    if is_elsewhere(dtensor):
+        return None
+    shape, held = tuple(dtensor.shape), tuple(local(dtensor).shape)
+    mesh: Any = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    sizes = tuple(int(size) for size in mesh.shape)
+    region = _region(shape, sizes, coordinate, _shard_orders(dtensor, sizes, path))
+    if 0 in region.shape and 0 in held:
+        return whole(shape) if math.prod(shape) == 0 else None
+    if region.shape != held:
+        raise _unknown(dtensor, path, f"this rank holds {list(held)}, where {list(region.shape)} was expected")
+    return region
+
+
+def _region(
+    shape: tuple[int, ...], mesh_shape: Sequence[int], coordinate: Sequence[int], orders: Sequence[Sequence[int]]
+) -> Region:
+    """Return the region at a coordinate of a mesh; ``orders`` is as :func:`_shard_orders` returns it.
+
+    Source: torch.chunk: pieces of ceil(size / count), the last ones shorter or empty.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, order in enumerate(orders):
+        for mesh_dim in order:
+            piece = -(-sizes[dim] // mesh_shape[mesh_dim])
+            start = min(piece * coordinate[mesh_dim], sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(piece, sizes[dim] - start)
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def _shard_orders(dtensor: DTensor, mesh_shape: Sequence[int], path: str) -> list[list[int]]:
+    """Return, per dimension of the tensor, the mesh dimensions that split it, in the order they did.
+
+    ``fully_shard`` splits what tensor parallelism has already split, although its mesh dimension comes first; torch
+    marks this by a ``_StridedShard`` whose factor is the number of pieces before.
+
+    Source: torch.distributed.tensor._dtensor_spec.DTensorSpec, shard_order.
+    """
+    orders: list[list[int]] = [[] for _ in range(dtensor.ndim)]
+    placements = cast("Sequence[Any]", dtensor.placements)
+    for mesh_dim, placement in reversed(list(enumerate(placements))):
+        if placement.is_replicate():
+            continue
+        if not hasattr(placement, "dim"):
+            raise _unknown(dtensor, path, "its partial sums are not reduced yet")
+        order = orders[placement.dim]
+        before, place, factor = 1, 0, split_factor(placement)
+        while before != factor and place < len(order):
+            before *= mesh_shape[order[place]]
+            place += 1
+        if before != factor:
+            raise _unknown(dtensor, path, "its shards are strided")
+        order.insert(place, mesh_dim)
+    for dim, mesh_dims in shard_orders(dtensor):
+        orders[dim] = mesh_dims
+    return orders
+
+
+def _unknown(dtensor: DTensor, path: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be saved or loaded with its placements: {why}.",
+        evidence=f"{list(dtensor.shape)} placed as {dtensor.placements} on {dtensor.device_mesh}",
+        do="redistribute() it to Shard or Replicate placements first",
+    )
+
+
+def identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a value that two tensors share only if they are the same elements of the same memory."""
+    memory = tensor if type(tensor) is torch.Tensor else local(tensor)
+    kind = (tensor.device, tensor.dtype, tensor.shape, memory.shape, memory.stride())
+    if memory.is_meta or (memory is not tensor and as_dtensor(tensor) is not None):
+        # Without elements on this rank there is no address; torch's own record of the memory still is one.
+        return (*kind, memory_key(memory), memory.storage_offset())
+    return (*kind, memory.data_ptr(), memory.is_conj(), memory.is_neg())
+
+
+# -- over all ranks ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
