@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.comm import optimizer_steps
+from rankwise.comm import optimizer_steps, step_hooks
 from rankwise.log import logger
 
 if TYPE_CHECKING:
@@ -172,18 +172,19 @@ def test_a_criterion_that_is_replicated_too_is_not() -> None:
 
 def test_one_rank_is_not_followed() -> None:
     (result,) = testing.run_ranks(_hooks, 1)
-    assert result.get() == 1, "its steps are measured, not compared"
+    assert result.get() == (1, 0), "its steps are measured, not compared"
 
 
 def test_the_hook_goes_with_the_world() -> None:
-    assert [result.get() for result in testing.run_ranks(_hooks_around_leave, 2)] == [(2, 0), (2, 0)]
+    assert [result.get() for result in testing.run_ranks(_hooks_around_leave, 2)] == [((1, 1), (0, 0))] * 2
 
 
-def _hooks(_: World) -> int:
-    return len(torch_optimizer._global_optimizer_post_hooks)
+def _hooks(_: World) -> tuple[int, int]:
+    """Return how many hooks torch calls, and how many followers they call."""
+    return len(torch_optimizer._global_optimizer_post_hooks), len(step_hooks._entries)
 
 
-def _hooks_around_leave(world: World) -> tuple[int, int]:
+def _hooks_around_leave(world: World) -> tuple[tuple[int, int], tuple[int, int]]:
     before = _hooks(world)
     rw.leave()
     return before, _hooks(world)

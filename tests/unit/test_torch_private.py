@@ -45,7 +45,6 @@ from rankwise.torch_private import (
     pipelining,
     rendezvous,
     saving,
-    step_hooks,
     streams,
     tensors,
     tree,
@@ -800,7 +799,7 @@ def check_step_hooks() -> None:
     optimizer.register_step_pre_hook(lambda *_: order.append("before"))
     optimizer.register_step_post_hook(lambda *_: order.append("after"))
     after = optimizer.register_step_post_hook(lambda *_: order.append("own after"))
-    step_hooks.put_innermost(optimizer, before, after)
+    modules.put_innermost(optimizer, before, after)
     optimizer.step()
     assert order == ["before", "own before", "own after", "after"]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first step of every optimizer of this rank: do the ranks train one model, or each its own by mistake?
 
-Follows optimizers through torch's global hook, from join to leave. Sends nothing that a rank would wait for. Used by
+Follows the steps of all optimizers, from join to leave. Sends nothing that a rank would wait for. Used by
 ``join``, by the strategies, which report the models they handle, and by users, as ``rankwise.independent``.
 """
 
@@ -15,23 +15,24 @@ from weakref import WeakSet, ref
 
 from torch import nn
 from torch.optim import LBFGS
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rankwise.comm.same_state.differences import listed
 from rankwise.comm.same_state.owners import checksum_of_shapes, names_in_modules, split_by_wrapper
 from rankwise.comm.same_state.posted import Posted
+from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, with_closure
+from rankwise.comm.step_hooks import follow as follow_steps
 from rankwise.errors import ConfigurationError
 from rankwise.log import warn
 from rankwise.tensors.checksum import checksums_of_each, combined
-from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
-    from torch.utils.hooks import RemovableHandle
+    from torch.optim.optimizer import Optimizer
 
     from rankwise.comm.session import Session
+    from rankwise.comm.step_hooks import Arguments
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -41,7 +42,7 @@ MOST_ELEMENTS = 2**16
 _accounted: WeakSet[nn.Module] = WeakSet()
 _parts: dict[int, ref[torch.Tensor]] = {}
 """By their ``id``. Tensors compare element by element, so a set cannot hold them."""
-_following: list[RemovableHandle] = []
+_following: list[Callable[[], None]] = []
 
 
 def independent(model: M) -> M:
@@ -91,17 +92,16 @@ def follow(session: Session) -> None:
     posted = Posted.of(session, "rankwise/steps")
     if posted is not None:
         first_steps = _FirstSteps(posted, session.world.world_size)
-        _following.append(register_optimizer_step_pre_hook(first_steps.before_step))
-        _following.append(register_optimizer_step_post_hook(first_steps.after_step))
+        _following.append(follow_steps(first_steps, Phase.FIRST_STEP, is_kept=True))
 
 
 def stop() -> None:
     """Stop following optimizers. Called by leave, and by code that exchanges gradients in its own way."""
     while _following:
-        _following.pop().remove()
+        _following.pop()()
 
 
-class _FirstSteps:
+class _FirstSteps(Follower):
     """What one rank has seen of its optimizers."""
 
     def __init__(self, posted: Posted, world_size: int) -> None:
@@ -111,14 +111,15 @@ class _FirstSteps:
         self._count: Counter[int] = Counter()
         self._has_compared = False
 
-    @uncompiled
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Compare what the closure of LBFGS returns first: from other values ranks diverge. Called by torch."""
-        if not isinstance(optimizer, LBFGS) or self._has_compared:
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has not been looked at."""
+        return optimizer not in self._seen
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Compare what the closure of LBFGS returns first: from other values ranks diverge."""
+        closure = closure_of(args, kwargs)
+        if not isinstance(optimizer, LBFGS) or self._has_compared or closure is None:
             return None
-        closure = kwargs.get("closure") or args[1]  # the first one is the optimizer
 
         def compared() -> Any:
             loss = closure()
@@ -127,7 +128,7 @@ class _FirstSteps:
                 self._compare_losses(loss)
             return loss
 
-        return args[:1], {"closure": compared}
+        return with_closure(args, kwargs, compared)
 
     def _compare_losses(self, loss: Any) -> None:
         with contextlib.suppress(OSError, RuntimeError, TypeError, ValueError):
@@ -138,15 +139,13 @@ class _FirstSteps:
                     all_ranks=True,
                 )
 
-    @uncompiled
-    def after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        """Look at an optimizer after its first step. Called by torch."""
-        if optimizer in self._seen:
-            return
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer after its first step."""
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not trained:
             return
         self._seen.add(optimizer)
+        ask_again()
         own = _unaccounted(trained)
         # Whatever waits for a lost store reports it; tensors without plain values are not compared.
         with contextlib.suppress(OSError, RuntimeError, TypeError):

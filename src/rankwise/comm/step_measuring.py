@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rankwise.comm import step_hooks
 from rankwise.comm.clock_offset import clock_ahead
 from rankwise.comm.slow_rank import SlowRank
 from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
 from rankwise.health import step_meter
 from rankwise.health.device_times import DeviceTimes
 from rankwise.health.step_meter import StepMeter
-from rankwise.health.step_record import BACKWARD, DATA, EVALUATION, OPTIMIZER, SCRIPT, RecordFile, record_path
+from rankwise.health.step_record import DATA, EVALUATION, RecordFile, record_path
 from rankwise.health.step_recorder import StepRecorder
 from rankwise.log import warn
-from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.torch_private.loader import wrap_next
 from rankwise.version import VERSION
 from rankwise.world.device import accelerator
@@ -55,8 +54,6 @@ CLOCK_SECONDS = 10.0
 UNJOINED = "unknown"
 """The backend of a rank that has not joined."""
 _PAGE_BYTES = resource.getpagesize()
-_before_optimizers: list[int] = []
-"""In which part each optimizer's step has begun: some step in backward, and some call another one."""
 _undo: list[Callable[[], None]] = []
 """What stops measuring."""
 
@@ -93,10 +90,8 @@ def start(world: World, report: str | os.PathLike[str] | None) -> None:
     device_times = None if new_event is None else DeviceTimes(new_event)
     recorder = StepRecorder(record, _memory_of(world.device), folder_path, device_times)
     step_meter.start(StepMeter(recorder))
-    _undo.append(register_optimizer_step_pre_hook(_before_update).remove)
-    _undo.append(register_optimizer_step_post_hook(_after_update).remove)
+    step_hooks.install()
     _undo.append(wrap_next(_measuring_data))
-    _undo.append(_measure_backward())
 
 
 def follow(session: Session, hostnames: Sequence[str]) -> None:
@@ -192,6 +187,7 @@ def stop() -> None:
     """Stop measuring, and complete the record."""
     while _undo:
         _undo.pop()()
+    step_hooks.uninstall()
     step_meter.stop()
 
 
@@ -221,33 +217,6 @@ def _rows_of(batch: object) -> int:
             return 0
         batch = values[0]
     return len(batch) if isinstance(batch, torch.Tensor) and batch.dim() else 0
-
-
-def _measure_backward() -> Callable[[], None]:
-    """Measure backward of scripts without a strategy, whose own wrapper of backward measures it; return what undoes it.
-
-    Their exchange, as that of torch's DistributedDataParallel, is part of it.
-    """
-    original = torch.autograd.backward
-
-    @wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        meter = step_meter.current()
-        if meter is None or meter.part == BACKWARD:  # A strategy's own wrapper measures it.
-            original(*args, **kwargs)
-            return
-        part = meter.enter(BACKWARD)
-        try:
-            original(*args, **kwargs)
-        finally:
-            meter.resume(part)
-
-    def undo() -> None:
-        if torch.autograd.backward is backward:
-            torch.autograd.backward = original
-
-    torch.autograd.backward = backward
-    return undo
 
 
 def _path(folder: str, rank: int) -> str | None:
@@ -295,22 +264,3 @@ def _memory_of(device: str) -> Callable[[], int]:
 def _resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - half the time of Path.read_bytes
         return int(file.read().split()[1]) * _PAGE_BYTES
-
-
-def is_updating() -> bool:
-    """Return whether an optimizer's step is under way, which may call the model itself in a closure."""
-    return bool(_before_optimizers)
-
-
-@uncompiled_hook
-def _before_update(_optimizer: object, _args: object, _kwargs: object) -> None:
-    part = step_meter.meter.enter(OPTIMIZER)
-    if part != OPTIMIZER:  # A step that has failed has left its own.
-        _before_optimizers.clear()
-    _before_optimizers.append(part)
-
-
-@uncompiled_hook
-def _after_update(_optimizer: object, _args: object, _kwargs: object) -> None:
-    step_meter.meter.note_update()
-    step_meter.meter.resume(_before_optimizers.pop() if _before_optimizers else SCRIPT)

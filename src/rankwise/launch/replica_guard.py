@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rankwise.comm.same_state.differences import first_unlike_setting, listed, unlike_summaries
 from rankwise.comm.same_state.owners import checksum_of_shapes, names_in_modules, split_by_wrapper
 from rankwise.comm.same_state.posted import ANSWER_SECONDS, Posted
 from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.comm.session import current_or_none
+from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.launch.report.unjoined import OTHER_LIBRARIES, has_gradients
 from rankwise.log import warn
 from rankwise.store import opening
 from rankwise.tensors.checksum import ChecksumOfAll, combined, settings_checksum, settings_of
 from rankwise.tensors.rounding import summary_of
-from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.world.environments.process import read_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     import torch
+    from torch.optim.optimizer import Optimizer
 
     from rankwise.store.values import Store
 
@@ -52,7 +52,7 @@ def watch(world_size: int) -> None:
 
     Called by: each of several ranks, before its script runs.
     """
-    register_optimizer_step_post_hook(_Guard(world_size).after_step)
+    follow(_Guard(world_size), Phase.WATCH, is_kept=True)
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class _Guarded:
         self.parts: list[Stepped] = []
 
 
-class _Guard:
+class _Guard(Follower):
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._pid = os.getpid()
@@ -96,9 +96,8 @@ class _Guard:
         self._of: dict[int, tuple[ref[Optimizer], _Guarded]] = {}
         self._num_alike: dict[str, int] = {}
 
-    @uncompiled_hook
-    def after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        """Check an optimizer after a step. Called by torch."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Check an optimizer after a step."""
         known = self._of.get(id(optimizer))
         if known is None or known[0]() is not optimizer:
             if not has_gradients(optimizer):

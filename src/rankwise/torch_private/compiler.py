@@ -51,20 +51,6 @@ def skipped(fn: Callable[P, R]) -> Callable[P, R]:
     return fn
 
 
-def uncompiled_hook(fn: Callable[P, None]) -> Callable[P, None]:
-    """Return ``fn``, which torch calls at every step, so that the compiler skips it.
-
-    If nothing is compiled it costs less than :func:`uncompiled`, which takes several times as long as counting a step.
-    """
-    disabled = uncompiled(fn)
-
-    @wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        (disabled if torch.compiler.is_compiling() else fn)(*args, **kwargs)
-
-    return call
-
-
 def import_compiler() -> None:
     """Import the compiler, which torch's optimizers import at their first use."""
     importlib.import_module("torch._dynamo")

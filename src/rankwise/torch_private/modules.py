@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.optim.optimizer import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX
@@ -139,10 +141,18 @@ def set_metadata(state: dict[Any, Any], metadata: object) -> None:
     state._metadata = metadata  # type: ignore[attr-defined] # noqa: SLF001
 
 
-def mark_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
+def mark_step(optimizer: Optimizer, step: Any) -> None:
     """Give ``step``, which replaces the optimizer's, the marks that schedulers look for."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         # A scheduler was built before and has marked the step it found.
         step._wrapped_by_lr_sched = True  # noqa: SLF001
     # Schedulers also check that the optimizer has stepped before them, which not every rank knows.
     optimizer._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
+
+
+def put_innermost(optimizer: Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
+    """Have two hooks of an optimizer run last before its step, and first after it."""
+    pre: OrderedDict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment] # noqa: SLF001
+    post: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment] # noqa: SLF001
+    pre.move_to_end(before.id)
+    post.move_to_end(after.id, last=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that trains alone although it has peers: its script never joins them.
 
-Observes optimizers through torch's own hook, in a rank that the launcher started. Imported by the worker, which sets
-the hook, and by the coordinator, which repeats the report at the end.
+Follows the steps of optimizers, in a rank that the launcher started. Imported by the worker, which starts
+it, and by the coordinator, which repeats the report at the end.
 """
 
 from __future__ import annotations
@@ -33,33 +33,31 @@ def watch(world_size: int, note: str) -> None:
     after the process has joined: a script may train a reference on its own first.
     Called by: one of several ranks, before its script runs.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415 - in memory already
-
-    from rankwise.torch_private.compiler import uncompiled  # noqa: PLC0415 - imports torch
+    from rankwise.comm.step_hooks import Follower, Phase, follow  # noqa: PLC0415 - imports torch
 
     own_pid = os.getpid()
-    has_looked = is_alone = False
 
-    @uncompiled
-    def look(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        nonlocal has_looked, is_alone
-        # Not removed here: torch is iterating over the hooks.
-        if is_alone:
-            is_alone = not forget_if_joined(note)
-        if has_looked or not has_gradients(optimizer):
-            return
-        has_looked = True
-        # A process that the script forked is not the rank.
-        if os.getpid() == own_pid and not _is_connected():
-            warn(
-                f"rank 0 has taken an optimizer step without joining the other ranks: {world_size} ranks each train "
-                f"alone, and each writes the script's files; {_WHAT_TO_DO}"
-            )
-            is_alone = True
-            with contextlib.suppress(OSError):
-                Path(note).touch()
+    class Look(Follower):
+        is_alone = False
 
-    register_optimizer_step_post_hook(look)
+        def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+            if self.is_alone:
+                self.is_alone = not forget_if_joined(note)
+            elif not has_gradients(optimizer):
+                return
+            # A process that the script forked is not the rank.
+            elif os.getpid() == own_pid and not _is_connected():
+                warn(
+                    f"rank 0 has taken an optimizer step without joining the other ranks: {world_size} ranks each "
+                    f"train alone, and each writes the script's files; {_WHAT_TO_DO}"
+                )
+                self.is_alone = True
+                with contextlib.suppress(OSError):
+                    Path(note).touch()
+            if not self.is_alone:
+                end()
+
+    end = follow(Look(), Phase.WATCH, is_kept=True)
 
 
 def forget_if_joined(note: str) -> bool:

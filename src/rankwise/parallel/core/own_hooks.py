@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from rankwise.comm.step_measuring import is_updating
+from rankwise.comm.step_hooks import is_updating
 from rankwise.health import step_meter
 from rankwise.health.step_record import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, SCRIPT
 from rankwise.torch_private.compiler import between_graphs, skipped
@@ -34,7 +34,11 @@ class OwnHook:
         """Call the functions, unless torch records the operations of a model for a graph. Called by torch."""
         if torch.compiler.is_compiling():
             return _call_between_graphs(self._calls, args, kwargs)
-        return None if torch.jit.is_tracing() else _call_in_turn(self._calls, args, kwargs)
+        result = None
+        if not torch.jit.is_tracing():
+            for call in self._calls:
+                result = call(*args, **kwargs)
+        return result
 
     def __deepcopy__(self, memo: object) -> NoHook:
         return NoHook()

@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 import torch
 
 from rankwise.comm.session import current_or_none
+from rankwise.comm.step_hooks import Follower, Phase, closure_of, follow, with_closure
 from rankwise.errors import ConfigurationError
 from rankwise.health.diagnosis import world_left
 from rankwise.log import warn
 from rankwise.parallel.core.bucket import gradient_of
 from rankwise.parallel.core.same_model import broadcast_tensors
 from rankwise.parallel.local_sgd.outer import step_outer
-from rankwise.parallel.local_sgd.step_counter import follow_steps
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
+    from rankwise.comm.step_hooks import Arguments
     from rankwise.parallel.local_sgd.outer import DiLoCo
     from rankwise.parallel.local_sgd.pseudo_gradient import PseudoGradients
 
@@ -77,7 +78,7 @@ def average_buffers(model: nn.Module, across_groups: Exchange, data: Exchange | 
         broadcast_tensors(parts, data, what="buffers of an island's first rank")
 
 
-class LocalSGD:
+class LocalSGD(Follower):
     """The rounds of a model, from :func:`rankwise.local_sgd` until the model is deleted or the world is left.
 
     Save it with the model and the optimizer: ``checkpoints.save(model=model, optimizer=optimizer, outer=outer)``.
@@ -139,10 +140,14 @@ class LocalSGD:
         self._are_fresh_used = False
         self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many backward passes had run at the last step of each optimizer."""
+        self._counting: ref[Optimizer] | None = None
+        """The optimizer whose steps are counted: the first that steps, or another that steps for a round alone."""
+        self._uncounted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Steps of the others since the last one that counted."""
         self._has_stepped = False
         trained.report_mean_to(self._note_mean)
         self._ids = {id(parameter) for _, parameter in self._all}
-        self._stop_following = follow_steps(self, [parameter for _, parameter in self._all], patience=every)
+        self._stop_following = follow(self, Phase.MODEL)
         synchronize, leave = WeakMethod(self.synchronize), ref(self)
         session.average_islands()
         session.before_save(lambda: None if (call := synchronize()) is None else call())
@@ -212,8 +217,44 @@ class LocalSGD:
                 "torch.optim.Optimizer, created with the current parameters of the model"
             )
 
-    def before_step(self) -> None:
-        """Note where a first round begins. Called before each step of an optimizer of the model.
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the model."""
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Prepare for a step of an optimizer of the model, and for each time that a closure computes its gradients."""
+        self._begin_step()
+        closure = closure_of(args, kwargs)
+        if not callable(closure):
+            self._before_update(optimizer)
+            return None
+
+        def followed_closure() -> Any:
+            loss = closure()
+            self._before_update(optimizer)
+            return loss
+
+        return with_closure(args, kwargs, followed_closure)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has used the current gradients; count the step."""
+        self._used[optimizer] = self._num_backward
+        self._are_fresh_used = True
+        if self._counts(optimizer) and current_or_none() is self._session:
+            self._count_step()
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        counting = None if self._counting is None else self._counting()
+        if counting is not None and counting is not optimizer:
+            self._uncounted[optimizer] = missed = self._uncounted.get(optimizer, 0) + 1
+            if missed <= self._every:
+                return False
+        self._counting = ref(optimizer)
+        self._uncounted.clear()
+        return True
+
+    def _begin_step(self) -> None:
+        """Note where a first round begins.
 
         Raises:
             NotJoined: the world of :func:`rankwise.local_sgd` was left.
@@ -236,7 +277,7 @@ class LocalSGD:
                 anchor.copy_(part)
             self._has_anchors = True
 
-    def before_update(self, optimizer: Optimizer) -> None:
+    def _before_update(self, optimizer: Optimizer) -> None:
         """Have an optimizer skip gradients of no samples; raise if their number of samples is unknown."""
         is_known = self._num_backward > self._used.get(optimizer, 0)
         if is_known and self._fresh > 0:
@@ -254,15 +295,8 @@ class LocalSGD:
                 "the last one outside rankwise.no_sync(model)",
             )
 
-    def after_update(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has used the current gradients."""
-        self._used[optimizer] = self._num_backward
-        self._are_fresh_used = True
-
-    def after_step(self) -> None:
-        """Count a step; apply a mean or end a round if it is time. Called after steps of the optimizer that counts."""
-        if current_or_none() is not self._session:
-            return
+    def _count_step(self) -> None:
+        """Count a step; apply a mean or end a round if it is time."""
         self._num_steps += 1
         if self._num_steps == self._overlap:
             self._apply()

@@ -2,7 +2,7 @@
 """Reads each loss when its backward is called, for models that need its weight.
 
 torch has no public hook between the call of backward and its first node, and during backward the tensors that losses
-saved are freed: ``torch.autograd.backward`` is wrapped from the first strategy call until the world is left.
+saved are freed: this is put around backward from the first strategy call until the world is left.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from weakref import ref
 
 import torch
 
+from rankwise.comm import step_hooks
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
-from rankwise.health import step_meter
 from rankwise.health.call_site import user_call_site, words
-from rankwise.health.step_record import BACKWARD
 from rankwise.log import warn
 from rankwise.parallel.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.parallel.loss.batch_statistics import FirstBatches
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 _subscribers: list[ref[LossOnRanks]] = []
 """Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
-_original: Callable[..., None] = torch.autograd.backward
 _warned: set[tuple[str, str]] = set()
 _AMOUNT: Callable[[Term], Amount] = attrgetter("amount")
 _EXPECTED: Callable[[LossOnRanks], Amount | None] = attrgetter("expected_amount")
@@ -61,8 +59,7 @@ def check_weight_function(weight: object, strategy: str) -> None:
 
 def subscribe(subscriber: LossOnRanks, session: Session) -> None:
     """Read the loss of every backward for a model, until it is deleted or the world is left."""
-    if torch.autograd.backward is not _backward:
-        torch.autograd.backward = _backward
+    if step_hooks.put_around_backward(_around_backward):
         session.at_end(_undo)
         session.on_leave(_check_all)
         session.before_save(_check_all)
@@ -88,39 +85,38 @@ def _check_all() -> None:
 
 
 def _undo() -> None:
-    torch.autograd.backward = _original
+    step_hooks.put_around_backward(None)
     _subscribers.clear()
     later.forget_checks()
     forget_losses()
     forget_warnings()
 
 
-def _backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
-    part = step_meter.meter.enter(BACKWARD)
+def _around_backward(
+    backward: Callable[..., None], tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object
+) -> None:
     is_within = in_backward()  # then the caller is a checkpoint that computes its part again
     session = current_or_none()
     first_batches = None if session is None else session.made(FirstBatches)
     if first_batches is not None and not first_batches.is_following:
         first_batches = None
-    try:
-        if later.waiting:
-            later.run_checks()
-        subscribers: list[LossOnRanks] = []
-        for reference in () if is_within else _subscribers:
-            one = reference()
-            if one is not None and one.is_needed:
-                subscribers.append(one)
-        if subscribers:
-            _weighted_backward(session, first_batches, subscribers, tensors, *args, **kwargs)
-        else:
-            _original(tensors, *args, **kwargs)
-    finally:
-        step_meter.meter.resume(part)
+    if later.waiting:
+        later.run_checks()
+    subscribers: list[LossOnRanks] = []
+    for reference in () if is_within else _subscribers:
+        one = reference()
+        if one is not None and one.is_needed:
+            subscribers.append(one)
+    if subscribers:
+        _weighted_backward(backward, session, first_batches, subscribers, tensors, *args, **kwargs)
+    else:
+        backward(tensors, *args, **kwargs)
     if first_batches is not None and not is_within:
         first_batches.after_backward()
 
 
 def _weighted_backward(
+    backward: Callable[..., None],
     session: Session | None,
     first_batches: FirstBatches | None,
     subscribers: Sequence[LossOnRanks],
@@ -147,7 +143,7 @@ def _weighted_backward(
                 combined = reached[0].exchange_terms()
                 if combined is not None:
                     scaling.enter_context(_scaled(verdict.terms, _factors(reached[0], verdict.terms, combined)))
-            _original(tensors, *args, **kwargs)
+            backward(tensors, *args, **kwargs)
         except BaseException:
             for one in subscribers:
                 one.interrupt()

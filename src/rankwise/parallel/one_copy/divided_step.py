@@ -3,7 +3,7 @@
 
 Around each step the ranks meet twice: before it, when none of them reads the parameters any more; and after it, when
 all are updated. A step that a rank leaves out, or takes of another optimizer, is an error on every rank. Built on
-torch's hooks around a step, innermost, so that other hooks see all parameters before and after.
+hooks of an optimizer, innermost, so that other hooks see all parameters before and after.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from rankwise.comm.backends.mapping import PAGE_BYTES
 from rankwise.comm.backends.meeting import Meeting
 from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, follow, with_closure
 from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
 from rankwise.log import log
 from rankwise.parallel.one_copy.compared import KINDS, checksum_of, details_of, hash_of
 from rankwise.parallel.one_copy.shared_state import SharedState
 from rankwise.parallel.state_guard.guard import VALUES_EVERY
 from rankwise.torch_private.compiler import uncompiled
-from rankwise.torch_private.step_hooks import put_innermost
+from rankwise.torch_private.modules import put_innermost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+    from torch.optim.optimizer import Optimizer
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.meeting import HostMemory
@@ -50,7 +51,7 @@ _BEFORE, _AFTER, _COMPARE = 0, 1, 2
 """Parts of a step: ranks that meet are in the same one."""
 
 
-class DividedSteps:
+class DividedSteps(Follower):
     """The steps of this process's optimizers, from the first model with one copy per host until the world is left."""
 
     def __init__(self, session: Session, exchange: SharedMemory, memory: HostMemory, posted: Posted) -> None:
@@ -58,20 +59,18 @@ class DividedSteps:
         self.exchange = exchange
         self._models: WeakKeyDictionary[nn.Module, SharedParameters] = WeakKeyDictionary()
         self._divided: WeakKeyDictionary[Optimizer, DividedOptimizer] = WeakKeyDictionary()
-        self._others: WeakSet[Optimizer] = WeakSet()
-        """Optimizers of no model here."""
         self.meeting = Meeting(memory, PAGE_BYTES, self._has_gone_past)
         self.posted = posted
         self._num_backwards = 0
         self._num_optimizers = 0
         self._words = ""
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._unfollow = follow(self, Phase.DIVIDE)
         session.at_end(self.end)
 
     def add(self, model: nn.Module, parameters: SharedParameters) -> None:
         """Divide the steps of the optimizers of a model's parameters."""
         self._models[model] = parameters
-        self._others.clear()
+        ask_again()
 
     def note_backward(self) -> None:
         """Note that a backward begins that synchronizes, as often as on every other rank."""
@@ -83,16 +82,16 @@ class DividedSteps:
         held = {id(parameter) for parameter in parameters}
         return [one for one in self._models.values() if one.is_shared and not held.isdisjoint(one.number_of)]
 
-    @uncompiled
-    def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        """Have the steps of an optimizer be divided. Called by torch, before other hooks of the optimizer."""
-        if os.getpid() != self._process or optimizer in self._others:
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer updates a model here."""
+        return optimizer in self._divided or bool(self.models_of(_parameters_of(optimizer)))
+
+    def before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        """Have the steps of an optimizer be divided. Called before other hooks of the optimizer."""
+        if os.getpid() != self._process:
             return
         divided = self._divided.get(optimizer)
         if divided is None:
-            if not self.models_of(_parameters_of(optimizer)):
-                self._others.add(optimizer)
-                return
             reason = why_not_divided(optimizer)
             if reason:
                 self.give_up(reason)
@@ -121,6 +120,7 @@ class DividedSteps:
             divided.take_own_copy(optimizer)
         for model in models:
             model.take_own_copy()
+        ask_again()
 
     def _has_gone_past(self, rank: int) -> RankwiseError:
         return CollectiveMismatch(
@@ -136,7 +136,7 @@ class DividedSteps:
 
     def end(self) -> None:
         """Leave every optimizer and parameter to this rank alone. Called when the world is left, in any way."""
-        self._hook.remove()
+        self._unfollow()
         for optimizer, divided in list(self._divided.items()):
             divided.end(optimizer)
         for model in self._models.values():
@@ -228,8 +228,7 @@ class DividedOptimizer:
     @uncompiled
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin the update, after the closure if there is one. Called by torch."""
-        # The first argument is the optimizer.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self._begin(optimizer)
             return None
@@ -240,9 +239,7 @@ class DividedOptimizer:
             self._begin(optimizer)
             return loss
 
-        if len(args) > 1:
-            return (args[0], and_begin, *args[2:]), kwargs
-        return args, {**kwargs, "closure": and_begin}
+        return with_closure(args, kwargs, and_begin)
 
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer) -> None:

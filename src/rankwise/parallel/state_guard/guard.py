@@ -3,28 +3,28 @@
 
 Some steps compare settings (hyperparameters, how often optimizers have stepped, facts), fewer compare values (the bits
 of parameters and of statistics that ranks share). Where numbers differ, the ranks exchange the details (diagnosis).
-torch's global step hook shows optimizers, from the first guarded model until the world is left. Used by replicate and
-shard, which create one guard per model, and by loss_on_ranks.
+Follows the steps of optimizers until the world is left. Used by replicate and shard, which create one guard per model,
+and by loss_on_ranks.
 """
 
 from __future__ import annotations
 
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from rankwise.comm.same_state.posted import Posted
 from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.parallel.state_guard.diagnosis import DivergedReplicas, diagnose
 from rankwise.parallel.state_guard.facts import Repair, SharedFact, all_facts, forget_facts
 from rankwise.parallel.state_guard.used_settings import UsedSettings
 from rankwise.parallel.state_guard.without_backward import WithoutBackward
 from rankwise.tensors.checksum import ChecksumOfAll, are_equal, combined, settings_checksum, settings_of, short
 from rankwise.torch_private.autograd import in_backward
-from rankwise.torch_private.compiler import uncompiled_hook
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
@@ -101,7 +100,7 @@ class StateGuard:
         """Whether the step is over whose reports have not been compared."""
         self._stepped = dict[str, list[bytes]](), list[Optimizer]()
         """With what optimizers have stepped up to that step since the comparison before, and which."""
-        session.on_leave(unfollow)
+        session.on_leave(follow(self._optimizers, Phase.MODEL))
         session.on_leave(forget_facts)
 
     def report(self) -> tuple[float, float] | None:
@@ -235,7 +234,7 @@ OptimizerGroup = dict[str, Any]
 """One parameter group in JSON: the optimizer's class, numbers of the model's parameters, values by key."""
 
 
-class OptimizersOf:
+class OptimizersOf(Follower):
     """The optimizers of one model's parameters that have stepped since ranks last compared."""
 
     def __init__(
@@ -247,9 +246,12 @@ class OptimizersOf:
         """Those since ranks last compared, by identity, each with the number of its first parameter of the model."""
         self._used = used
         self._listener = listener
-        _follow(self)
 
-    def note_step(self, optimizer: Optimizer) -> None:
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the model."""
+        return any(id(p) in self.number_of for group in optimizer.param_groups for p in group["params"])
+
+    def after_step(self, optimizer: Optimizer) -> None:
         """Note a step of ``optimizer``."""
         if id(optimizer) not in self._stepped:
             held = (self.number_of.get(id(p)) for group in optimizer.param_groups for p in group["params"])
@@ -281,43 +283,3 @@ class OptimizersOf:
         """Return the optimizers that have stepped since ranks last compared."""
         # A replaced optimizer is not kept alive; one rank may collect it earlier than another.
         return [one for reference, _ in self._stepped.values() if (one := reference()) is not None]
-
-
-_followed: WeakSet[OptimizersOf] = WeakSet()
-_models_of: dict[int, tuple[ref[Optimizer], int, list[ref[OptimizersOf]]]] = {}
-"""By the identity of an optimizer: itself, how many groups it had, and the models whose parameters it holds."""
-_hooks: list[RemovableHandle] = []
-
-
-def _follow(model: OptimizersOf) -> None:
-    _followed.add(model)
-    _models_of.clear()
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
-
-
-def unfollow() -> None:
-    """Stop following optimizers. Called when the world is left."""
-    while _hooks:
-        _hooks.pop().remove()
-    _models_of.clear()
-
-
-@uncompiled_hook
-def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    """Tell the models whose parameters an optimizer holds. Called by torch, after every step."""
-    # By identity: a lookup in a dict with weak keys takes several times as long.
-    known = _models_of.get(id(optimizer))
-    if known is None or known[0]() is not optimizer or known[1] != len(optimizer.param_groups):
-        known = _models_of[id(optimizer)] = ref(optimizer), len(optimizer.param_groups), _models_stepped_by(optimizer)
-    for reference in known[2]:
-        model = reference()
-        if model is not None:
-            model.note_step(optimizer)
-
-
-def _models_stepped_by(optimizer: Optimizer) -> list[ref[OptimizersOf]]:
-    for number in [number for number, (reference, *_) in _models_of.items() if reference() is None]:
-        del _models_of[number]
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [ref(model) for model in _followed if not held.isdisjoint(model.number_of)]

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from rankwise.comm.session import current, current_or_none
+from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.health.call_site import responsible_module
 from rankwise.log import logger
 from rankwise.tools.replacing import replace_attributes
@@ -77,7 +78,7 @@ class _Since:
     loss_line: str = ""
 
 
-class Recorder:
+class Recorder(Follower):
     """What one rank records, from :meth:`install` to :meth:`finish`."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -162,8 +163,7 @@ class Recorder:
             "add_param_group",
             after=lambda _, optimizer, *__: self._follow_gradients(optimizer.param_groups[-1]["params"]),
         )
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+        follow(self, Phase.WATCH)
         on_save(self._note_file)
         sys.addaudithook(self._audit)
         logger.addHandler(_Warnings(lambda text: self._write(warnings=text)))
@@ -452,7 +452,8 @@ class Recorder:
 
         return step
 
-    def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    def before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        """Note what the step uses."""
         self._optimizers.setdefault(optimizer, numbered(optimizer, self._optimizers))
         self._impose(optimizer)
         self._stepped, self._state = [], {}
@@ -477,7 +478,8 @@ class Recorder:
                     elif isinstance(group.get(key), float):
                         group[key] = value
 
-    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Write the step."""
         # Those of a model that is called in parts, or is no module.
         self._note_use(is_trained=True)
         hyperparameters = tuple(_numbers(group) | self._scales for group in optimizer.param_groups)
