@@ -77,7 +77,8 @@ examples:
   srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
 output of the ranks:
-  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank.
+  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank
+  (with --auto, those of the script are not).
   With one rank, nothing is changed. Rank 0 writes to a terminal directly: progress bars work.
   With --log-dir, the terminal shows rank 0 only, and every rank has its own files.
   stdin is empty if there are several ranks.

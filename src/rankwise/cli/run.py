@@ -41,7 +41,8 @@ examples:
   srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
 output of the ranks:
-  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank.
+  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank
+  (with --auto, those of the script are not).
   With one rank, nothing is changed. Rank 0 writes to a terminal directly: progress bars work.
   With --log-dir, the terminal shows rank 0 only, and every rank has its own files.
   stdin is empty if there are several ranks."""
@@ -107,7 +108,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="whether MASTER_ADDR and MASTER_PORT point to torch's own store, which accepts every process that reaches "
         "it (default: RANKWISE_TORCH_STORE, else, on one machine, a store for processes of this user)",
     )
-    machines = parser.add_argument_group("several machines")
+    _add_options_of_machines(parser.add_argument_group("several machines"))
+    add_command(parser)
+
+
+def _add_options_of_machines(machines: argparse._ArgumentGroup) -> None:
     machines.add_argument(
         "--nodes",
         type=_nodes,
@@ -147,7 +152,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long the machines wait for one another at the start (default: 600)",
     )
-    add_command(parser)
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -187,13 +187,8 @@ def _take_part(
     from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
     from rankwise.launch.inspect.service import InspectService  # noqa: PLC0415
     from rankwise.launch.rendezvous import find  # noqa: PLC0415
-    from rankwise.world.device import accelerator  # noqa: PLC0415
 
-    # Only now: querying devices before the fork could leave the ranks unable to use them.
-    kind = None if options.device == "cpu" else accelerator.found_kind()
-    instances = accelerator.mig_instances(device_mask(EXAMPLE.visible)) if kind is EXAMPLE else ()
-    num_devices = len(instances) or (accelerator.count() if kind and not kind.is_shared else 0)
-    num_ranks = num_ranks_here(options, num_devices, kind)
+    num_ranks, instances = _ranks_here(options)
     job = find(options) if job_address is None else job_address
     hosts_job = job.listener is not None
     output = Output(options.log_dir, controller=options.controller)
@@ -246,6 +241,17 @@ def _take_part(
         exit_code = agent.run(options.rendezvous_timeout_seconds)
         reporter.end(ranks.failures)
         return exit_code
+
+
+def _ranks_here(options: LaunchOptions) -> tuple[int, tuple[str, ...]]:
+    """Return the number of ranks on this machine, and the MIG instances that they use, if it has some."""
+    from rankwise.world.device import accelerator  # noqa: PLC0415
+
+    # Only after the fork: querying devices before it could leave the ranks unable to use them.
+    kind = None if options.device == "cpu" else accelerator.found_kind()
+    instances = accelerator.mig_instances(device_mask(EXAMPLE.visible)) if kind is EXAMPLE else ()
+    num_devices = len(instances) or (accelerator.count() if kind and not kind.is_shared else 0)
+    return num_ranks_here(options, num_devices, kind), instances
 
 
 def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
