@@ -117,9 +117,9 @@ class StepMeter(Meter):
             if self._device_times is not None or len(step.ends) > MOST_SLICES:
                 self._note_end(step, before)
             if part in _FIRST:
-                if step.has_updated:
+                if self._step.has_updated:
                     self._end_step(now)
-                    step = self._step
+                step = self._step
                 if part == EVALUATION:
                     self._is_evaluated = not step.has_forward
                 elif part == DATA:

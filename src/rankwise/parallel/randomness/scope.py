@@ -190,7 +190,10 @@ def take_key(generator: torch.Generator | None) -> int:
 
 
 def is_apart(*, has_graph: bool) -> bool:
-    """Return whether backward may draw the same again: gradients differ from a pass's, or saved tensors have hooks."""
+    """Return whether backward may draw the same again.
+
+    There are hooks on saved tensors, or gradients are disabled within a pass that has a graph.
+    """
     return innermost_saved_tensors_hooks() is not None or torch.is_grad_enabled() != has_graph
 
 
