@@ -89,8 +89,8 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._talk: StoreRanks | None = None
         self._damaged: set[Path] = set()
-        self._own: dict[Path, Written] = {}
-        """What this one has saved."""
+        self._own: dict[Path, Written | None] = {}
+        """What this one has saved; ``None`` for one that was to be kept."""
         self._restored = -1
         self._ignored = -1
         """The newest checkpoint of an earlier run, if this one starts from scratch."""
@@ -387,7 +387,7 @@ class Checkpointer:
 
     def _retire(self, newest: Path, written: Written) -> None:
         """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
-        self._own[newest] = written
+        self._own[newest] = None if self.keep is None else written
         folder.note_use(self.directory)
         if self.keep is None:
             return
