@@ -19,7 +19,7 @@ from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import examine, is_as_written, load_into, verify
-from rankwise.checkpoint.phases import CollectiveRanks, SingleRank, StoreRanks
+from rankwise.checkpoint.phases import CollectiveRanks, StoreRanks
 from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
@@ -89,8 +89,8 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._talk: StoreRanks | None = None
         self._damaged: set[Path] = set()
-        self._own: dict[Path, Written] = {}
-        """What this one has saved."""
+        self._own: dict[Path, Written | None] = {}
+        """What this one has saved; ``None`` for one that was to be kept."""
         self._restored = -1
         self._ignored = -1
         """The newest checkpoint of an earlier run, if this one starts from scratch."""
@@ -293,7 +293,7 @@ class Checkpointer:
             )
             job = SaveJob(world=session.world, content=content, target=Path(path), token=token, retire=self._retire)
             if asynchronous:
-                self._save_in_background(session, job)
+                self._save_in_background(session, ranks, job)
             else:
                 write(ranks, job)
         step_meter.note_event(f"{'saving' if asynchronous else 'saved'} {job.target}")
@@ -318,10 +318,10 @@ class Checkpointer:
 
     # -- saving in the background ------------------------------------------------------------
 
-    def _save_in_background(self, session: Session, job: SaveJob) -> None:
+    def _save_in_background(self, session: Session, ranks: CheckpointRanks, job: SaveJob) -> None:
         data: list[Callable[[], list[memoryview]]] = []
         # Confirmed, so that a rank that has no memory for the copy does not keep the others waiting.
-        CollectiveRanks(session).confirm("copying the state", lambda: data.append(self._copy(job.content.own)))
+        ranks.confirm("copying the state", lambda: data.append(self._copy(job.content.own)))
         self._pending = PendingSave(self._background_ranks(session, job.token), replace(job, data=data[0]))
 
     def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
@@ -340,7 +340,7 @@ class Checkpointer:
 
     def _background_ranks(self, session: Session, token: str) -> CheckpointRanks:
         if session.store is None:
-            return SingleRank()
+            return CollectiveRanks(None)
         # Every rank has reached this save, so none still reads this rank's reports on the last one.
         if self._talk is not None:
             self._talk.forget()
@@ -387,7 +387,7 @@ class Checkpointer:
 
     def _retire(self, newest: Path, written: Written) -> None:
         """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
-        self._own[newest] = written
+        self._own[newest] = None if self.keep is None else written
         folder.note_use(self.directory)
         if self.keep is None:
             return

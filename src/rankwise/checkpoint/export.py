@@ -22,7 +22,7 @@ import torch
 from rankwise.checkpoint import files, folder
 from rankwise.checkpoint.content import gather, refuse_lazy, unwrapped
 from rankwise.checkpoint.manifest import whole
-from rankwise.checkpoint.phases import joined_ranks
+from rankwise.checkpoint.phases import CollectiveRanks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
@@ -73,8 +73,9 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
 
     Source: the safetensors format; safetensors.torch.save_model for tied weights.
     """
-    ranks = joined_ranks()
-    if (session := current_or_none()) is not None:
+    session = current_or_none()
+    ranks = CollectiveRanks(session)
+    if session is not None:
         session.prepare_save()
     weights = unwrapped(model)
 

@@ -16,7 +16,8 @@ from rankwise.checkpoint import folder, layouts
 from rankwise.checkpoint.content import refuse_lazy, unwrapped
 from rankwise.checkpoint.files import dtype_name
 from rankwise.checkpoint.manifest import whole
-from rankwise.checkpoint.phases import joined_ranks
+from rankwise.checkpoint.phases import CollectiveRanks
+from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.tensors.files import open_tensor_files
 
@@ -72,7 +73,7 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             their own on any rank.
         PeerFailed: that happened on another rank.
     """
-    ranks = joined_ranks()
+    ranks = CollectiveRanks(current_or_none())
     opened: list[TensorFiles] = []
     copies: list[_TensorRead] = []
 
@@ -100,12 +101,11 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
                 evidence=f"{fold_values(seen)}\nthe model has not changed",
                 do="pass the same path on every rank; if each machine has its own copy, make the copies identical",
             )
-        elsewhere = [keys for *_, keys in reported]
-        common = set[str].intersection(*map(set, elsewhere))
-        if common:
+        nowhere = layouts.on_no_rank([keys for *_, keys in reported])
+        if nowhere:
             raise ConfigurationError(
-                f"{next(key for key in elsewhere[0] if key in common)} is on the meta device on every rank.",
-                evidence=f"so are {len(common) - 1} more weights",
+                f"{nowhere[0]} is on the meta device on every rank.",
+                evidence=f"so are {len(nowhere) - 1} more weights",
                 do="allocate the model first: model.to_empty(device=...); or load it while placing it: "
                 "rankwise.place(model, checkpoint=...)",
             )

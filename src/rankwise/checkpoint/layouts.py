@@ -228,6 +228,12 @@ def _incomplete(name: str, texts: Mapping[int, str], holders: Mapping[Region, Se
     )
 
 
+def on_no_rank(elsewhere: Sequence[Sequence[str]]) -> list[str]:
+    """Return the tensors that all ranks report to lie elsewhere."""
+    common = set[str].intersection(*map(set, elsewhere))
+    return [name for name in elsewhere[0] if name in common]
+
+
 def bounds(region: Region) -> str:
     """Return a region as slices: ``0:5,2:4``."""
     return ",".join(f"{start}:{start + size}" for start, size in zip(region.offsets, region.shape, strict=True))

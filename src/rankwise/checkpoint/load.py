@@ -15,7 +15,9 @@ import torch
 
 from rankwise.checkpoint import files, folder, generators, manifest, saved_tree
 from rankwise.checkpoint.content import unwrapped
-from rankwise.checkpoint.phases import joined_ranks
+from rankwise.checkpoint.layouts import on_no_rank
+from rankwise.checkpoint.phases import CollectiveRanks
+from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
         ConfigurationError: the objects differ between ranks; none has changed.
         PeerFailed: that happened on another rank.
     """
-    ranks = joined_ranks()
+    ranks = CollectiveRanks(current_or_none())
     path = folder.find(Path(directory).absolute())
     saved, damage = verify(ranks, path)
     if saved is None:
@@ -214,9 +216,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
     reported = ranks.confirm(f"comparing {path} with the objects and reading it", compare_and_read)
     _refuse_different_objects([names for names, _ in reported])
     # A tensor of a pipeline stage is on the meta device on other ranks; one that is on all ranks is loaded nowhere.
-    elsewhere = [places for _, places in reported]
-    common = set[str].intersection(*map(set, elsewhere))
-    nowhere = [place for place in elsewhere[0] if place in common]
+    nowhere = on_no_rank([places for _, places in reported])
     if nowhere:
         raise CheckpointError(
             f"{path} cannot be loaded: {nowhere[0]} is on the meta device on every rank.",

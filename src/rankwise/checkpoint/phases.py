@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of a save or a load confirm each step to each other.
 
-Three ways with one meaning: alone, through the collectives, and through the store for a thread that
-must not touch the process group. Knows nothing of checkpoints.
+Two ways with one meaning: through the collectives, and through the store for a thread that must not touch the process
+group. Knows nothing of checkpoints.
 """
 
 from __future__ import annotations
@@ -53,34 +53,16 @@ class CheckpointRanks(Protocol):
         ...
 
 
-class SingleRank:
-    """No other rank, and no world joined: for loading in a notebook."""
-
-    rank = 0
-    world_size = 1
-
-    def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
-        """Do ``work``."""
-        del label
-        return [work()]
-
-
 class CollectiveRanks:
-    """All ranks of the session, through the collectives."""
+    """All ranks of the session, through the collectives; without a session, as in a notebook, this process alone."""
 
-    def __init__(self, session: Session) -> None:
-        self.rank = session.world.rank
-        self.world_size = session.world.world_size
+    def __init__(self, session: Session | None) -> None:
+        self.rank, self.world_size = (0, 1) if session is None else (session.world.rank, session.world.world_size)
+        self._is_alone = session is None
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
         """Do ``work`` on every rank. As :meth:`CheckpointRanks.confirm`."""
-        return results_of_all(label, work, call="saving or loading")
-
-
-def joined_ranks() -> CheckpointRanks:
-    """Return all ranks of the session, or this process alone where no world is joined."""
-    session = current_or_none()
-    return SingleRank() if session is None else CollectiveRanks(session)
+        return [work()] if self._is_alone else results_of_all(label, work, call="saving or loading")
 
 
 class StoreRanks:
