@@ -149,6 +149,9 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
 
 def test_hooks_stay_as_long_as_someone_follows() -> None:
     end = follow(Noted("kept", []), Phase.WATCH, is_kept=True)
+    assert torch.autograd.backward.__module__ == "torch.autograd", "only steps are followed"
+    step_hooks.install()
+    assert torch.autograd.backward.__module__ == "rankwise.comm.step_hooks"
     gc.collect()
     step_hooks.uninstall()
     assert len(torch_optimizer._global_optimizer_post_hooks) == 1

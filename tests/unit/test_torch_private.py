@@ -45,7 +45,6 @@ from rankwise.torch_private import (
     pipelining,
     rendezvous,
     saving,
-    streams,
     tensors,
     tree,
 )
@@ -460,9 +459,9 @@ def check_foreach() -> None:
 @canary("torch._C._accelerator_getStream")
 def check_stream_of() -> None:
     """Without an accelerator it says so; the tests of the stand-in device call it with one."""
-    assert streams.stream_of is torch._C._accelerator_getStream
+    assert kernels.stream_of is torch._C._accelerator_getStream
     with pytest.raises(RuntimeError, match=r"accelerator|driver"):
-        streams.stream_of(0)
+        kernels.stream_of(0)
 
 
 # -- groups --------------------------------------------------------------------------------------------
@@ -767,7 +766,7 @@ def check_batchnorm() -> None:
         modules.AnySizeBatchNorm(2)(torch.ones(2))
 
 
-@canary("torch.nn.RNNBase._flat_weight_refs", "torch.nn.RNNBase._flat_weights", "torch.nn.RNNBase._init_flat_weights")
+@canary("torch.nn.RNNBase._flat_weight_refs", "torch.nn.RNNBase._init_flat_weights")
 def check_recurrent() -> None:
     layer = nn.LSTM(2, 2)
     layer(torch.ones(1, 1, 2))
@@ -780,11 +779,7 @@ def check_recurrent() -> None:
     assert any(one() is layer.weight_ih_l0 for one in layer._flat_weight_refs)
     modules.own_parameters(layer)["weight_hh_l0"] = nn.Parameter(torch.full((8, 2), 7.0))
     modules.update_flat_weights(layer)
-    assert any(one is layer.weight_hh_l0 for one in modules.flat_weights(layer))
-    halves = [one.detach() / 2 for one in modules.flat_weights(layer)]
-    expected = layer(torch.ones(1, 1, 2))[0]
-    modules.flat_weights(layer)[:] = halves
-    assert not torch.equal(layer(torch.ones(1, 1, 2))[0], expected)
+    assert any(one() is layer.weight_hh_l0 for one in layer._flat_weight_refs)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def follow(follower: Follower, phase: Phase, *, is_kept: bool = False) -> Callab
     entry = _Entry(phase, (lambda: follower) if is_kept else ref(follower))
     _entries[:] = sorted((*_living(), entry), key=lambda one: one.phase)
     ask_again()
-    install()
+    _put_hooks_last()
 
     def end() -> None:
         if entry in _entries:
@@ -146,10 +146,9 @@ def is_updating() -> bool:
 
 
 def install() -> None:
-    """Have torch call this room, after the hooks on all optimizers that there are."""
+    """Follow steps and backward from now on, for the meter and for what is put around backward."""
     global _torchs_backward  # noqa: PLW0603 - one for the process, as torch's function is
-    _remove_hooks()
-    _handles.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
+    _put_hooks_last()
     if _torchs_backward is None:
         _torchs_backward = torch.autograd.backward
         torch.autograd.backward = _backward
@@ -163,6 +162,12 @@ def uninstall() -> None:
     # Another library's wrap of this one stays, with this one in it.
     if _around is None and _torchs_backward is not None and torch.autograd.backward is _backward:
         torch.autograd.backward, _torchs_backward = _torchs_backward, None
+
+
+def _put_hooks_last() -> None:
+    """Have torch call this room after the hooks on all optimizers that there are."""
+    _remove_hooks()
+    _handles.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
 
 
 def _remove_hooks() -> None:
@@ -197,7 +202,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         _parts_before.clear()
     _parts_before.append(part)
     given = None
-    for follower in _followed(optimizer).before:
+    for follower in _followed(optimizer).before if _entries else ():
         one = follower()
         changed = None if one is None else one.before_step(optimizer, args, kwargs)
         if changed is not None:
@@ -210,9 +215,10 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Call the followers. Called by torch after every step."""
     if torch.compiler.is_compiling():
         return _after_between_graphs(optimizer, args, kwargs)
-    step_meter.meter.note_update()
-    step_meter.meter.resume(_parts_before.pop() if _parts_before else SCRIPT)
-    for follower in _followed(optimizer).after:
+    meter = step_meter.meter
+    meter.note_update()
+    meter.resume(_parts_before.pop() if _parts_before else SCRIPT)
+    for follower in _followed(optimizer).after if _entries else ():
         one = follower()
         if one is not None:
             one.after_step(optimizer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of torch's operations, called or replaced for a while, and the modes through which calls reach them."""
+"""Kernels of torch's operations, called or replaced for a while; the modes through which calls reach them; streams."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ __all__ = [
     "kernel_of",
     "pop_function_mode",
     "push_function_mode",
+    "stream_of",
 ]
 
 Kernel = Callable[..., Any]
 """The implementation of an operation on one kind of device."""
+
+stream_of = torch._C._accelerator_getStream  # noqa: SLF001
+"""Return this thread's current stream of the device with an index. torch's public function takes ten times as long."""
 
 dispatch_key: Callable[[str], str] = torch._C._dispatch_key_for_device  # noqa: SLF001
 """Return torch's dispatch key for a type of device."""

@@ -6,14 +6,16 @@ Used by replicate, shard and pipeline.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from rankwise.parallel.core.batchnorm import SYNCHRONISED
-from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_model import broadcast_tensors
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.modules import own_buffers, own_modules
@@ -137,3 +139,40 @@ class BufferSlots:
         self._parents = parents
         self._layers = [own_modules(module) for module in parents]
         self._num_layers = [len(layers) for layers in self._layers]
+
+
+@dataclass(slots=True)
+class Registrations:
+    """Counts what modules are given; compared with earlier counts they tell at no cost whether to look again."""
+
+    parameters: int = 0
+    """Parameters, and layers, which may hold parameters."""
+    buffers: int = 0
+    """New buffers, and layers. A buffer that replaces another is not counted."""
+
+
+@cache
+def count_registrations() -> Registrations:
+    """Return the counts of this process; the first call starts them.
+
+    torch reports every registration in the process, but no deletion, nor ``insert`` of ModuleList and Sequential.
+    """
+    counts = Registrations()
+
+    def count_parameter(*_: object) -> None:
+        counts.parameters += 1
+
+    def count_layer(*_: object) -> None:
+        counts.parameters += 1
+        counts.buffers += 1
+
+    def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        # Not `get`: torch.jit's table is only similar to a dict.
+        before = own_buffers(module)
+        if buffer is not None and (name not in before or before[name] is None):
+            counts.buffers += 1
+
+    torch_module.register_module_parameter_registration_hook(count_parameter)
+    torch_module.register_module_module_registration_hook(count_layer)
+    torch_module.register_module_buffer_registration_hook(count_buffer)
+    return counts

@@ -21,10 +21,10 @@ from rankwise.health.step_record import BACKWARD, EXCHANGE
 from rankwise.parallel.compress.methods import Narrow
 from rankwise.parallel.core.accumulation import Accumulation
 from rankwise.parallel.core.bucket import Weights, WeightUnit, own_gradient
+from rankwise.parallel.core.buffers import count_registrations
 from rankwise.parallel.core.gradient_buckets import GradientBuckets, call_when_accumulated
 from rankwise.parallel.core.gradient_hooks import GradientHooks
 from rankwise.parallel.core.own_hooks import OwnHook
-from rankwise.parallel.core.registrations import count_registrations
 from rankwise.parallel.core.same_inputs import FirstCall, first_call_of, report_first_calls
 from rankwise.parallel.loss.amounts import multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, model_numbers

@@ -2,7 +2,7 @@
 """What a script reads of tensors that are split over ranks, and draws for them, is that of the whole tensor.
 
 torch itself reads a rank's part of a sum or a norm, on CPUs gives each part the same random numbers, and ignores what
-is assigned to ``data``, all without an error. Used by shard and tensor_parallel.
+is assigned to ``data`` and a part of gradients of gradients, all without an error. Used by shard and tensor_parallel.
 """
 
 from __future__ import annotations
@@ -70,4 +70,20 @@ def _refuse_others(tensor: torch.Tensor, value: torch.Tensor) -> None:
             f"Assigning to the data of a split parameter, {list(tensor.shape)}, would have no effect: torch keeps its "
             "part.",
             do="copy in place: `with torch.no_grad(): parameter.copy_(value)`",
+        )
+
+
+def refuse_second_derivatives(strategy: str) -> None:
+    """Raise if the backward under way records a graph. Called by: nodes of that backward, which it then ends.
+
+    Raises:
+        ConfigurationError: ``create_graph=True`` was given.
+    """
+    # torch runs backward in the grad mode that create_graph asks for.
+    if torch.is_grad_enabled():
+        raise ConfigurationError(
+            f"{strategy}() does not support gradients of gradients: create_graph=True was passed to "
+            "torch.autograd.grad() or backward().",
+            evidence="torch would leave a part of the second derivatives out",
+            do="use rankwise.replicate(model), with which they are exact, or leave create_graph=True out",
         )

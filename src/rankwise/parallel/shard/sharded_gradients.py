@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.parallel.core.bucket import power_near
 from rankwise.parallel.core.gradient_hooks import GradientHooks
-from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
+from rankwise.parallel.core.split_tensors import refuse_second_derivatives
 from rankwise.parallel.loss.amounts import is_zero, multiply_, ratio
 from rankwise.parallel.loss.loss_on_ranks import LossOnRanks, Microsteps, model_numbers
 from rankwise.parallel.loss.terms import mark_output

@@ -13,7 +13,7 @@ import torch
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.parallel.core.same_inputs import SameForward, digest_of_tensors
-from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
+from rankwise.parallel.core.split_tensors import refuse_second_derivatives
 from rankwise.parallel.core.strategy_registry import check_no_optimizer_holds, is_registered
 from rankwise.parallel.loss.terms import outputs_of
 from rankwise.torch_private import tree as pytree

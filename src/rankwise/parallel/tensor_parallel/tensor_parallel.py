@@ -24,10 +24,9 @@ from rankwise.parallel.core.device_mesh import axes_for, exchange_along, submesh
 from rankwise.parallel.core.from_meta import FromMeta, check_same_meta
 from rankwise.parallel.core.gradient_hooks import check_hooks_kept
 from rankwise.parallel.core.same_model import broadcast_tensors, check_same_model
-from rankwise.parallel.core.second_derivatives import refuse_second_derivatives
 from rankwise.parallel.core.self_check import check_torch, gradients, loss_fn
 from rankwise.parallel.core.sparse_gradients import check_no_sparse
-from rankwise.parallel.core.split_tensors import use_whole_tensors
+from rankwise.parallel.core.split_tensors import refuse_second_derivatives, use_whole_tensors
 from rankwise.parallel.core.strategy_registry import check_unregistered
 from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.split_tracer import follow_layer

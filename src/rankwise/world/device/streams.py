@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.torch_private.streams import stream_of
+from rankwise.torch_private.kernels import stream_of
 from rankwise.world.device.kinds import is_accelerator, kind_named
 
 if TYPE_CHECKING:
