@@ -233,7 +233,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         | {f"layers.{i}.mlp": "fc1 | fc2" for i in range(2)}
         | {"": "wte: vocab, lm_head: head"},
     ),
-    "mlp of the tests": (split_models.Mlp, {"layers.0": "0 | 2"}),
+    "mlp of the tests": (split_models.Mlp, {"layers.0": "0 | 2", "": "first: vocab, layers.1: head"}),
     "encoder of the tests": (
         split_models.Encoder,
         {f"encoder.layers.{i}": "linear1 | linear2" for i in range(2)} | {"": "embed: vocab, head: head"},
@@ -408,12 +408,15 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         {"": "transformer.word_embeddings: vocab, lm_head: head"},
     ),
     "torch's Transformer": (
-        lambda: nn.Transformer(WIDTH, 3, 1, 1, 8, batch_first=True),
+        lambda: nn.Transformer(WIDTH, 2, 1, 1, 8, batch_first=True),
         {f"{name}.layers.0": "linear1 | linear2" for name in ("encoder", "decoder")},
     ),
     "DistilBERT": (
         transformers_model("DistilBertModel", vocab_size=20, dim=16, n_layers=1, n_heads=4, hidden_dim=24),
-        {"transformer.layer.0.ffn": "lin1 | lin2"},
+        {
+            "transformer.layer.0.attention": "q_lin k_lin v_lin | out_lin",
+            "transformer.layer.0.ffn": "lin1 | lin2",
+        },
     ),
 }
 

@@ -33,8 +33,7 @@ from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.split_tracer import follow_layer
 from rankwise.parallel.tensor_parallel.forward_checks import ForwardChecks
 from rankwise.parallel.tensor_parallel.found_plan import find_plan
-from rankwise.parallel.tensor_parallel.given_plan import given_plan
-from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, tied
+from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, given_plan, tied
 from rankwise.torch_private.modules import own_parameters
 from rankwise.world import torch_versions
 
