@@ -97,13 +97,15 @@ class WeightPenalty(Mlp):
 
 
 class Appends(Mlp):
-    """Keeps what lies between in a list, which the search must not change."""
+    """Keeps what lies between in a list, and counts in a buffer, which the search must not change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[torch.Tensor] = []
+        self.register_buffer("count", torch.zeros(()))
 
     def between(self, h: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
         self.seen.append(h.detach())
         return h
 
@@ -216,7 +218,6 @@ def test_heads_that_do_not_share_keys_evenly_stay_whole() -> None:
 
 def test_a_model_is_as_it_was() -> None:
     model, sure = Appends(), Mlp()
-    model.register_buffer("count", torch.zeros(()))
     model.up.weight.grad = torch.ones_like(model.up.weight)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = dict(vars(model.up))
