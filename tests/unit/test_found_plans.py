@@ -233,7 +233,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         | {f"layers.{i}.mlp": "fc1 | fc2" for i in range(2)}
         | {"": "wte: vocab, lm_head: head"},
     ),
-    "mlp of the tests": (split_models.Mlp, {"layers.0": "0 | 2"}),
+    "mlp of the tests": (split_models.Mlp, {"layers.0": "0 | 2", "": "first: vocab, layers.1: head"}),
     "encoder of the tests": (
         split_models.Encoder,
         {f"encoder.layers.{i}": "linear1 | linear2" for i in range(2)} | {"": "embed: vocab, head: head"},
@@ -383,9 +383,40 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         }
         | {f"{name}.layers.0": "fc1 | fc2" for name in ("encoder", "decoder")},
     ),
+    "GPT-2": (
+        transformers_model(
+            "GPT2LMHeadModel", vocab_size=20, n_embd=16, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2
+        ),
+        {"": "transformer.wte: vocab, lm_head: head"},
+    ),
+    "GPT-NeoX": (
+        transformers_model("GPTNeoXForCausalLM", **SIZES),
+        {"gpt_neox.layers.0.mlp": "dense_h_to_4h | dense_4h_to_h", "": "gpt_neox.embed_in: vocab, lm_head: head"},
+    ),
+    "Gemma 2": (
+        transformers_model("Gemma2ForCausalLM", num_key_value_heads=2, head_dim=4, **SIZES),
+        {
+            "model.layers.0.self_attn": Q_K_V_O,
+            "model.layers.0.mlp": GATED,
+            "": "model.embed_tokens: vocab, lm_head: head",
+        },
+    ),
+    "Falcon": (
+        transformers_model(
+            "FalconForCausalLM", vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=4
+        ),
+        {"": "transformer.word_embeddings: vocab, lm_head: head"},
+    ),
+    "torch's Transformer": (
+        lambda: nn.Transformer(WIDTH, 2, 1, 1, 8, batch_first=True),
+        {f"{name}.layers.0": "linear1 | linear2" for name in ("encoder", "decoder")},
+    ),
     "DistilBERT": (
         transformers_model("DistilBertModel", vocab_size=20, dim=16, n_layers=1, n_heads=4, hidden_dim=24),
-        {"transformer.layer.0.ffn": "lin1 | lin2"},
+        {
+            "transformer.layer.0.attention": "q_lin k_lin v_lin | out_lin",
+            "transformer.layer.0.ffn": "lin1 | lin2",
+        },
     ),
 }
 

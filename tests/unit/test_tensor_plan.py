@@ -12,8 +12,7 @@ from torch.nn.functional import dropout, normalize, relu, silu
 
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.tensor_parallel.found_plan import find_plan
-from rankwise.parallel.tensor_parallel.given_plan import given_plan
-from rankwise.parallel.tensor_parallel.plan import check_tied
+from rankwise.parallel.tensor_parallel.plan import check_tied, given_plan
 
 WIDTH = 12
 
@@ -31,31 +30,39 @@ class Heads(nn.Module):
         for name, value in attributes.items():
             setattr(self, name, value)
 
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what every head has of its query, key and value."""
+        return self.q_proj(x) + self.k_proj(x) * self.v_proj(x)
+
 
 class BySize(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, _, _ = (one(x).view(shape) for one in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(q.reshape(*x.shape[:-1], -1))
+        return self.o_proj(self.mixed(x).view(*x.shape[:-1], -1, self.head_dim).softmax(-1).flatten(-2))
+
+
+class SaysNothing(Heads):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.mixed(x).view(*x.shape[:-1], -1, 3).softmax(-1).flatten(-2))
 
 
 class ByCount(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, _ = x.shape
         q = self.q_proj(x).view(b, t, self.num_heads, -1)
-        self.k_proj(x).view(b, t, self.num_kv_heads, -1)
-        return self.o_proj(q.reshape(b, t, -1))
+        k, v = (one(x).view(b, t, self.num_kv_heads, -1) for one in (self.k_proj, self.v_proj))
+        k, v = (one.repeat_interleave(self.num_heads // self.num_kv_heads, 2) for one in (k, v))
+        return self.o_proj((q * k.softmax(-1) + v).reshape(b, t, -1))
 
 
 class ByWidth(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
-        return self.o_proj(self.q_proj(x).view(b, t, self.num_heads, c // self.num_heads).reshape(b, t, c))
+        return self.o_proj(self.mixed(x).view(b, t, self.num_heads, c // self.num_heads).reshape(b, t, c))
 
 
 class ByOwnWidth(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o_proj(self.q_proj(x).view(-1, self.num_heads, 3).reshape(-1, self.embed_dim))
+        return self.o_proj(self.mixed(x).view(-1, self.num_heads, 3).reshape(-1, self.embed_dim))
 
 
 class WithNorm(BySize):
@@ -64,7 +71,7 @@ class WithNorm(BySize):
         self.q_norm = nn.LayerNorm(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_norm(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim))
+        q = self.q_norm(self.mixed(x).view(*x.shape[:-1], -1, self.head_dim))
         return self.o_proj(q.flatten(-2))
 
 
@@ -166,33 +173,33 @@ class AdaptedPair(Pair):
 
 class Slopes(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_proj(x).view(*x.shape[:-1], self.num_heads, -1)
+        q = self.mixed(x).view(*x.shape[:-1], self.num_heads, -1)
         slopes = torch.tensor([2.0**-i for i in range(self.num_heads)])
         return self.o_proj((q * slopes[:, None]).flatten(-2))
 
 
 class ScaledBefore(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_proj(x)
+        q = self.mixed(x)
         q = q / q.shape[-1] ** 0.5
         return self.o_proj(q.view(*x.shape[:-1], -1, self.head_dim).flatten(-2))
 
 
 class ScaledAfter(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        q = self.mixed(x).view(*x.shape[:-1], -1, self.head_dim)
         return self.o_proj((q / q.size(-1) ** 0.5).softmax(dim=-1).flatten(-2))
 
 
 class MeanOfHeads(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        q = self.mixed(x).view(*x.shape[:-1], -1, self.head_dim)
         return self.o_proj(q.flatten(-2)) * q.mean((-1, -2)).unsqueeze(-1)
 
 
 class SoftmaxOfHeads(Heads):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o_proj(self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim).softmax(-2).flatten(-2))
+        return self.o_proj(self.mixed(x).view(*x.shape[:-1], -1, self.head_dim).softmax(-2).flatten(-2))
 
 
 def words(size: int = 20, **options: Any) -> nn.Module:
@@ -231,6 +238,7 @@ FOUND = {
         {"words.lm_head": "head", "words.emb": "vocab"},
     ),
     "encoder": (nn.TransformerEncoderLayer(WIDTH, 3, 8), {"linear1": "column", "linear2": "row"}),
+    "layers named the other way": (OtherWay(), {"down": "column", "up": "row"}),
     "heads by size": (BySize(head_dim=3), dict.fromkeys(["q_proj", "k_proj", "v_proj"], "column") | {"o_proj": "row"}),
 }
 
@@ -250,26 +258,25 @@ def test_attributes_that_count_heads_are_adapted() -> None:
 WHOLE = {
     "width of the input": (ByWidth(num_heads=4), "does not run on a part"),
     "width of its own": (ByOwnWidth(num_heads=4, embed_dim=WIDTH), "does not run on a part"),
-    "nothing said": (BySize(), "neither how many heads"),
+    "nothing said": (SaysNothing(), "neither how many heads"),
     "a norm of heads": (WithNorm(head_dim=3), "another gradient of its q_norm.weight"),
     "packed": (nn.MultiheadAttention(WIDTH, 3), "packs its three projections"),
     "a softmax inside": (SoftmaxInside(), "the parts of down do not add up"),
     "a softmax for activation": (AnotherActivation(nn.Softmax(-1)), "the parts of down do not add up"),
     "a norm for activation": (AnotherActivation(nn.LayerNorm(8)), "does not run on a part"),
     "a function inside": (FunctionInside(), "the parts of down do not add up"),
-    "features given out": (GivesFeatures(), "returns what lies between"),
+    "features given out": (GivesFeatures(), "returns or keeps what lies between"),
     "features kept": (Remembers(), "keeps what lies between"),
-    "a pair the other way": (OtherWay(), "no input was found that its code takes"),
-    "a layer left out at times": (Sometimes(), "no input was found that its code takes"),
+    "a layer left out at times": (Sometimes(), "its code does not call up"),
     "a weight that is read": (ReadsWeight(), "uses the weight of a layer itself"),
     "layers of another kind": (AdaptedPair(), "do more than nn.Linear"),
     "nobody calls them": (
         nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}),
-        "no code of its own calls its layers",
+        None,
     ),
     "a number per head": (Slopes(num_heads=4), "the parts of o_proj do not add up"),
     "the width of what is split": (ScaledBefore(head_dim=3), "the parts of o_proj do not add up"),
-    "a mean over heads": (MeanOfHeads(head_dim=3), "returns what lies between"),
+    "a mean over heads": (MeanOfHeads(head_dim=3), "returns or keeps what lies between"),
     "a softmax over heads": (SoftmaxOfHeads(head_dim=3), "the parts of o_proj do not add up"),
     "a gate in a Sequential": (nn.Sequential(nn.Linear(4, 8), nn.GLU(), nn.Linear(4, 4)), None),
     "an uneven pair": (Pair(hidden=7), "7 inputs cannot be shared by 2 ranks evenly"),
@@ -347,7 +354,7 @@ class PerhapsWithTable(Heads):
             self.bias_table = nn.Embedding(5, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        q = self.mixed(x).view(*x.shape[:-1], -1, self.head_dim)
         if hasattr(self, "bias_table"):
             q = q * self.bias_table.weight[0, :, None]
         return self.o_proj(q.flatten(-2))
@@ -361,7 +368,7 @@ def test_an_attention_stays_whole_where_one_of_its_class_does() -> None:
 
 
 def test_a_head_that_shares_a_parameter_with_something_else_stays_whole() -> None:
-    model = nn.ModuleDict({"words": words(), "pair": Pair(), "other": nn.Linear(1, 20)})
+    model = nn.ModuleDict({"words": words(), "pair": Pair(), "other": nn.LayerNorm(20)})
     model["other"].bias = model["words"]["lm_head"].bias
     plan = find_plan(model, 2)
     assert set(plan.styles) == {"pair.up", "pair.down"}

@@ -689,18 +689,6 @@ def check_tables() -> None:
     assert norm.running_mean is mean
 
 
-@canary("torch.nn.Module._replicate_for_data_parallel")
-def check_aliases() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    alias = modules.aliases(model)[model]
-    assert alias is not model
-    assert alias[0].weight is model[0].weight
-    alias(torch.rand(4, 2)).sum().backward()
-    assert model[0].weight.grad is not None
-    assert model[0].num_batches_tracked == 0
-    assert alias[0].num_batches_tracked == 1
-
-
 @canary("torch.nn.Module._compiled_call_impl", "torch.nn.Module._call_impl")
 def check_wrapped_call() -> None:
     module = nn.Identity()

@@ -95,7 +95,6 @@ NAMES = {
     "torch.nn.Module._parameters": "swap a module's own parameters; read them fast",
     "torch.nn.Module._buffers": "swap a module's own buffers; read them fast",
     "torch.nn.Module._modules": "detect inserted or deleted layers",
-    "torch.nn.Module._replicate_for_data_parallel": "copy a module without copying its parameters",
     "torch.nn.Module._forward_hooks": "whether a script follows a module",
     "torch.nn.Module._forward_pre_hooks": "the same",
     "torch.nn.Module._backward_hooks": "judge the hooks that change gradients",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.parallel.core.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.parallel.pipeline.executor import now
 from rankwise.parallel.pipeline.stage_executor import BoundStage
 from rankwise.parallel.pipeline.stages import called_blocks, cut
-from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.torch_private import tree as pytree
 from rankwise.world.device.accelerator import kept_random_states
 

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError
+from rankwise.parallel.core.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.parallel.loss.batch_statistics import StatisticsTracer
 from rankwise.parallel.pipeline.program import Program, Ref, TensorKind, TracedCall
-from rankwise.parallel.pipeline.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.parallel.randomness.batch_tracer import KnownLayout, is_random
 from rankwise.parallel.randomness.meeting_tracer import MeetingTracer
 from rankwise.parallel.randomness.sample_layout import SampleLayout

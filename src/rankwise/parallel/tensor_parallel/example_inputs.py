@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small inputs that a module's ``forward`` may take, guessed from the names of its parameters and from its layers.
 
-A wrong guess costs nothing: the module raises, and the next one is tried. Used by proof.
+A wrong guess costs nothing: the module raises, and the next one is tried. Used by trial.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LEFT_OUT = ("past", "cache", "output_", "return_", "need_", "use_", "is_", "tra
 
 
 def example_inputs(
-    module: nn.Module, width: int, other_width: int, head_size: int
+    module: nn.Module, widths: Sequence[int], head_sizes: Sequence[int]
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     """Yield positional and keyword arguments for calls of ``module``, likely ones first; all on the CPU, in float64.
 
-    Tensors that an earlier layer may have computed require gradients. The first argument is [batch, length, width];
-    further tensors, as attention's keys and values, have ``other_width`` features, and rotations of positions
-    ``head_size``.
+    Tensors that an earlier layer may have computed require gradients. The first argument is [batch, length, width] of
+    one of ``widths``; further tensors, as attention's keys and values, have any of them too, and rotations of positions
+    one of ``head_sizes``.
     """
     generator = torch.Generator("cpu").manual_seed(1)
 
@@ -41,38 +41,30 @@ def example_inputs(
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         return drawn.requires_grad_()
 
-    angles = normal(LENGTH, head_size).detach()
-    half = max(head_size // 2, 1)
     below = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cpu").tril()
-    first, *others = _arguments(module)
-    for optional in (False, True):
-        filled = [one for one in others if one.default is one.empty or (optional and _is_position(one.name))]
-        if optional and len(filled) == sum(one.default is one.empty for one in others):
-            return
-        masks: Sequence[torch.Tensor | None] = (None, below, ~below)
-        if not any("mask" in one.name or "bias" in one.name for one in filled):
-            masks = (None,)
-        rotations: Sequence[torch.Tensor] = (angles[None], angles, angles[None, :, :half], angles[:, :half])
-        if not any(_is_position(one.name) for one in filled):
-            rotations = rotations[:1]
-        for x, mask, angle in itertools.product(_first_arguments(module, width, normal), masks, rotations):
-            given = {
-                one.name: _argument(one.name, normal(BATCH, LENGTH, other_width), mask, angle, half) for one in filled
-            }
-            by_place = [
-                given.pop(one.name) for one in filled if one.kind is one.POSITIONAL_ONLY and one.default is one.empty
-            ]
-            yield ([x, *by_place], given) if first is not None else ([x], {})
+    parameters = inspect.signature(module.forward).parameters.values()
+    others = [one for one in parameters if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}][1:]
+    required = [one for one in others if one.default is one.empty]
+    also = [one for one in others if one.default is one.empty or _is_position(one.name)]
+    for filled in (required, also) if len(also) > len(required) else (required,):
+        has_mask = any("mask" in one.name or "bias" in one.name for one in filled)
+        sizes = head_sizes or (2,) if any(_is_position(one.name) for one in filled) else (2,)
+        tried = itertools.product(
+            [(x, width) for width in widths for x in _first_arguments(module, width, normal)],
+            (None, below, ~below) if has_mask else (None,),
+            [angle for size in sizes for angle in _angles(normal(LENGTH, size).detach())],
+            widths if filled else widths[:1],
+        )
+        # What has one width is more likely than what has several.
+        for (x, _), mask, angle, other in sorted(tried, key=lambda one: one[0][1] != one[3]) if filled else tried:
+            given = {one.name: _argument(one.name, normal(BATCH, LENGTH, other), mask, angle) for one in filled}
+            by_place = [given.pop(one.name) for one in required if one.kind is one.POSITIONAL_ONLY]
+            yield [x, *by_place], given
 
 
-def _arguments(module: nn.Module) -> list[inspect.Parameter | Any]:
-    """Return the parameters of ``forward``; the first is ``None`` where it has no name of its own."""
-    found = [
-        one
-        for one in inspect.signature(module.forward).parameters.values()
-        if one.kind not in {one.VAR_POSITIONAL, one.VAR_KEYWORD}
-    ]
-    return found or [None]
+def _angles(angles: torch.Tensor) -> list[torch.Tensor]:
+    half = angles[:, : max(angles.shape[1] // 2, 1)]
+    return [angles[None], angles, half[None], half]
 
 
 def _first_arguments(module: nn.Module, width: int, normal: Any) -> list[torch.Tensor]:
@@ -96,7 +88,7 @@ def _is_position(name: str) -> bool:
     return name in _ROTATIONS | _COSINES | _COMPLEX | _NUMBERS
 
 
-def _argument(name: str, other: torch.Tensor, mask: torch.Tensor | None, angle: torch.Tensor, half: int) -> object:
+def _argument(name: str, other: torch.Tensor, mask: torch.Tensor | None, angle: torch.Tensor) -> object:
     if "mask" in name or "bias" in name:
         return mask
     if name in _ROTATIONS:
@@ -104,7 +96,7 @@ def _argument(name: str, other: torch.Tensor, mask: torch.Tensor | None, angle: 
     if name in _COSINES:
         return angle.cos() if "cos" in name else angle.sin()
     if name in _COMPLEX:
-        turns = angle.reshape(-1, angle.shape[-1])[:, :half]
+        turns = angle.reshape(-1, angle.shape[-1])
         return torch.polar(torch.ones_like(turns), turns)
     if name in _NUMBERS:
         return torch.arange(LENGTH, device="cpu")[None]

@@ -32,8 +32,7 @@ from rankwise.parallel.randomness.model_draws import draw_as_one_rank
 from rankwise.parallel.randomness.split_tracer import follow_layer
 from rankwise.parallel.tensor_parallel.forward_checks import ForwardChecks
 from rankwise.parallel.tensor_parallel.found_plan import find_plan
-from rankwise.parallel.tensor_parallel.given_plan import given_plan
-from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, tied
+from rankwise.parallel.tensor_parallel.plan import Style, TensorPlan, check_tied, given_plan, tied
 from rankwise.torch_private.modules import own_parameters
 from rankwise.world import torch_versions
 
@@ -63,9 +62,10 @@ def tensor_parallel(model: M, plan: str | Mapping[str, Style] = "auto") -> M:
     ``clip_grad_norm_`` treat all of them the same; their gradients are complete. ``state_dict`` has the names and
     shapes of one device.
 
-    ``"auto"`` looks for pairs of linear layers in an MLP (by the usual names, or in a ``Sequential``), attention with
-    separate projections, and an embedding with an output layer of as many words. Pairs and attention are split if a
-    trial on copies in float64 gives the same outputs and gradients in parts; the log names the modules left whole.
+    ``"auto"`` calls each module that has several linear layers once, on a small input, and finds those that compute the
+    input of another one: MLPs, attention with separate projections; and embeddings with an output layer of as many
+    words. Layers are split if a trial in float64 gives the same outputs and gradients in parts; the log names what was
+    left whole.
 
     Args:
         model: already on its device, or on the meta device.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Undoing what a forward pass did to the attributes of modules and to Python's random numbers.
 
-Values of tensors are not restored. Used by traced and cost.
+Values of tensors are not restored. Used by what runs a model only to look at it: pipeline, tensor_parallel.
 """
 
 from __future__ import annotations
