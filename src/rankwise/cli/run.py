@@ -108,11 +108,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="whether MASTER_ADDR and MASTER_PORT point to torch's own store, which accepts every process that reaches "
         "it (default: RANKWISE_TORCH_STORE, else, on one machine, a store for processes of this user)",
     )
-    _add_options_of_machines(parser.add_argument_group("several machines"))
+    _add_options_of_machines(parser)
     add_command(parser)
 
 
-def _add_options_of_machines(machines: argparse._ArgumentGroup) -> None:
+def _add_options_of_machines(parser: argparse.ArgumentParser) -> None:
+    machines = parser.add_argument_group("several machines")
     machines.add_argument(
         "--nodes",
         type=_nodes,

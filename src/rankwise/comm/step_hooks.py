@@ -87,6 +87,7 @@ _known: dict[int, _Followed] = {}
 _handles: list[RemovableHandle] = []
 _parts_before: list[int] = []
 """In which part of the step each optimizer's step has begun: some step in backward, and some call another one."""
+_AT_IMPORT: Callable[..., None] = torch.autograd.backward
 _torchs_backward: Callable[..., None] | None = None
 """What was there in place of :func:`_backward`, while that is in place."""
 _around: Callable[..., None] | None = None
@@ -182,7 +183,7 @@ def _living() -> list[_Entry]:
 def _backward(*args: Any, **kwargs: Any) -> None:
     """Run a backward. Called in place of ``torch.autograd.backward``."""
     part = step_meter.meter.enter(BACKWARD)
-    backward = _torchs_backward or torch.autograd.backward
+    backward = _torchs_backward or _AT_IMPORT  # another library may have kept this function for longer
     try:
         if _around is None:
             backward(*args, **kwargs)

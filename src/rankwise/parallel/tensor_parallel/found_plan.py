@@ -272,7 +272,7 @@ def _add_vocabulary(plan: TensorPlan, model: nn.Module, tp: int) -> None:
         if why is not None:
             plan.whole[partners[0]] = why
         else:
-            plan.styles = styles
+            plan.styles.update(styles)
 
 
 def _why_no_vocabulary(model: nn.Module, name: str) -> str | None:
