@@ -206,7 +206,7 @@ def _try_heads(
 
 
 def _add_heads(plan: TensorPlan, model: nn.Module, attentions: list[tuple[str, _Group]], tp: int) -> None:
-    """Leave an attention whole if another of its class is whole: they may pass each other tensors with heads."""
+    """Set the heads of one rank. Leave an attention whole if one of its class is: they may pass each other heads."""
     whole = {type(model.get_submodule(name)): name for name, one in attentions if one.why is not None}
     for name, group in attentions:
         module = model.get_submodule(name)
