@@ -18,7 +18,7 @@ from torch import nn
 from rankwise.errors import ConfigurationError
 from rankwise.parallel.core.blocks import has_forward
 from rankwise.parallel.tensor_parallel.plan import TensorPlan, divisors, join, split_differently
-from rankwise.parallel.tensor_parallel.trial import Differs, Split, check_split, follow, is_linear
+from rankwise.parallel.tensor_parallel.trial import Differs, Split, check_split, follow, is_linear, shape_of
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import TABLES
 
@@ -107,8 +107,8 @@ def _owners(model: nn.Module, plan: TensorPlan) -> Iterator[tuple[str, nn.Module
                 yield name, piece, [children[first][0], children[last][0]]
         elif has_forward(module):
             names = list(_linears(module))
-            shapes = [module.get_submodule(one).weight.shape for one in names]
-            if any(a[0] == b[1] for a, b in itertools.permutations(shapes, 2)):  # type: ignore[index]
+            shapes = [shape_of(module.get_submodule(one)) for one in names]
+            if any(outputs == inputs for (outputs, _), (_, inputs) in itertools.permutations(shapes, 2)):
                 yield name, module, names
 
 
@@ -124,7 +124,7 @@ def _linears(module: nn.Module, prefix: str = "") -> Iterator[str]:
 def _groups(owner: nn.Module, names: list[str], tp: int) -> list[_Group] | str:
     """Return the layers that belong together, or why that is unknown."""
     numbers = {name: one for name, one in vars(owner).items() if type(one) is int and one > 0 and name not in _UNLIKE}
-    widths = [int(owner.get_submodule(name).weight.shape[0]) for name in names]  # type: ignore[union-attr, arg-type]
+    widths = [shape_of(owner.get_submodule(name))[0] for name in names]
     below = {size for module in owner.modules() if isinstance(size := vars(module).get("head_dim"), int)}
     try:
         inputs, feeds = follow(owner, names, [*dict.fromkeys([*_sizes(numbers, widths), *below])])
@@ -148,8 +148,8 @@ def _groups(owner: nn.Module, names: list[str], tp: int) -> list[_Group] | str:
 def _try(owner: nn.Module, group: _Group, inputs: Any, numbers: Mapping[str, int], tp: int) -> None:
     """Note in a group how it is split, or why it is not."""
     layers = [owner.get_submodule(name) for name in (*group.columns, group.row)]
-    width = int(layers[-1].in_features)  # type: ignore[arg-type]
-    outs = [int(one.out_features) for one in layers[:-1]]  # type: ignore[arg-type]
+    width = shape_of(layers[-1])[1]
+    outs = [shape_of(one)[0] for one in layers[:-1]]
     if not all(map(is_linear, layers)):
         group.why = "its layers do more than nn.Linear"
     elif not group.is_attention and set(outs) == {width}:

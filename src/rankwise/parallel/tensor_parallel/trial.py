@@ -80,9 +80,9 @@ def follow(
     layers = [module.get_submodule(name) for name in names]
     why: str | None = None
     with aside():
-        shapes = {name: _shape(one) for name, one in zip(names, layers, strict=True) if is_linear(one)}
+        shapes = {name: shape_of(one) for name, one in zip(names, layers, strict=True) if is_linear(one)}
         values = _Values(module, shapes, unused=0.01)
-        for inputs in example_inputs(module, [*dict.fromkeys(_shape(one)[1] for one in layers)], head_sizes):
+        for inputs in example_inputs(module, [*dict.fromkeys(shape_of(one)[1] for one in layers)], head_sizes):
             run = _Run(followed=names)
             try:
                 _run(module, values, inputs, run)
@@ -103,7 +103,7 @@ def check_split(module: nn.Module, split: Split, inputs: Inputs) -> None:
     """
     shapes: dict[str, tuple[int, int]] = {}
     for name, features in split.features.items():
-        outputs, width = _shape(module.get_submodule(name))
+        outputs, width = shape_of(module.get_submodule(name))
         shapes[name] = (outputs, features * PARTS) if name == split.row else (features * PARTS, width)
     with aside():
         # Only calls of the layers are split. Other uses of a weight, which keeps its shape, give NaN.
@@ -129,6 +129,11 @@ def is_linear(module: object) -> bool:
         and "forward" not in vars(module)
         and {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
     )
+
+
+def shape_of(linear: Any) -> tuple[int, int]:
+    """Return the outputs and inputs of a linear layer, whose weight may be packed or not initialized yet."""
+    return int(linear.out_features), int(linear.in_features)
 
 
 # -- both ways -----------------------------------------------------------------------------------------
@@ -396,11 +401,6 @@ def _fill(module: nn.Module, values: _Values, run: _Run) -> None:
 
 def _replace_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
     module.forward = forward
-
-
-def _shape(layer: nn.Module) -> tuple[int, int]:
-    outputs, inputs = layer.weight.shape  # type: ignore[union-attr]
-    return int(outputs), int(inputs)
 
 
 def _first_line(error: BaseException) -> str:
