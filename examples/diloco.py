@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small GPT on Python's own standard library, byte by byte, on islands that exchange updates rarely.
+"""Train a small GPT on Python's own standard library, byte by byte, on worker groups that exchange updates rarely.
 
     rankwise run -n 2 examples/diloco.py --every 20
     rankwise run --hosts gpu-01,gpu-02 -n 4 examples/diloco.py --every 20
     rankwise run -n 2 examples/diloco.py --every 0
 
-Ranks of an island exchange gradients in every step; islands exchange the changes of their parameters once in --every
-steps, and an outer optimizer (Nesterov) makes one step of it: DiLoCo (arXiv:2311.08105). With --every 0 all ranks
-exchange gradients in every step, for comparison.
+Ranks of a worker group exchange gradients in every step; worker groups exchange the changes of their parameters once in
+--every steps, and an outer optimizer (Nesterov) makes one step of it: DiLoCo (arXiv:2311.08105). With --every 0 all
+ranks exchange gradients in every step, for comparison.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def train(options: argparse.Namespace, loader: rw.DataLoader, parts: dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=20, help="steps between exchanges of islands; 0: no islands")
-    parser.add_argument("--islands", type=int, default=2)
-    parser.add_argument("--compress", choices=["bf16", "fp16", "int8"], help="how islands send")
+    parser.add_argument("--every", type=int, default=20, help="steps between exchanges; 0: no worker groups")
+    parser.add_argument("--worker-groups", type=int, default=2)
+    parser.add_argument("--compress", choices=["bf16", "fp16", "int8"], help="how worker groups send")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--global-batch-size", type=int, default=32, help="pieces per step of all ranks together")
     parser.add_argument("--checkpoints", type=Path, help="folder to save to and resume from")
@@ -108,8 +108,8 @@ def main() -> None:
     with rw.join() as world:
         torch.manual_seed(0)
         if options.every:
-            rw.mesh(islands=options.islands, dp_replicate=-1)
-        model = rw.replicate(GPT().to(world.device))  # over the ranks of an island, where there are islands
+            rw.mesh(worker_groups=options.worker_groups, dp_replicate=-1)
+        model = rw.replicate(GPT().to(world.device))  # over the ranks of a worker group, where there are worker groups
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
         if options.every:

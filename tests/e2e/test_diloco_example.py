@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of islands that exchange updates rarely, by the command its docstring gives, and resumed."""
+"""The example of worker groups that exchange updates rarely, by the command its docstring gives, and resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def losses_of(command: Command, *options: str) -> tuple[list[int], list[float], 
 
 
 @pytest.mark.timeout(120)
-def test_islands_learn_the_same_and_resume_from_a_checkpoint(command: Command, tmp_path: Path) -> None:
+def test_worker_groups_learn_the_same_and_resume_from_a_checkpoint(command: Command, tmp_path: Path) -> None:
     options = ("--every", "10", "--checkpoints", str(tmp_path), "--save-every", "20")
     steps, losses, final = losses_of(command, *options, "--steps", "25")
     more_steps, more_losses, more_final = losses_of(command, *options, "--steps", "45")
@@ -34,6 +34,6 @@ def test_islands_learn_the_same_and_resume_from_a_checkpoint(command: Command, t
     # 5.5 is what knowing nothing costs; the mean over bytes of a text is about 3.2 where only their frequency is known.
     assert losses[0] > losses[1] > more_losses[0] > more_losses[1]
     assert more_final[0] < final[0] < 4.5
-    assert final[0] == final[1], "the parameters are the same bits on both islands"
+    assert final[0] == final[1], "the parameters are the same bits on both worker groups"
     assert more_final[0] == more_final[1]
     assert more_final[0] < 3.6

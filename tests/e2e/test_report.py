@@ -115,7 +115,7 @@ def assert_trace_fits(trace: dict[str, list[dict[str, object]]], num_ranks: int,
 IN_PAIRS = """
 import torch, rankwise as rw
 world = rw.join()
-rw.mesh(islands=2, dp_replicate=2)
+rw.mesh(worker_groups=2, dp_replicate=2)
 model = rw.replicate(torch.nn.Linear(4, 4))
 outer = rw.local_sgd(model, every=2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -134,7 +134,7 @@ def test_arrows_of_collectives_of_some_ranks_are_between_these(command: Command)
     events = json.loads((command.folder / "trace.json").read_text())["traceEvents"]
     of_gradients = [event for event in events if event.get("cat", "").startswith("gradients of Linear")]
     begun, ended = ({e["id"]: e["pid"] for e in of_gradients if e["ph"] == kind} for kind in "sf")
-    # Whichever of the two ranks of an island comes last, the other one waits for it.
+    # Whichever of the two ranks of a worker group comes last, the other one waits for it.
     pairs = Counter(tuple(sorted((begun[number], ended[number]))) for number in begun)
     assert pairs.keys() == {(0, 1), (2, 3)}
     assert pairs[0, 1] == pairs[2, 3] >= 4

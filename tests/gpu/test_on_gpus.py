@@ -80,7 +80,7 @@ def test_scripts_in_other_libraries_words_train_as_on_one_cpu(words: str) -> Non
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", ["parameter server", "islands"])
+@pytest.mark.parametrize("way", ["parameter server", "worker_groups"])
 def test_other_transports_train_as_on_one_cpu(way: str) -> None:
     expected = run_ranks(train_seldom, 1, way, NUM_GPUS)[0].get()
     for result in run_ranks(train_seldom, NUM_GPUS, way, NUM_GPUS, device=None, timeout_seconds=240.0):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of islands that exchange updates rarely, each island a host, over a link of 100 Mbit/s."""
+"""The example of worker groups that exchange updates rarely, each worker group a host, over a link of 100 Mbit/s."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sent_bytes(hosts: Hosts) -> list[int]:
 
 
 @pytest.mark.timeout(120)
-def test_islands_on_slow_hosts_learn_the_same_and_send_a_part_of_what_gradients_would(slow_hosts: Hosts) -> None:
+def test_worker_groups_on_slow_hosts_learn_the_same_and_send_a_part_of_what_gradients_would(slow_hosts: Hosts) -> None:
     before = sent_bytes(slow_hosts)
     ended = slow_hosts.run_ranks(
         EXAMPLE, 1, "--every", "10", "--steps", str(STEPS), "--compress", "bf16", timeout_seconds=100
@@ -52,7 +52,7 @@ def test_islands_on_slow_hosts_learn_the_same_and_send_a_part_of_what_gradients_
     assert losses[0] > losses[1] > losses[2]
     final = [re.findall(r"held out: loss (\S+)", rank.stdout) for rank in ended]
     assert len(final[0]) == 1
-    assert final[0] == final[1], "the parameters are the same bits on both islands"
+    assert final[0] == final[1], "the parameters are the same bits on both worker groups"
     (kilobytes,) = re.findall(r"to exchange: (\d+) kB", ended[0].stdout)
     # Of two that add up, each sends at least as many bytes as there are, in every step. Here: the model once, and a
     # half of it four times.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two islands, each the two ranks of a host: what they come to, and how much the link between hosts carries."""
+"""Two worker groups, each the two ranks of a host: what they come to, and how much the link between hosts carries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sent_bytes():
     return int(line.partition(":")[2].split()[8])
 
 with rw.join() as world:
-    rw.mesh(islands=2, dp_replicate=2)
+    rw.mesh(worker_groups=2, dp_replicate=2)
     torch.manual_seed(world.rank)
     model = rw.replicate(torch.nn.Linear({WIDTH}, {WIDTH}))
     outer = rw.local_sgd(model, every={EVERY}, outer="diloco")
@@ -43,11 +43,11 @@ with rw.join() as world:
 """
 
 
-def test_the_link_between_islands_carries_each_change_once_per_round(hosts: Hosts) -> None:
+def test_the_link_between_worker_groups_carries_each_change_once_per_round(hosts: Hosts) -> None:
     for ended in hosts.run_ranks(SCRIPT, [2, 2]):
         assert ended.exit_code == 0, ended.stderr
         found = re.fullmatch(r"2 apart, same bits: True, rounds: 3, sent: (.*)\n", ended.stdout)
         assert found, ended.stdout
-        # Of two islands each sends what it changed once, however many ranks have a copy; and small talk.
+        # Of two worker groups each sends what it changed once, however many ranks have a copy; and small talk.
         rounds = NUM_STEPS // EVERY
         assert rounds * MEGABYTES < float(found[1]) < rounds * MEGABYTES * 1.1 + 0.5

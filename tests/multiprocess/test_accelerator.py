@@ -223,9 +223,9 @@ def test_compressed_gradients_are_those_of_cpu_ranks(method: str, backend: str) 
         (train_in_words, "horovod"),
         (train_in_words, "megengine"),
         (train_seldom, "parameter server"),
-        (train_seldom, "islands"),
+        (train_seldom, "worker_groups"),
     ],
-    ids=["horovod", "megengine", "parameter server", "islands"],
+    ids=["horovod", "megengine", "parameter server", "worker_groups"],
 )
 def test_other_ways_of_training_are_exact(train: Callable[..., Parameters], how: str, backend: str) -> None:
     expected = one_rank(train, how, 2)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _spread(model: nn.Module, how: str) -> nn.Module:
     if how == "local_sgd":
-        rw.mesh(islands=2)
+        rw.mesh(worker_groups=2)
         rw.replicate(model)
         rw.local_sgd(model, every=2)
         return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Islands: what a round computes, on any mesh, also with batches that are empty on an island."""
+"""Worker groups: what a round computes, on any mesh, also with batches that are empty on a worker group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from islands import assert_same_on_all_ranks, step, values
 from on_ranks import one_rank
 from replicas import TOLERANCE, Net, batches, built, largest_difference, part
 from torch import nn
+from worker_groups import assert_same_on_all_ranks, step, values
 
 import rankwise as rw
 from rankwise.testing import run_ranks as run_plain_ranks
@@ -39,11 +39,11 @@ class Plain(nn.Sequential):
 # -- every=1 with plain SGD is data parallel ---------------------------------------------------------
 
 
-def _every_step(world: World, islands: int, optimizer_first: bool) -> Parameters:
-    if islands < world.world_size:
-        rw.mesh(islands=islands, dp_replicate=world.world_size // islands)
+def _every_step(world: World, worker_groups: int, optimizer_first: bool) -> Parameters:
+    if worker_groups < world.world_size:
+        rw.mesh(worker_groups=worker_groups, dp_replicate=world.world_size // worker_groups)
     model = built(Net)
-    if islands < world.world_size:
+    if worker_groups < world.world_size:
         rw.replicate(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer_first else None
     outer = rw.local_sgd(model, every=1)
@@ -55,12 +55,12 @@ def _every_step(world: World, islands: int, optimizer_first: bool) -> Parameters
     return values(model)
 
 
-@pytest.mark.parametrize(("world_size", "islands"), [(3, 3), (4, 2)])
+@pytest.mark.parametrize(("world_size", "worker_groups"), [(3, 3), (4, 2)])
 def test_a_round_of_one_step_of_sgd_is_data_parallel_to_rounding(
-    run_ranks: RunRanks, world_size: int, islands: int
+    run_ranks: RunRanks, world_size: int, worker_groups: int
 ) -> None:
     alone = one_rank(_every_step, 1, False)
-    for result in run_ranks(_every_step, world_size, islands, world_size == 3):
+    for result in run_ranks(_every_step, world_size, worker_groups, world_size == 3):
         assert largest_difference(result.get(), alone) < TOLERANCE
 
 
@@ -82,13 +82,13 @@ def _outer_step(
 
 @dataclass(frozen=True)
 class Way:
-    """How islands train."""
+    """How worker groups train."""
 
     mesh: dict[str, int]
     every: int
     overlap: int
     diloco: rw.DiLoCo | None = None
-    islands: int = 2
+    worker_groups: int = 2
     num_steps: int = 11
 
     @property
@@ -96,24 +96,24 @@ class Way:
         return Plain if {"tp", "pp"} & set(self.mesh) else Net
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the global batches; a pipeline alone on its island cannot do without samples."""
+        """Return the global batches; a pipeline alone on its worker group cannot do without samples."""
         return batches([max(SIZES[number % len(SIZES)], self.mesh.get("pp", 1)) for number in range(self.num_steps)])
 
 
 class Simulation:
-    """Islands of one device each, on this rank, that synchronise in the end."""
+    """Worker groups of one device each, on this rank, that synchronise in the end."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
-        self.models = [built(way.make) for _ in range(way.islands)]
+        self.models = [built(way.make) for _ in range(way.worker_groups)]
         self.optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in self.models]
         self.anchor = values(self.models[0])
         self.momentum = {name: torch.zeros_like(value) for name, value in self.anchor.items()}
         self.ends: list[tuple[Parameters, float]] = []
-        self.weights = [0.0] * way.islands
+        self.weights = [0.0] * way.worker_groups
 
     def run(self) -> Parameters:
-        """Return the parameters that all islands come to."""
+        """Return the parameters that all worker groups come to."""
         steps = 0
         for x, y in self.way.batches():
             self._step(x, y)
@@ -132,15 +132,15 @@ class Simulation:
         return self.anchor
 
     def _step(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        for island, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            own_x, own_y = part(x, island, self.way.islands), part(y, island, self.way.islands)
-            self.weights[island] += len(own_x)
+        for worker_group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            own_x, own_y = part(x, worker_group, self.way.worker_groups), part(y, worker_group, self.way.worker_groups)
+            self.weights[worker_group] += len(own_x)
             if len(own_x):
                 step(model, optimizer, own_x, own_y)
 
     def _end_round(self) -> None:
         self.ends = list(zip(map(values, self.models), self.weights, strict=True))
-        self.weights = [0.0] * self.way.islands
+        self.weights = [0.0] * self.way.worker_groups
 
     @torch.no_grad()
     def _apply(self) -> None:
@@ -169,8 +169,8 @@ def _spread(model: nn.Module, mesh: dict[str, int]) -> Pipeline | None:
 def _rounds(world: World, way: Way) -> Parameters:
     if way.mesh:
         rw.mesh(**way.mesh)
-    num_local = world.world_size // way.islands
-    island, local = divmod(world.rank, num_local)
+    num_local = world.world_size // way.worker_groups
+    worker_group, local = divmod(world.rank, num_local)
     model = built(way.make)
     if {"tp", "pp"} & set(way.mesh):
         local, num_local = 0, 1
@@ -178,7 +178,7 @@ def _rounds(world: World, way: Way) -> Parameters:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     outer = rw.local_sgd(model, every=way.every, overlap=way.overlap, outer=way.diloco or "mean")
     for x, y in way.batches():
-        own_x, own_y = (part(part(one, island, way.islands), local, num_local) for one in (x, y))
+        own_x, own_y = (part(part(one, worker_group, way.worker_groups), local, num_local) for one in (x, y))
         if pipe is None:
             step(model, optimizer, own_x, own_y)
         else:
@@ -201,8 +201,8 @@ def _ids(value: object) -> str:
 @pytest.mark.parametrize(
     ("world_size", "way"),
     [
-        (3, Way({}, every=4, overlap=0, islands=3)),
-        (4, Way({"islands": 2, "dp_replicate": 2}, every=5, overlap=1, diloco=rw.DiLoCo(lr=0.5, momentum=0.5))),
+        (3, Way({}, every=4, overlap=0, worker_groups=3)),
+        (4, Way({"worker_groups": 2, "dp_replicate": 2}, every=5, overlap=1, diloco=rw.DiLoCo(lr=0.5, momentum=0.5))),
     ],
     ids=_ids,
 )
@@ -213,9 +213,9 @@ def test_rounds_over_any_exchange_are_those_of_a_simulation(run_ranks: RunRanks,
 @pytest.mark.parametrize(
     ("world_size", "way"),
     [
-        (4, Way({"islands": 2, "dp_shard": 2}, every=3, overlap=2, diloco=rw.DiLoCo())),
-        (4, Way({"islands": 2, "tp": 2}, every=4, overlap=2)),
-        (4, Way({"islands": 2, "pp": 2}, every=4, overlap=3, diloco=rw.DiLoCo())),
+        (4, Way({"worker_groups": 2, "dp_shard": 2}, every=3, overlap=2, diloco=rw.DiLoCo())),
+        (4, Way({"worker_groups": 2, "tp": 2}, every=4, overlap=2)),
+        (4, Way({"worker_groups": 2, "pp": 2}, every=4, overlap=3, diloco=rw.DiLoCo())),
     ],
     ids=_ids,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Islands: changes that travel as less, buffers, and checkpoints."""
+"""Worker groups: changes that travel as less, buffers, and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from islands import assert_same_on_all_ranks, step, values
 from replicas import TOLERANCE, batches, built, largest_difference, part
 from torch import nn
+from worker_groups import assert_same_on_all_ranks, step, values
 
 import rankwise as rw
 from rankwise.testing import run_ranks as run_plain_ranks
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Normed(nn.Module):
-    """BatchNorm, whose statistics differ between islands, and a layer that is large enough to be compressed."""
+    """BatchNorm, whose statistics differ between worker groups, and a layer that is large enough to be compressed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Normed(nn.Module):
 
 
 def _compressed(world: World) -> None:
-    rw.mesh(islands=2, dp_replicate=2)
+    rw.mesh(worker_groups=2, dp_replicate=2)
     for method in ("bf16", "int8", "powersgd"):
         model = rw.replicate(built(Normed), sync_batchnorm=method == "int8")
         outer = rw.local_sgd(model, every=3, outer="diloco", compress=method)
@@ -81,8 +81,8 @@ class Wide(nn.Sequential):
         super().__init__(nn.Linear(6, 1500), nn.Tanh(), nn.Linear(1500, 3))
 
 
-def _parts_of_training(world: World, islands: int) -> tuple[nn.Module, torch.optim.Optimizer, LocalSGD]:
-    rw.mesh(islands=islands, dp_replicate=world.world_size // islands)
+def _parts_of_training(world: World, worker_groups: int) -> tuple[nn.Module, torch.optim.Optimizer, LocalSGD]:
+    rw.mesh(worker_groups=worker_groups, dp_replicate=world.world_size // worker_groups)
     model = rw.replicate(built(Wide))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer, rw.local_sgd(model, every=4, outer="diloco", overlap=3)
@@ -104,8 +104,8 @@ def _save(world: World, folder: str, asynchronous: bool) -> Any:
     return values(model), outer.state_dict()["momentum"], inner
 
 
-def _restore(world: World, folder: str, islands: int) -> Any:
-    model, optimizer, outer = _parts_of_training(world, islands)
+def _restore(world: World, folder: str, worker_groups: int) -> Any:
+    model, optimizer, outer = _parts_of_training(world, worker_groups)
     assert rw.Checkpointer(folder).restore(model=model, optimizer=optimizer, outer=outer)
     assert outer.state_dict()["num_rounds"] == 2
     inner = {number: entry["exp_avg"].clone() for number, entry in optimizer.state_dict()["state"].items()}
@@ -119,13 +119,13 @@ def _restore(world: World, folder: str, islands: int) -> Any:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_ends_the_round_and_holds_the_first_islands_state(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_save_ends_the_round_and_holds_the_first_worker_groups_state(tmp_path: Path, asynchronous: bool) -> None:
     saved = [result.get() for result in run_plain_ranks(_save, 3, str(tmp_path), asynchronous)]
-    assert any(not torch.equal(saved[1][2][number], one) for number, one in saved[0][2].items()), "islands differ"
+    assert any(not torch.equal(saved[1][2][number], one) for number, one in saved[0][2].items()), "worker groups differ"
     after: dict[int, Parameters] = {}
-    for world_size, islands in ((3, 3), (4, 2), (1, 1)):
-        for result in run_plain_ranks(_restore, world_size, str(tmp_path), islands):
-            found, after[islands] = result.get()
+    for world_size, worker_groups in ((3, 3), (4, 2), (1, 1)):
+        for result in run_plain_ranks(_restore, world_size, str(tmp_path), worker_groups):
+            found, after[worker_groups] = result.get()
             for tree, expected in zip(found, saved[0], strict=True):
                 assert tree.keys() == expected.keys()
                 assert all(torch.equal(tree[key], expected[key]) for key in expected)
@@ -185,7 +185,7 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_round_begins_a_new_one() -> N
         result.get()
 
 
-# -- an island that has no numbers any more ----------------------------------------------------------
+# -- a worker group that has no numbers any more ----------------------------------------------------------
 
 
 def _no_numbers(world: World) -> None:
@@ -203,6 +203,6 @@ def _no_numbers(world: World) -> None:
         assert bool(values(model)["0.weight"].isnan().any()), "everyone sees it"
 
 
-def test_islands_are_the_same_also_where_one_has_no_numbers() -> None:
+def test_worker_groups_are_the_same_also_where_one_has_no_numbers() -> None:
     for result in run_plain_ranks(_no_numbers, 2):
         result.get()

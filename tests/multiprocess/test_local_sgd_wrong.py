@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Islands: loops that are written otherwise, an island that dies, and what is refused."""
+"""Worker groups: loops that are written otherwise, a worker group that dies, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from islands import assert_same_on_all_ranks, step, values
 from replicas import Net, batches, built, part
 from said import check_said
 from torch import nn
+from worker_groups import assert_same_on_all_ranks, step, values
 
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing
@@ -185,7 +185,7 @@ def _loops(world: World) -> None:
     _steps_that_nobody_counts(world)
 
 
-def test_other_loops_keep_islands_equal_or_raise_an_error() -> None:
+def test_other_loops_keep_worker_groups_equal_or_raise_an_error() -> None:
     for result in run_plain_ranks(_loops, 2):
         result.get()
 
@@ -194,7 +194,7 @@ def test_other_loops_keep_islands_equal_or_raise_an_error() -> None:
 
 
 def _die(world: World, dying: int) -> None:
-    rw.mesh(islands=2, dp_replicate=2)
+    rw.mesh(worker_groups=2, dp_replicate=2)
     model = rw.replicate(built(Net))
     rw.local_sgd(model, every=2, overlap=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -205,7 +205,7 @@ def _die(world: World, dying: int) -> None:
 
 
 @pytest.mark.parametrize("dying", [1, 3])
-def test_a_rank_of_an_island_that_is_killed_is_named_by_all(run_ranks: RunRanks, dying: int) -> None:
+def test_a_rank_of_an_worker_group_that_is_killed_is_named_by_all(run_ranks: RunRanks, dying: int) -> None:
     others = run_ranks(_die, 4, dying, join_timeout_seconds=20.0)
     killed = others.pop(dying)
     assert isinstance(killed.error, RankDied)
@@ -222,10 +222,10 @@ def _fail_in_a_long_round(world: World) -> None:
     while True:
         step(model, optimizer, x, y)
         if world.rank == 1:
-            raise ValueError("of an island")
+            raise ValueError("of a worker group")
 
 
-def test_islands_are_notified_of_a_failure_in_the_middle_of_a_round() -> None:
+def test_worker_groups_are_notified_of_a_failure_in_the_middle_of_a_round() -> None:
     first, failed = run_plain_ranks(_fail_in_a_long_round, 2, timeout_seconds=30.0)
     assert isinstance(failed.error, ValueError)
     assert isinstance(first.error, PeerFailed)
@@ -280,16 +280,16 @@ def test_impossible_arguments_are_refused_on_every_rank() -> None:
         result.get()
 
 
-def _without_islands(world: World, how: str, folder: str) -> None:
+def _without_worker_groups(world: World, how: str, folder: str) -> None:
     model = nn.Linear(2, 2)
     if how == "replicated over all":
         rw.replicate(model)
-        words = r"rankwise\.mesh\(islands=\.\.\., dp_replicate=\.\.\.\) first"
-    elif how == "no islands":
+        words = r"rankwise\.mesh\(worker_groups=\.\.\., dp_replicate=\.\.\.\) first"
+    elif how == "no groups":
         rw.mesh(dp_replicate=world.world_size)
-        words = "requires at least two islands"
+        words = "requires at least two worker groups"
     else:
-        rw.mesh(islands=2, dp_replicate=2)
+        rw.mesh(worker_groups=2, dp_replicate=2)
         words = r"call rankwise\.replicate\(model\) first"
     with pytest.raises(ConfigurationError, match=words):
         rw.local_sgd(model, every=2)
@@ -298,10 +298,10 @@ def _without_islands(world: World, how: str, folder: str) -> None:
             rw.save(folder, model=rw.replicate(model))
         with _said() as texts:
             rw.leave()
-        check_said(texts, ["nothing was averaged between islands"] * (world.rank == 0))
+        check_said(texts, ["nothing was averaged between worker groups"] * (world.rank == 0))
 
 
-@pytest.mark.parametrize(("world_size", "how"), [(2, "replicated over all"), (2, "no islands"), (4, "not distributed")])
-def test_ranks_without_islands_get_an_error_that_names_the_call(world_size: int, how: str, tmp_path: Path) -> None:
-    for result in run_plain_ranks(_without_islands, world_size, how, str(tmp_path)):
+@pytest.mark.parametrize(("world_size", "how"), [(2, "replicated over all"), (2, "no groups"), (4, "not distributed")])
+def test_ranks_without_groups_get_an_error_that_names_the_call(world_size: int, how: str, tmp_path: Path) -> None:
+    for result in run_plain_ranks(_without_worker_groups, world_size, how, str(tmp_path)):
         result.get()

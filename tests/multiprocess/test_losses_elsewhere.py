@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of parameter servers and of islands, which average gradients, or changes, that ranks compute alone."""
+"""Losses of parameter servers and of worker groups, which average gradients, or changes, that ranks compute alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 BY_SERVERS = ("mse", "class_weights", "ignore_index", "masked", "masked_by_index", "sum", "cross_entropy_sum", "vae")
-BY_ISLANDS = ("mse", "class_weights", "ignore_index", "masked", "masked_by_index", "two_means")
+BY_WORKER_GROUPS = ("mse", "class_weights", "ignore_index", "masked", "masked_by_index", "two_means")
 
 
 def _dataset() -> TensorDataset:
@@ -69,7 +69,7 @@ def test_several_terms_of_workers_are_warned_of() -> None:
     assert len([line for line in lines if "has several terms" in line and "losses.py" not in line]) == 1
 
 
-def _by_islands(world: World, names: tuple[str, ...]) -> tuple[dict[str, Parameters], list[str]]:
+def _by_worker_groups(world: World, names: tuple[str, ...]) -> tuple[dict[str, Parameters], list[str]]:
     found = {}
     with said() as lines:
         for name in names:
@@ -82,15 +82,15 @@ def _by_islands(world: World, names: tuple[str, ...]) -> tuple[dict[str, Paramet
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_rounds_of_one_step_weigh_means_by_what_they_are_over(num_ranks: int) -> None:
-    names = tuple(name for name in BY_ISLANDS if name in MEANS)
+    names = tuple(name for name in BY_WORKER_GROUPS if name in MEANS)
     plain = {name: train(plain_model(), step_of(EXACT[name]), 0, 1) for name in names}
-    for result in testing.run_ranks(_by_islands, num_ranks, names):
+    for result in testing.run_ranks(_by_worker_groups, num_ranks, names):
         got, lines = result.get()
         apart = {name: largest_difference(got[name], plain[name]) for name in names}
         assert {name: value for name, value in apart.items() if value > TOLERANCE} == {}
         assert [line for line in lines if "loss (" in line] == []
 
 
-def test_a_sum_on_islands_is_warned_of_once() -> None:
-    lines = [line for result in testing.run_ranks(_by_islands, 2, ("mse_sum",)) for line in result.get()[1]]
-    assert len([line for line in lines if "is a sum over samples: each of the 2 islands" in line]) == 1
+def test_a_sum_on_worker_groups_is_warned_of_once() -> None:
+    lines = [line for result in testing.run_ranks(_by_worker_groups, 2, ("mse_sum",)) for line in result.get()[1]]
+    assert len([line for line in lines if "is a sum over samples: each of the 2 worker groups" in line]) == 1

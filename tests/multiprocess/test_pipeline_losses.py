@@ -276,9 +276,9 @@ def test_an_ambiguous_loss_is_an_error_on_every_rank(loss_fn: OfTarget, size: in
         assert words in result.get()
 
 
-def _train_islands(world: World) -> tuple[float, list[str]]:
-    rw.mesh(islands=2, pp=2)
-    island = int(world.rank > 1)
+def _train_worker_groups(world: World) -> tuple[float, list[str]]:
+    rw.mesh(worker_groups=2, pp=2)
+    worker_group = int(world.rank > 1)
     x, y = drawn(10, 4), drawn(10, 4, seed=2)
     found = []
     with said() as lines:
@@ -287,16 +287,16 @@ def _train_islands(world: World) -> tuple[float, list[str]]:
             step = rw.pipeline(model, _of(EXACT[name]), example=x, micro_batches=2)
             rw.local_sgd(model, every=1)
             torch_sgd = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-            step(x.split((3, 7))[island], y.split((3, 7))[island])
+            step(x.split((3, 7))[worker_group], y.split((3, 7))[worker_group])
             torch_sgd[0].step()
             _of(EXACT[name])(plain(x), y).backward()
             torch_sgd[1].step()
             found.append(difference(model, plain, "value"))
-    return found[0], [line for line in lines if "islands steps with the sum over its own" in line]
+    return found[0], [line for line in lines if "worker groups steps with the sum over its own" in line]
 
 
-def test_islands_of_pipelines_count_by_what_their_means_are_over_and_warn_of_sums() -> None:
-    results = [result.get() for result in testing.run_ranks(_train_islands, 4)]
+def test_worker_groups_of_pipelines_count_by_what_their_means_are_over_and_warn_of_sums() -> None:
+    results = [result.get() for result in testing.run_ranks(_train_worker_groups, 4)]
     assert max(off for off, _ in results) < 1e-10
     assert [len(lines) for _, lines in results] == [0, 1, 0, 1]
 

@@ -63,7 +63,7 @@ class Case:
     world_size: int = 2
 
 
-def _island(model: nn.Module, **options: Any) -> None:
+def _worker_group(model: nn.Module, **options: Any) -> None:
     rw.local_sgd(model, **{"every": 2, **options})
 
 
@@ -75,18 +75,18 @@ CASES = {
         lambda: tensor_parallel(built(Mlp)), lambda: tensor_parallel(built(Mlp), "ato"), "Unknown plan 'ato'"
     ),
     "local_sgd, its arguments": Case(
-        lambda: _island(nn.Linear(2, 2)), lambda: _island(nn.Linear(2, 2), every=0), "at least 1, got 0"
+        lambda: _worker_group(nn.Linear(2, 2)), lambda: _worker_group(nn.Linear(2, 2), every=0), "at least 1, got 0"
     ),
     "local_sgd, its model": Case(
-        lambda: _island(nn.Linear(2, 2)),
-        lambda: _island(nn.Linear(2, 2).requires_grad_(False)),
+        lambda: _worker_group(nn.Linear(2, 2)),
+        lambda: _worker_group(nn.Linear(2, 2).requires_grad_(False)),
         "no parameter that needs a gradient",
     ),
-    "local_sgd, within its island": Case(
-        lambda: _island(_replicated()),
-        lambda: (_replicated(), _island(nn.Linear(2, 2))),
-        "This model is not distributed over the ranks of its island",
-        lambda: mesh(islands=2, dp_replicate=2),
+    "local_sgd, within its worker group": Case(
+        lambda: _worker_group(_replicated()),
+        lambda: (_replicated(), _worker_group(nn.Linear(2, 2))),
+        "This model is not distributed over the ranks of its worker group",
+        lambda: mesh(worker_groups=2, dp_replicate=2),
         4,
     ),
     "shard": Case(lambda: shard(nn.Linear(2, 2)), lambda: shard(nn.Linear(2, 2), blocks=-5), "blocks=-5 does not name"),

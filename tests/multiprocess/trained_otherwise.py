@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings in other libraries' words, with servers, and on islands: what tests run on any device."""
+"""Trainings in other libraries' words, with servers, and on worker groups: what tests run on any device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train_in_words(world: World, words: str, num_parts: int) -> dict[str, torch.
 
 
 def train_seldom(world: World, way: str, num_parts: int) -> dict[str, torch.Tensor]:
-    """Train with a parameter server, or on islands that exchange in every step; on one rank, on the whole batch."""
+    """Train with a parameter server, or on worker groups that exchange every step; on one rank, on the whole batch."""
     torch.manual_seed(0)
     model = Net().double().to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

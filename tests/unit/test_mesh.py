@@ -11,7 +11,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.world.mesh import DATA_AXES, NAMES, Axes, axes_of, nearest
 
 SIZES = st.integers(min_value=1, max_value=4)
-AXES = st.builds(Axes, islands=SIZES, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
+AXES = st.builds(Axes, worker_groups=SIZES, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
 
 
 @given(AXES)
@@ -19,8 +19,8 @@ def test_every_rank_has_its_own_coordinates_and_neighbours_differ_in_tp(axes: Ax
     seen = {tuple(axes.coordinate(rank, name) for name in NAMES) for rank in range(axes.world_size)}
     assert len(seen) == axes.world_size
     assert axes.ranks_along(0, "tp") == list(range(axes.tp))
-    within = axes.ranks_along(0, *(name for name in NAMES if name != "islands"))
-    assert within == list(range(axes.world_size // axes.islands)), "the first island is the first ranks"
+    within = axes.ranks_along(0, *(name for name in NAMES if name != "worker_groups"))
+    assert within == list(range(axes.world_size // axes.worker_groups)), "the first worker group is the first ranks"
 
 
 @given(AXES, st.sets(st.sampled_from(NAMES)))

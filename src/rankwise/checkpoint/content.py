@@ -202,7 +202,7 @@ def _num_counting(ranks: CheckpointRanks) -> int:
     """Return how many ranks, from the first, hold what is saved: those of the first worker group."""
     session = current_or_none()
     axes = None if session is None else session.axes
-    return ranks.world_size if axes is None else ranks.world_size // axes.islands
+    return ranks.world_size if axes is None else ranks.world_size // axes.worker_groups
 
 
 def _read_own(objects: Mapping[str, object]) -> _OwnState:

@@ -143,8 +143,8 @@ class Session:
     """Called when a loader is about to yield a batch."""
     looping: list[Callable[[], None]] = field(default_factory=list)
     """Called at the end of every loop over a loader that ran to its end."""
-    are_islands_averaged: bool = False
-    """Whether something averages what islands of ranks train."""
+    are_worker_groups_averaged: bool = False
+    """Whether something averages what worker groups of ranks train."""
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
     _outer: dict[int, CurrentBatch | None] = field(default_factory=dict, init=False)
@@ -271,9 +271,9 @@ class Session:
         """Call ``action`` at the end of every loop over a loader that was not left early."""
         self.looping.append(action)
 
-    def average_islands(self) -> None:
-        """Note that the caller averages what islands of ranks train."""
-        self.are_islands_averaged = True
+    def average_worker_groups(self) -> None:
+        """Note that the caller averages what worker groups of ranks train."""
+        self.are_worker_groups_averaged = True
 
     def prepare_save(self) -> None:
         """Call the actions registered with :meth:`before_save`. Called by: every rank."""

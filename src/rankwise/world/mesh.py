@@ -13,9 +13,9 @@ from rankwise.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NAMES = ("islands", "pp", "dp_replicate", "dp_shard", "tp")
+NAMES = ("worker_groups", "pp", "dp_replicate", "dp_shard", "tp")
 """Outermost first: ranks that differ only in the last one are neighbors, and communicate most."""
-DATA_AXES = ("islands", "dp_replicate", "dp_shard")
+DATA_AXES = ("worker_groups", "dp_replicate", "dp_shard")
 """Ranks that differ along one of these see different samples; all others see the same."""
 
 
@@ -23,7 +23,7 @@ DATA_AXES = ("islands", "dp_replicate", "dp_shard")
 class Axes:
     """The number of ranks along each axis. Their product is the world size."""
 
-    islands: int = 1
+    worker_groups: int = 1
     """Worker groups that train independently and are averaged rarely; each has its part of the batch."""
     pp: int = 1
     """Stages of a pipeline: each rank holds some of the layers."""
@@ -46,10 +46,10 @@ class Axes:
     @property
     def data_world_size(self) -> int:
         """The number of parts a global batch is split into."""
-        return self.islands * self.data_ranks_per_island
+        return self.worker_groups * self.data_ranks_per_group
 
     @property
-    def data_ranks_per_island(self) -> int:
+    def data_ranks_per_group(self) -> int:
         """The number of parts of a global batch for each worker group."""
         return self.dp_replicate * self.dp_shard
 
@@ -82,7 +82,7 @@ class Axes:
         return next(group for group in self.groups_along(*names) if rank in group)
 
     def _sizes(self) -> tuple[int, ...]:
-        return (self.islands, self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        return (self.worker_groups, self.pp, self.dp_replicate, self.dp_shard, self.tp)
 
     def _coordinates(self, rank: int) -> tuple[int, ...]:
         found: list[int] = []

@@ -26,7 +26,7 @@ _THROUGH_TORCH = {"shard", "pipeline", "tensor_parallel"}
 """Strategies that exchange through torch's own groups on the device."""
 
 
-def mesh(*, islands: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
+def mesh(*, worker_groups: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
     """Lay the ranks out along axes, for every strategy and loader that follows.
 
     Called by: every rank, with the same sizes, once, right after :func:`rankwise.join`. Not needed if one strategy uses
@@ -34,20 +34,20 @@ def mesh(*, islands: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int 
 
     Afterwards ``tensor_parallel`` splits layers over ``tp``; ``replicate`` averages over ``dp_replicate``; ``shard``
     over ``dp_replicate`` and ``dp_shard``; ``pipeline`` has its stages along ``pp`` and averages over
-    ``dp_replicate``. None of them averages over ``islands``: that is :func:`rankwise.local_sgd`, which needs them.
-    :class:`rankwise.DataLoader` gives ranks that differ only in ``pp`` or ``tp`` the same samples.
-    Ranks along ``tp`` are neighbours, then those along ``dp_shard``, ``dp_replicate``, ``pp`` and ``islands``.
+    ``dp_replicate``. None of them averages over ``worker_groups``: that is :func:`rankwise.local_sgd`, which needs
+    them. :class:`rankwise.DataLoader` gives ranks that differ only in ``pp`` or ``tp`` the same samples. Ranks along
+    ``tp`` are neighbours, then those along ``dp_shard``, ``dp_replicate``, ``pp`` and ``worker_groups``.
 
     Args:
-        islands: groups of ranks with a slow network between them. Ranks of one island have consecutive numbers:
-            start them host by host.
+        worker_groups: groups of ranks with a slow network between them. Ranks of one worker group have consecutive
+            numbers: start them host by host.
         dp_replicate: copies of the model.
         dp_shard: parts that its parameters are sharded into.
         pp: stages of a pipeline.
         tp: parts of each layer. One of the five may be -1, for the remaining ranks.
 
     Returns:
-        torch's mesh, with the dimensions ``islands``, ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``.
+        torch's mesh, with the dimensions ``worker_groups``, ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``.
 
     Raises:
         ConfigurationError: the product of the sizes is not the world size, ranks gave different sizes, or the ranks
@@ -56,7 +56,7 @@ def mesh(*, islands: int = 1, dp_replicate: int = 1, dp_shard: int = 1, pp: int 
 
     Source: torch.distributed.device_mesh.init_device_mesh.
     """
-    sizes = {"islands": islands, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "pp": pp, "tp": tp}
+    sizes = {"worker_groups": worker_groups, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "pp": pp, "tp": tp}
     return _lay_out({name: size for name, size in sizes.items() if size != 1}, "rankwise.mesh()")
 
 
@@ -140,9 +140,9 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     session.lay_out(axes, device_mesh)
     if world.rank == 0:
         note_layout("mesh", axes={name: axes.size(name) for name in NAMES if axes.size(name) > 1})
-    if axes.islands > 1:
-        session.before_save(_check_islands_meet)
-        session.on_leave(_warn_unless_islands_meet)
+    if axes.worker_groups > 1:
+        session.before_save(_check_worker_groups_meet)
+        session.on_leave(_warn_unless_worker_groups_meet)
     if session.world.world_size > 1:
         log(f"mesh: {axes}")
     return device_mesh
@@ -160,23 +160,23 @@ def _check_carried(world: World, caller: str) -> None:
         )
 
 
-def _do_islands_meet() -> bool:
-    return current().are_islands_averaged
+def _do_worker_groups_meet() -> bool:
+    return current().are_worker_groups_averaged
 
 
-def _check_islands_meet() -> None:
-    if not _do_islands_meet():
+def _check_worker_groups_meet() -> None:
+    if not _do_worker_groups_meet():
         raise ConfigurationError(
-            "The islands train independently, and a checkpoint would contain the state of the first one only.",
+            "The worker groups train independently, and a checkpoint would contain the state of the first one only.",
             evidence=f"the mesh is {current().axes}, and local_sgd() was not called",
-            do="call rankwise.local_sgd(model, every=...) before training, or create the mesh without islands",
+            do="call rankwise.local_sgd(model, every=...) before training, or create the mesh without worker groups",
         )
 
 
-def _warn_unless_islands_meet() -> None:
-    if not _do_islands_meet():
+def _warn_unless_worker_groups_meet() -> None:
+    if not _do_worker_groups_meet():
         warn(
-            "the mesh has islands, but local_sgd() was not called: nothing was averaged between islands; call "
+            "the mesh has worker groups, but local_sgd() was not called: nothing was averaged between them; call "
             "rankwise.local_sgd(model, every=...) before training"
         )
 

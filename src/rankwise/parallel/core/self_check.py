@@ -153,7 +153,7 @@ def _bench(session: Session | None) -> Bench:
     axes = None if session is None else session.axes
     if session is None or axes is None:
         return Bench(0, 1, 1, 1, device, dtype)
-    num_data_ranks = axes.data_ranks_per_island
+    num_data_ranks = axes.data_ranks_per_group
     data_rank = axes.data_rank(session.world.rank) % num_data_ranks
     return Bench(data_rank, num_data_ranks, axes.tp, axes.pp, device, dtype)
 

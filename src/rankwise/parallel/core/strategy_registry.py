@@ -201,5 +201,5 @@ def check_split(model: nn.Module, axes: Axes, strategy: str) -> None:
             "copy.",
             evidence=f"the mesh is {axes}",
             do="call rankwise.tensor_parallel(model) first, or create the mesh without tp: "
-            f"rankwise.mesh(dp_replicate={axes.data_ranks_per_island * axes.tp})",
+            f"rankwise.mesh(dp_replicate={axes.data_ranks_per_group * axes.tp})",
         )

@@ -51,24 +51,24 @@ def local_sgd(
     overlap: int | None = None,
     compress: str | Method | None = None,
 ) -> LocalSGD:
-    """Let islands of ranks train ``model`` on their own, and average them every ``every`` optimizer steps.
+    """Let worker groups of ranks train ``model`` on their own, and average them every ``every`` optimizer steps.
 
-    Called by: every rank, with the same model, after the strategy that spreads it within an island
+    Called by: every rank, with the same model, after the strategy that spreads it within a worker group
     (:func:`rankwise.replicate`, ``shard``, ``pipeline``, ``tensor_parallel``) and before the first step. The optimizer
     may be built before or after.
 
-    The islands lie along ``islands`` of :func:`rankwise.mesh`; without a mesh each rank is one. Every island starts
-    from the first one's parameters and sees its own part of each global batch. The steps of the optimizer that holds
-    the model's parameters are counted, and after ``every`` of them a round ends: the changes of the islands are
-    averaged, weighted by what their losses average over (samples, tokens, as their graphs show), and the outer
-    optimizer takes a step with the mean. A rank sends only its own part, to the rank at its coordinate in the other
-    islands; ranks with copies share the sending, so that the network between islands carries each number once per
-    island and direction.
+    The worker groups lie along ``worker_groups`` of :func:`rankwise.mesh`; without a mesh each rank is one. Every
+    worker group starts from the first one's parameters and sees its own part of each global batch. The steps of the
+    optimizer that holds the model's parameters are counted, and after ``every`` of them a round ends: the changes of
+    the worker groups are averaged, weighted by what their losses average over (samples, tokens, as their graphs show),
+    and the outer optimizer takes a step with the mean. A rank sends only its own part, to the rank at its coordinate in
+    the other worker groups; ranks with copies share the sending, so that the network between worker groups carries each
+    number once per worker group and direction.
 
     The result is that of one rank only for ``every=1`` with one optimizer, plain SGD and the plain mean. Between
-    rounds islands differ: a decision that a rank takes from its own loss is not the others', and every island must take
-    equally many steps. A ``GradScaler`` skips steps whose gradients overflow, on one island only: train in bfloat16
-    instead. A step in which an island has no samples changes nothing there.
+    rounds worker groups differ: a decision that a rank takes from its own loss is not the others', and every worker
+    group must take equally many steps. A ``GradScaler`` skips steps whose gradients overflow, on one worker group only:
+    train in bfloat16 instead. A step in which a worker group has no samples changes nothing there.
 
     Args:
         model: on one device, or after one of these strategies. The first argument of a model on one device must be a
@@ -77,22 +77,23 @@ def local_sgd(
             that steps are counted; those of another once the first takes none for a round.
         outer: ``"mean"`` for the mean of the parameters, ``"diloco"``, or :class:`rankwise.DiLoCo`.
         overlap: after how many steps of the next round the mean is applied, which arrives meanwhile; the changes of
-            these steps are kept. The same step on every island. Default: half of ``every``; 0 waits for it at once.
-        compress: how changes are compressed between islands, as for :func:`rankwise.replicate`. ``"int8"`` and
+            these steps are kept. The same step on every worker group. Default: half of ``every``; 0 waits for it at
+            once.
+        compress: how changes are compressed between worker groups, as for :func:`rankwise.replicate`. ``"int8"`` and
             ``"top-k"`` are sent when the mean is applied.
 
     Returns:
         Its :meth:`LocalSGD.synchronize` ends a round at once; save it with the model and the optimizer. A save ends a
-        round too, so that a checkpoint holds one state, with the inner optimizer's state of the first island. All
-        islands resume from it, on any number of islands.
+        round too, so that a checkpoint holds one state, with the inner optimizer's state of the first worker group. All
+        worker groups resume from it, on any number of worker groups.
 
     Memory: one more copy of a rank's part of the parameters, one more while an overlapping mean is on its way, one more
-    with momentum, one more for channels; between islands of one host one more, in the memory that they share.
+    with momentum, one more for channels; between worker groups of one host one more, in the memory that they share.
 
     Raises:
         NotJoined: before :func:`rankwise.join`.
-        ConfigurationError: an argument is invalid or differs between ranks; the ranks have no islands; the model is
-            not spread within its island, or was given to ``local_sgd`` before.
+        ConfigurationError: an argument is invalid or differs between ranks; the ranks have no worker groups; the model
+            is not spread within its worker group, or was given to ``local_sgd`` before.
         ModelMismatch: parameters or buffers differ in number, name, shape or dtype between ranks.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767); Douillard et al., "DiLoCo"
@@ -103,7 +104,7 @@ def local_sgd(
         chosen, method = outer_of(outer), method_of(compress)
         num_overlapping = _checked_steps(every, overlap)
         _check_model(model, session)
-    axes = axes_for("local_sgd", "islands")
+    axes = axes_for("local_sgd", "worker_groups")
     with all_ranks_succeed("rankwise.local_sgd()"):
         trained = _check_within_group(model, axes, method)
     same_on_all_ranks(
@@ -119,16 +120,16 @@ def local_sgd(
         take_torchs_batchnorm(model)
         trained = _follow_alone(model, session)
     reads_loss = trained if isinstance(trained, StagedModel) else getattr(trained, "loss", None)
-    if isinstance(reads_loss, LossOnRanks | StagedModel) and axes.islands > 1:
-        reads_loss.cautions[Mode.SUM] = _of_a_sum(axes.islands)
-    islands, copies = exchange_along("islands"), exchange_along("dp_replicate")
+    if isinstance(reads_loss, LossOnRanks | StagedModel) and axes.worker_groups > 1:
+        reads_loss.cautions[Mode.SUM] = _of_a_sum(axes.worker_groups)
+    worker_groups, copies = exchange_along("worker_groups"), exchange_along("dp_replicate")
     changes = None
-    if islands is not None:
+    if worker_groups is not None:
         tensors = [own_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
         with torch.no_grad():
             held = [part for part in tensors if not part.is_meta]
-            broadcast_tensors(held, islands, what="parameters of the first island")
-        own = islands.dup()
+            broadcast_tensors(held, worker_groups, what="parameters of the first worker group")
+        own = worker_groups.dup()
         parts = [own_part(parameter).detach() for _, parameter in exchanged(model)]
         changes = PseudoGradients(parts, own, None if copies is None else copies.dup(), method, f"changes of {name}")
     rounds = LocalSGD(
@@ -142,7 +143,8 @@ def local_sgd(
         data=None if changes is None else exchange_along("dp_replicate", "dp_shard"),
     )
     _rounds_of[model] = rounds
-    log(f"local_sgd: {name} on {axes.islands} islands, {outer if chosen is None else chosen} every {every} steps")
+    how = outer if chosen is None else chosen
+    log(f"local_sgd: {name} on {axes.worker_groups} worker groups, {how} every {every} steps")
     return rounds
 
 
@@ -191,19 +193,20 @@ def _check_model(model: nn.Module, session: Session) -> None:
         )
     elif session.axes is None and session.world.world_size > 1:
         raise ConfigurationError(
-            f"{trained.strategy}() was called before the mesh had islands, so it averages over all ranks in every "
-            "step.",
-            do=f"call rankwise.mesh(islands=..., dp_replicate=...) first, then {trained.strategy}() and local_sgd()",
+            f"{trained.strategy}() was called before the mesh had worker groups, so it averages over all ranks in "
+            "every step.",
+            do=f"call rankwise.mesh(worker_groups=..., dp_replicate=...) first, then {trained.strategy}() and "
+            "local_sgd()",
         )
 
 
 def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> GradientStrategy | None:
     """Return the model's strategy; raise unless it fits the mesh."""
-    if axes.islands == 1 and axes.world_size > 1:
+    if axes.worker_groups == 1 and axes.world_size > 1:
         raise ConfigurationError(
-            "local_sgd() requires at least two islands.",
+            "local_sgd() requires at least two worker groups.",
             evidence=f"the mesh is {axes}",
-            do="call rankwise.mesh(islands=..., ...) right after rankwise.join()",
+            do="call rankwise.mesh(worker_groups=..., ...) right after rankwise.join()",
         )
     if axes.tp > 1 and isinstance(method, Int8 | TopK):
         raise ConfigurationError(
@@ -215,9 +218,9 @@ def _check_within_group(model: nn.Module, axes: Axes, method: Method | None) -> 
     if trained is None:
         check_split(model, axes, "local_sgd")
         needed = "pipeline" if axes.pp > 1 else "shard" if axes.dp_shard > 1 else "replicate"
-        if axes.pp > 1 or axes.data_ranks_per_island > 1:
+        if axes.pp > 1 or axes.data_ranks_per_group > 1:
             raise ConfigurationError(
-                "This model is not distributed over the ranks of its island.",
+                "This model is not distributed over the ranks of its worker group.",
                 evidence=f"the mesh is {axes}",
                 do=f"call rankwise.{needed}(model) first, then local_sgd()",
             )
@@ -245,7 +248,7 @@ def _follow_alone(model: nn.Module, session: Session) -> GradientStrategy:
 
 def _of_a_sum(num_groups: int) -> str:
     return (
-        f"the loss ({{where}}) is a sum over samples: each of the {num_groups} islands steps with the sum over "
+        f"the loss ({{where}}) is a sum over samples: each of the {num_groups} worker groups steps with the sum over "
         "its own samples, and the changes are averaged, so parameters move less than on one rank; use the "
         f"mean over samples, or a learning rate {num_groups} times as large"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The changes of a round on each worker group (an island), averaged over them while training continues.
+"""The changes of a round on each worker group, averaged over them while training continues.
 
 Ranks of one worker group that hold copies share the work: each exchanges some of the parameters with the ranks at its
 coordinate in the other worker groups and passes the means to its own, so that the slow network carries each once.

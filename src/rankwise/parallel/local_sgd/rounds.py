@@ -69,13 +69,13 @@ def average_buffers(model: nn.Module, across_groups: Exchange, data: Exchange | 
     for same in by_kind.values():
         own = torch.cat([part.reshape(-1) for part in same])
         # A sum of masks of the lowest number there is would be infinite, and a sum of constants would be rounded.
-        first = across_groups.broadcast(own, 0, what="buffers of the first island")
+        first = across_groups.broadcast(own, 0, what="buffers of the first worker group")
         apart = torch.where(own == first, 0.0, own - first)
-        mean = first + across_groups.all_reduce(apart, what="buffers of all islands") / across_groups.world_size
+        mean = first + across_groups.all_reduce(apart, what="buffers of all worker groups") / across_groups.world_size
         for part, piece in zip(same, mean.split([part.numel() for part in same]), strict=True):
             part.copy_(piece.view(part.shape))
     if data is not None:
-        broadcast_tensors(parts, data, what="buffers of an island's first rank")
+        broadcast_tensors(parts, data, what="buffers of a worker group's first rank")
 
 
 class LocalSGD(Follower):
@@ -149,7 +149,7 @@ class LocalSGD(Follower):
         self._ids = {id(parameter) for _, parameter in self._all}
         self._stop_following = follow(self, Phase.MODEL)
         synchronize, leave = WeakMethod(self.synchronize), ref(self)
-        session.average_islands()
+        session.average_worker_groups()
         session.before_save(lambda: None if (call := synchronize()) is None else call())
         session.on_leave(lambda: None if (one := leave()) is None else one._leave())  # noqa: SLF001 - its own
 
@@ -213,7 +213,7 @@ class LocalSGD(Follower):
             self._has_stepped = True  # said once
             warn(
                 f"{self._num_backward} backward passes of {self._name} ran without a step of an optimizer that holds "
-                "its parameters: no round of local_sgd() ends, and the islands are not averaged; use a "
+                "its parameters: no round of local_sgd() ends, and the worker groups are not averaged; use a "
                 "torch.optim.Optimizer, created with the current parameters of the model"
             )
 
@@ -290,7 +290,7 @@ class LocalSGD(Follower):
         elif any(parameter.grad is not None for parameter in own):
             raise ConfigurationError(
                 f"optimizer.step() found gradients of {self._name} that no backward() since the last step computed, "
-                "so their weight among the islands is unknown.",
+                "so their weight among the worker groups is unknown.",
                 do="call backward() before each step, instead of torch.autograd.grad(); with several microsteps, run "
                 "the last one outside rankwise.no_sync(model)",
             )
@@ -318,7 +318,7 @@ class LocalSGD(Follower):
         if unfrozen is not None:
             raise ConfigurationError(
                 f"A layer of {self._name} was unfrozen after local_sgd(), so its changes would not reach the other "
-                "islands.",
+                "worker groups.",
                 evidence=f"a parameter of shape {list(unfrozen.shape)} now requires gradients",
                 do="unfreeze layers before local_sgd(), and add their parameters to the optimizer when they are to be "
                 "trained",
@@ -360,7 +360,7 @@ class LocalSGD(Follower):
             self._changes.finish()
         if not self._is_settled and self._changes is not None:
             warn(
-                f"the world ends with steps of {self._name} that the islands have not exchanged, so its parameters "
+                f"the world ends with steps of {self._name} that the worker groups have not exchanged, so parameters "
                 "differ between them; call outer.synchronize() at the end of training"
             )
 

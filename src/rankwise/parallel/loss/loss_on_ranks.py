@@ -187,7 +187,7 @@ class LossOnRanks:
 
         Args:
             by_forward: the user gave a function that returns what the loss of a forward is a mean over.
-            averages_elsewhere: servers or islands average this rank's results, by the weight that it sends them.
+            averages_elsewhere: servers or worker groups average this rank's results, by the weight that it sends them.
         """
         self.is_given_by_forward = by_forward
         self.is_given = by_forward or self._given_weight is not None
@@ -484,7 +484,7 @@ class LossOnRanks:
         return _known(weight)
 
     def counted(self, total: float) -> float:
-        """Return the weight of the gradients among servers or islands: samples, if ``total`` counts none."""
+        """Return the weight of the gradients among servers or worker groups: samples, if ``total`` counts none."""
         combined = self._combined
         mode = self._verdict.mode if combined is None else combined.mode
         if mode not in (Mode.SUM, Mode.TERMS):

@@ -291,7 +291,7 @@ def parameter_server(
     server = ParameterServer(setup, open_worker_or_server(setup, model, weight), model)
     session.split_work(settings.workers, server)
     session.on_leave(server.leave)
-    session.average_islands()
+    session.average_worker_groups()
     session.before_save(server.synchronize)
     if server.is_server:
         session.preemption.be_passive()

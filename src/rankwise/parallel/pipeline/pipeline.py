@@ -195,12 +195,12 @@ def _checked_split(split: object) -> list[str] | None:
 
 def _check_axes(axes: Axes, model: nn.Module) -> None:
     """Raise if the mesh has an axis that pipeline() does not support, or that the model is not split along."""
-    islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
+    worker_groups = f"worker_groups={axes.worker_groups}, " if axes.worker_groups > 1 else ""
     if axes.dp_shard > 1:
         raise ConfigurationError(
             f"pipeline() does not shard its stages, but the mesh has dp_shard={axes.dp_shard}.",
             evidence=f"mesh: {axes}",
-            do=f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}, tp={axes.tp}), "
+            do=f"rankwise.mesh({worker_groups}pp={axes.pp}, dp_replicate={axes.data_ranks_per_group}, tp={axes.tp}), "
             "or rankwise.shard() without pp",
         )
     if axes.tp > 1 and all(own_part(parameter) is parameter for parameter in model.parameters()):
@@ -208,7 +208,7 @@ def _check_axes(axes: Axes, model: nn.Module) -> None:
             f"The mesh has tp={axes.tp}, but the model is not split along tp.",
             evidence=f"mesh: {axes}",
             do="call rankwise.tensor_parallel(model) first, or "
-            f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.tp})",
+            f"rankwise.mesh({worker_groups}pp={axes.pp}, dp_replicate={axes.dp_replicate * axes.tp})",
         )
 
 

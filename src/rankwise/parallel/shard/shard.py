@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 _WEIGHTS = ("weights of sharded models",)
-_WITHIN_GROUP = tuple(name for name in NAMES if name != "islands")
+_WITHIN_GROUP = tuple(name for name in NAMES if name != "worker_groups")
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -262,19 +262,19 @@ class _ForwardHooks:
 
 def _check_axes(axes: Axes) -> None:
     tp = f", tp={axes.tp}" if axes.tp > 1 else ""
-    islands = f"islands={axes.islands}, " if axes.islands > 1 else ""
+    worker_groups = f"worker_groups={axes.worker_groups}, " if axes.worker_groups > 1 else ""
     if axes.pp > 1:
         raise ConfigurationError(
             f"shard() does not support pp={axes.pp}.",
             evidence=f"the mesh is {axes}",
-            do=f"call rankwise.mesh({islands}dp_shard={axes.data_ranks_per_island * axes.pp}{tp}) and shard(), or "
-            f"rankwise.mesh({islands}pp={axes.pp}, dp_replicate={axes.data_ranks_per_island}{tp}) and pipeline()",
+            do=f"call rankwise.mesh({worker_groups}dp_shard={axes.data_ranks_per_group * axes.pp}{tp}) and shard(), or "
+            f"rankwise.mesh({worker_groups}pp={axes.pp}, dp_replicate={axes.data_ranks_per_group}{tp}) and pipeline()",
         )
     if axes.dp_shard == 1 and axes.dp_replicate > 1:
         raise ConfigurationError(
             "shard() needs dp_shard of at least 2, got 1.",
             evidence=f"the mesh is {axes}",
-            do=f"call rankwise.replicate(model), or rankwise.mesh({islands}dp_shard={axes.dp_replicate}{tp})",
+            do=f"call rankwise.replicate(model), or rankwise.mesh({worker_groups}dp_shard={axes.dp_replicate}{tp})",
         )
 
 
@@ -358,7 +358,7 @@ def _start_equal(model: nn.Module, exchange: Exchange) -> None:
 
 
 def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
-    """Return a group of torch's of the ranks of this island, for all sharded models. Called by: every rank."""
+    """Return a group of torch's of the ranks of this worker group, for all sharded models. Called by: every rank."""
     known = session.parts.get(_WEIGHTS)
     if isinstance(known, TorchGroup):
         return known
@@ -367,7 +367,7 @@ def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
         raise TypeError(f"torch.distributed.new_group() returned {group!r} for a group of all ranks")
     detector = exchange.detector
     own = TorchGroup(detector, exchange.rank, exchange.world_size, group, detector.recorder.new_exchange_id())
-    if axes.islands > 1:
+    if axes.worker_groups > 1:
         own = own.split(axes.groups_along(*_WITHIN_GROUP))
     session.parts[_WEIGHTS] = own
     return own
