@@ -114,6 +114,15 @@ def forget_flat_weights(layer: nn.RNNBase) -> None:
     layer._flat_weight_refs = []  # noqa: SLF001
 
 
+OF_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""The names of a recurrent layer's attributes that hold its weights once more: parametrized ones, of the last call."""
+
+
+def flat_weights(layer: nn.RNNBase) -> list[torch.Tensor]:
+    """Return the list of weights that a recurrent layer computes with, which may be changed."""
+    return layer._flat_weights  # type: ignore[return-value] # noqa: SLF001
+
+
 def update_flat_weights(layer: nn.RNNBase) -> None:
     """Make a recurrent layer collect its current weights again."""
     layer._init_flat_weights()  # noqa: SLF001
