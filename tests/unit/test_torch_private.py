@@ -754,7 +754,7 @@ def check_batchnorm() -> None:
         modules.AnySizeBatchNorm(2)(torch.ones(2))
 
 
-@canary("torch.nn.RNNBase._flat_weight_refs", "torch.nn.RNNBase._flat_weights", "torch.nn.RNNBase._init_flat_weights")
+@canary("torch.nn.RNNBase._flat_weight_refs", "torch.nn.RNNBase._init_flat_weights")
 def check_recurrent() -> None:
     layer = nn.LSTM(2, 2)
     layer(torch.ones(1, 1, 2))
@@ -767,11 +767,7 @@ def check_recurrent() -> None:
     assert any(one() is layer.weight_ih_l0 for one in layer._flat_weight_refs)
     modules.own_parameters(layer)["weight_hh_l0"] = nn.Parameter(torch.full((8, 2), 7.0))
     modules.update_flat_weights(layer)
-    assert any(one is layer.weight_hh_l0 for one in modules.flat_weights(layer))
-    halves = [one.detach() / 2 for one in modules.flat_weights(layer)]
-    expected = layer(torch.ones(1, 1, 2))[0]
-    modules.flat_weights(layer)[:] = halves
-    assert not torch.equal(layer(torch.ones(1, 1, 2))[0], expected)
+    assert any(one() is layer.weight_hh_l0 for one in layer._flat_weight_refs)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------

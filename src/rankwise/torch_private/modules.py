@@ -38,16 +38,6 @@ def replace_buffers(module: nn.Module, buffers: dict[str, torch.Tensor | None]) 
     module._buffers = buffers  # noqa: SLF001
 
 
-def aliases(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return a copy of each module of ``model``, with tables of its own: of the same parameters, of cloned buffers."""
-    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}  # noqa: SLF001
-    for module, copy in copies.items():
-        copy._parameters = dict(module._parameters)  # noqa: SLF001
-        copy._buffers = {name: None if one is None else one.clone() for name, one in module._buffers.items()}  # noqa: SLF001
-        copy._modules = {name: None if one is None else copies[one] for name, one in module._modules.items()}  # noqa: SLF001
-    return copies
-
-
 # -- calls ---------------------------------------------------------------------------------------------
 
 
@@ -116,11 +106,6 @@ def forget_flat_weights(layer: nn.RNNBase) -> None:
 
 OF_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 """The names of a recurrent layer's attributes that hold its weights once more: parametrized ones, of the last call."""
-
-
-def flat_weights(layer: nn.RNNBase) -> list[torch.Tensor]:
-    """Return the list of weights that a recurrent layer computes with, which may be changed."""
-    return layer._flat_weights  # type: ignore[return-value] # noqa: SLF001
 
 
 def update_flat_weights(layer: nn.RNNBase) -> None:

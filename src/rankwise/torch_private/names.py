@@ -109,7 +109,6 @@ NAMES = {
     ),
     "torch.nn.modules.batchnorm._BatchNorm._check_input_dim": "check a BatchNorm layer's input",
     "torch.nn.RNNBase._flat_weight_refs": "drop weak references to weights that are replaced",
-    "torch.nn.RNNBase._flat_weights": "compute with other tensors than a recurrent layer's parameters",
     "torch.nn.RNNBase._init_flat_weights": "make a recurrent layer use its new weights",
     "torch.optim.Optimizer._opt_called": "schedulers check that the optimizer has stepped",
     "torch.optim.Optimizer.step._wrapped_by_lr_sched": "schedulers mark the step that they watch",
