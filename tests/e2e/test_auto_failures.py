@@ -153,8 +153,8 @@ class Net(nn.Module):
 model = Net()
 for step in range(12):
     if step == 9:
-        print(os.getpid(), flush=True)
         open(sys.argv[1], "w").close()
+        print(os.getpid(), flush=True)
         while sys.argv[1] == "between calls" and os.path.exists(sys.argv[1]):
             pass
     try:

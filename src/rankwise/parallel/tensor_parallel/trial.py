@@ -171,7 +171,7 @@ class _Run:
     def call(self, name: str, first: torch.Tensor, second: torch.Tensor, x: torch.Tensor, /) -> torch.Tensor:
         """Compute a layer; where ranks communicate, a part gets what the whole run had, and its share is compared.
 
-        Parts can so run one after another, and errors do not spread.
+        So parts can run one after another, and errors do not spread.
         """
         self.calls.append(name)
         bias = self.leaves.get(f"{name}.bias")
