@@ -19,7 +19,7 @@ from rankwise.parallel.core.blocks import matching, near
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Style: TypeAlias = str | ParallelStyle
+Style: TypeAlias = "str | ParallelStyle"
 
 STYLES = {
     "column": "a Linear split by its outputs; each rank keeps its part of the output",
