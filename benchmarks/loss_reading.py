@@ -20,7 +20,7 @@ from models import MODELS
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.parallel.core.strategy_registry import strategy_of
+from rankwise.replicate.strategy_registry import strategy_of
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from measure import Row, interleaved, median_ratio, seconds, show
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from rankwise.parallel.core.device_mesh import mesh, submesh
-from rankwise.parallel.pipeline.pipeline import pipeline
+from rankwise.pipeline.pipeline import pipeline
+from rankwise.replicate.device_mesh import mesh, submesh
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

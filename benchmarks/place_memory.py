@@ -21,7 +21,7 @@ from measure import Row, show
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rankwise.parallel.place.place import place, placement
+from rankwise.place.place import place, placement
 
 WIDTH = 1000
 NUM_LAYERS = 100

@@ -15,8 +15,8 @@ from torch import nn
 import rankwise as rw
 from rankwise import testing
 from rankwise.comm.session import current
-from rankwise.parallel.randomness import kernels, scope
-from rankwise.parallel.randomness.model_draws import DrawsOfModel
+from rankwise.replicate.random_numbers import kernels, scope
+from rankwise.replicate.random_numbers.model_draws import DrawsOfModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

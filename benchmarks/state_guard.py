@@ -18,7 +18,7 @@ from measure import Row, interleaved, median_ratio, seconds, show
 from models import MODELS
 
 import rankwise as rw
-from rankwise.parallel.core.strategy_registry import strategy_of
+from rankwise.replicate.strategy_registry import strategy_of
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -44,6 +44,11 @@ text { font-family: system-ui, sans-serif; font-size: 11.5px; fill: #1f2328 }
 }
 """
 
+INTRODUCTIONS = {
+    "rest": "The rest: most jobs never import it, and the core imports none of it.",
+    "core": "The core: what a training step may pass.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -63,12 +68,28 @@ class Room:
         return (*(f"{name}/" for name in self.folders), *self.files)
 
 
-def layers() -> list[list[str]]:
-    """Return the names of the rooms, the highest layer first."""
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Names of rooms, the highest layer first."""
+
+    rest: list[list[str]]
+    """What nothing of the core imports."""
+    core: list[list[str]]
+    """What a training step may pass."""
+
+    @property
+    def all(self) -> list[list[str]]:
+        """Both, the rest above the core."""
+        return self.rest + self.core
+
+
+def layers() -> Layers:
+    """Read the block ``layers`` of architecture.md."""
     block = re.search(r"```layers\n(.*?)```", (HERE / "architecture.md").read_text(encoding="utf-8"), re.DOTALL)
     if block is None:
         raise ValueError("docs/architecture.md has no block ```layers")
-    return [line.split() for line in block[1].splitlines() if line.strip()]
+    rest, core = ([line.split() for line in part.split("\n") if line.strip()] for part in block[1].split("----\n"))
+    return Layers(rest, core)
 
 
 def room_of(name: str) -> Room:
@@ -86,8 +107,15 @@ def room_of(name: str) -> Room:
 def draw() -> str:
     """Return the picture, as SVG."""
     parts: list[str] = []
-    top = float(MARGIN)
-    for names in layers():
+    introduced: set[str] = set()
+    top = 0.0
+    drawn = layers()
+    for part, names in [*(("rest", names) for names in drawn.rest), *(("core", names) for names in drawn.core)]:
+        if part not in introduced:
+            introduced.add(part)
+            top += 16
+            parts.append(f'<text x="{MARGIN}" y="{top:.0f}">{INTRODUCTIONS[part]}</text>')
+            top += 8
         for rooms in _rows([room_of(name) for name in names]):
             free = WIDTH - 2 * MARGIN - GAP * (len(rooms) - 1)
             widths = [free * _weight(room) / sum(map(_weight, rooms)) for room in rooms]

@@ -36,7 +36,7 @@ WHERE_THEY_ARE = (
     # Most examples.
     "sklearn.datasets",
 )
-NEEDS_TRITON = {"rankwise.parallel.randomness.triton_philox"}
+NEEDS_TRITON = {"rankwise.replicate.random_numbers.triton_philox"}
 HUGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25
 """Source: Linux's include/uapi/asm-generic/mman-common.h, from 6.1 on; others refuse it."""

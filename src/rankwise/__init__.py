@@ -34,47 +34,42 @@ if TYPE_CHECKING:
     from rankwise.comm.join import join, leave
     from rankwise.comm.optimizer_steps import independent
     from rankwise.comm.point_to_point.send_recv import recv, send
+    from rankwise.compress.methods import PowerSGD, TopK
     from rankwise.data.loader import DataLoader
     from rankwise.data.sampler import ShardedSampler
     from rankwise.data.shared import share
     from rankwise.launch.function.launch import launch, launcher
+    from rankwise.local_sgd.local_sgd import local_sgd
+    from rankwise.local_sgd.outer import DiLoCo
     from rankwise.log import log
-    from rankwise.parallel.compress.methods import PowerSGD, TopK
-    from rankwise.parallel.core.device_mesh import mesh
-    from rankwise.parallel.local_sgd.local_sgd import local_sgd
-    from rankwise.parallel.local_sgd.outer import DiLoCo
-    from rankwise.parallel.no_sync_and_weight import no_sync, weight
-    from rankwise.parallel.parameter_server.parameter_server import parameter_server
-    from rankwise.parallel.pipeline.pipeline import pipeline
-    from rankwise.parallel.place.place import place, placement
-    from rankwise.parallel.randomness.as_one_rank import as_one_rank
-    from rankwise.parallel.replicate import replicate
-    from rankwise.parallel.shard.shard import shard
-    from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+    from rankwise.parameter_server.parameter_server import parameter_server
+    from rankwise.pipeline.pipeline import pipeline
+    from rankwise.place.place import place, placement
     from rankwise.progress import print, progress  # noqa: A004 - prints on rank zero
+    from rankwise.replicate.device_mesh import mesh
+    from rankwise.replicate.no_sync_and_weight import no_sync, weight
+    from rankwise.replicate.random_numbers.as_one_rank import as_one_rank
+    from rankwise.replicate.replicate import replicate
+    from rankwise.shard.shard import shard
+    from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
     from rankwise.world.facts import World
 
 __version__ = VERSION
 torch_versions.check()
-# The first import of a module binds its name here. These names are those of functions too, which __getattr__ binds.
-for _module in ("launch", "log", "progress"):
-    importlib.import_module(f"rankwise.{_module}")
-    del globals()[_module]
-
 _ROOM_OF = {
     "Checkpointer": "checkpoint.checkpointer",
     "DataLoader": "data.loader",
-    "DiLoCo": "parallel.local_sgd.outer",
-    "PowerSGD": "parallel.compress.methods",
+    "DiLoCo": "local_sgd.outer",
+    "PowerSGD": "compress.methods",
     "ShardedSampler": "data.sampler",
-    "TopK": "parallel.compress.methods",
+    "TopK": "compress.methods",
     "World": "world.facts",
     "all_gather": "comm.collectives",
     "all_gather_object": "comm.collectives",
     "all_gather_uneven": "comm.collectives",
     "all_reduce": "comm.collectives",
     "all_to_all": "comm.collectives",
-    "as_one_rank": "parallel.randomness.as_one_rank",
+    "as_one_rank": "replicate.random_numbers.as_one_rank",
     "barrier": "comm.collectives",
     "broadcast": "comm.collectives",
     "broadcast_object": "comm.collectives",
@@ -86,31 +81,36 @@ _ROOM_OF = {
     "load": "checkpoint.load",
     "load_weights": "checkpoint.import_weights",
     "local_rank_zero_first": "comm.agreement",
-    "local_sgd": "parallel.local_sgd.local_sgd",
+    "local_sgd": "local_sgd.local_sgd",
     "log": "log",
     "log_value": "comm.collectives.logged_values",
     "mean": "comm.collectives",
-    "mesh": "parallel.core.device_mesh",
+    "mesh": "replicate.device_mesh",
     "new_group": "comm.collectives",
-    "no_sync": "parallel.no_sync_and_weight",
-    "parameter_server": "parallel.parameter_server.parameter_server",
-    "pipeline": "parallel.pipeline.pipeline",
-    "place": "parallel.place.place",
-    "placement": "parallel.place.place",
+    "no_sync": "replicate.no_sync_and_weight",
+    "parameter_server": "parameter_server.parameter_server",
+    "pipeline": "pipeline.pipeline",
+    "place": "place.place",
+    "placement": "place.place",
     "print": "progress",
     "progress": "progress",
     "recv": "comm.point_to_point.send_recv",
     "reduce_scatter": "comm.collectives",
-    "replicate": "parallel.replicate",
+    "replicate": "replicate.replicate",
     "save": "checkpoint.save",
     "save_weights": "checkpoint.export",
     "send": "comm.point_to_point.send_recv",
-    "shard": "parallel.shard.shard",
+    "shard": "shard.shard",
     "share": "data.shared",
-    "tensor_parallel": "parallel.tensor_parallel.tensor_parallel",
-    "weight": "parallel.no_sync_and_weight",
+    "tensor_parallel": "tensor_parallel.tensor_parallel",
+    "weight": "replicate.no_sync_and_weight",
     "whole_batch": "comm.collectives",
 }
+
+# The first import of a module binds its name here, and some have the name of a function, which __getattr__ binds.
+for _name in _ROOM_OF.keys() & {module.split(".")[0] for module in _ROOM_OF.values()}:
+    importlib.import_module(f"rankwise.{_name}")
+    del globals()[_name]
 
 __all__ = [
     "Checkpointer",

@@ -56,8 +56,8 @@ def test_other_launchers_start_it_too(command: Command) -> None:
     assert len(alone) == 5
     for words in (
         ("-m", "rankwise", "run", "-n", "2", "--auto", "-m", "train", "a", "--b"),
-        ("-m", "rankwise", "run", "-n", "2", "-m", "rankwise.tools.auto", "train.py", "a", "--b"),
-        ("-m", "rankwise.tools.auto", "-m", "train", "a", "--b"),
+        ("-m", "rankwise", "run", "-n", "2", "-m", "rankwise.auto", "train.py", "a", "--b"),
+        ("-m", "rankwise.auto", "-m", "train", "a", "--b"),
     ):
         done = command.python(*words, env=ALWAYS)
         assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def test_the_script_sees_one_process(command: Command) -> None:
 
 
 def test_a_missing_script_is_named(command: Command) -> None:
-    done = command.python("-m", "rankwise.tools.auto")
+    done = command.python("-m", "rankwise.auto")
     assert "ConfigurationError: A script is missing." in done.stderr
     done = command.run("-n", "2", "--auto", "nowhere.py")
     assert done.returncode == 2

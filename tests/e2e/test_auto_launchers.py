@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m rankwise.tools.auto`` under launchers of one machine: the script runs once, and as in plain Python."""
+"""``python -m rankwise.auto`` under launchers of one machine: the script runs once, and as in plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import plain_script
 if TYPE_CHECKING:
     from tests.e2e.conftest import Command
 
-AUTO = (sys.executable, "-m", "rankwise.tools.auto", plain_script.__file__)
+AUTO = (sys.executable, "-m", "rankwise.auto", plain_script.__file__)
 LAUNCHERS = {
     "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", *AUTO),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *AUTO[1:]),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankwise.errors import fold_ranks
-from rankwise.parallel.loss.reports import channel_length
+from rankwise.replicate.loss.reports import channel_length
 from rankwise.store.wire import listen
 from rankwise.world import network
 

@@ -14,8 +14,8 @@ from trained_otherwise import train_in_words, train_seldom
 import rankwise as rw
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
-from rankwise.parallel.randomness import counter
-from rankwise.parallel.randomness.counter import SAMPLERS, kept
+from rankwise.replicate.random_numbers import counter
+from rankwise.replicate.random_numbers.counter import SAMPLERS, kept
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

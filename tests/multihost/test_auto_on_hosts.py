@@ -40,7 +40,7 @@ def _words(folder: Path, way: str, address: str, host: int) -> tuple[list[str], 
         nodes = ["--nodes", "2", "--node-rank", str(host), "--rendezvous", f"{address}:29400"]
         return [sys.executable, "-m", "rankwise", "run", "-n", "1", *nodes, "--auto", *script], env
     variables = {"MASTER_ADDR": address, "MASTER_PORT": "29500", "RANK": str(host), "WORLD_SIZE": "2"}
-    return [sys.executable, "-m", "rankwise.tools.auto", *script], {**env, **variables}
+    return [sys.executable, "-m", "rankwise.auto", *script], {**env, **variables}
 
 
 @pytest.mark.timeout(180)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.parallel.loss.reports import channel_length
+from rankwise.replicate.loss.reports import channel_length
 
 if TYPE_CHECKING:
     from hosts import Hosts

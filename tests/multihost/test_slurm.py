@@ -79,7 +79,7 @@ def test_mpirun_within_sbatch_trains_to_the_one_rank_result(
 
 
 def test_srun_runs_a_script_for_one_device_once(slurm: Slurm, tmp_path: Path) -> None:
-    words = (sys.executable, "-m", "rankwise.tools.auto", plain_script.__file__, str(tmp_path), "0")
+    words = (sys.executable, "-m", "rankwise.auto", plain_script.__file__, str(tmp_path), "0")
     ran = slurm.run(*SRUN, *words, env={"RANKWISE_AUTO_SPLIT": "always"})
     assert ran.exit_code == 0, ran.stderr
     assert "runs whole" not in ran.stderr
@@ -106,7 +106,7 @@ sys.exit(5)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("way", ["-m rankwise.tools.auto", "-m rankwise run -n 2 --auto"])
+@pytest.mark.parametrize("way", ["-m rankwise.auto", "-m rankwise run -n 2 --auto"])
 def test_scancel_lets_a_script_of_auto_save(slurm: Slurm, tmp_path: Path, way: str) -> None:
     (tmp_path / "train.py").write_text(TERMINATED)
     tasks = "--ntasks-per-node=2" if "tools" in way else "--nodes=1 --ntasks=1"

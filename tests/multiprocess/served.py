@@ -10,16 +10,16 @@ from unittest import mock
 
 import torch
 
+from rankwise.auto import account, connection
+from rankwise.auto.batched_backward import one_by_one
+from rankwise.auto.calls import SplitCalls
+from rankwise.auto.connection import accept_servers, connect
+from rankwise.auto.module_calls import ModuleCalls
+from rankwise.auto.own_call import OwnCalls
+from rankwise.auto.server import Server
+from rankwise.auto.servers import Servers
+from rankwise.auto.signals import HeldSignals
 from rankwise.comm.session import current
-from rankwise.tools.auto import account, connection
-from rankwise.tools.auto.calls import SplitCalls
-from rankwise.tools.auto.connection import accept_servers, connect
-from rankwise.tools.auto.module_calls import ModuleCalls
-from rankwise.tools.auto.own_call import OwnCalls
-from rankwise.tools.auto.server import Server
-from rankwise.tools.auto.servers import Servers
-from rankwise.tools.auto.signals import HeldSignals
-from rankwise.tools.batched_backward import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from rankwise.auto.connection import accept_servers, connect
 from rankwise.comm.session import current
 from rankwise.errors import PeerMissing
 from rankwise.testing import run_ranks
-from rankwise.tools.auto.connection import accept_servers, connect
 
 if TYPE_CHECKING:
     from pathlib import Path

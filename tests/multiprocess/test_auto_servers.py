@@ -12,7 +12,7 @@ from served import Run, served
 from torch import nn
 
 from rankwise import testing
-from rankwise.tools.auto import connection
+from rankwise.auto import connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable

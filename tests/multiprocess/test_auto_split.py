@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils import checkpoint
 
 from rankwise import testing
-from rankwise.tools.auto import connection
+from rankwise.auto import connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,12 +18,12 @@ from rankwise.checkpoint.export import save_weights
 from rankwise.checkpoint.import_weights import load_weights
 from rankwise.checkpoint.load import load
 from rankwise.comm.session import current
-from rankwise.parallel.core.device_mesh import mesh
-from rankwise.parallel.pipeline.pipeline import pipeline
-from rankwise.parallel.place.place import place
-from rankwise.parallel.replicate import replicate
-from rankwise.parallel.shard.shard import shard
-from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+from rankwise.pipeline.pipeline import pipeline
+from rankwise.place.place import place
+from rankwise.replicate.device_mesh import mesh
+from rankwise.replicate.replicate import replicate
+from rankwise.shard.shard import shard
+from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from arrangements import trained
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.comm.session import current
 from rankwise.data.loader import DataLoader
-from rankwise.parallel.replicate import replicate
+from rankwise.replicate.replicate import replicate
 
 if TYPE_CHECKING:
     from pathlib import Path

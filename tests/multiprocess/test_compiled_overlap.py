@@ -14,7 +14,7 @@ from torch._dynamo.backends.registry import lookup_backend
 import rankwise as rw
 from rankwise.comm.backends import torch_group
 from rankwise.comm.session import current
-from rankwise.parallel.core import gradient_buckets
+from rankwise.replicate import gradient_buckets
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import rankwise as rw
+from rankwise.compress.low_rank import FactorPlan, basis_of, orthonormaliser
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.compress.low_rank import FactorPlan, basis_of, orthonormaliser
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.parallel.compress.methods import Method
+    from rankwise.compress.methods import Method
     from rankwise.world.facts import World
 
 pytestmark = pytest.mark.every_exchange

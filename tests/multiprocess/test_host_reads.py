@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.parallel.state_guard.guard import VALUES_EVERY
+from rankwise.replicate.state_guard.guard import VALUES_EVERY
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from rankwise.errors import CollectiveMismatch, PeerMissing
 from rankwise.health import collective_timeout, process_probe, status_poll
 from rankwise.health.collective_timeout import CollectiveWait
 from rankwise.launch.inspect import stacks
-from rankwise.parallel.loss.reports import channel_length
+from rankwise.replicate.loss.reports import channel_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
     from replicas import Parameters
 
-    from rankwise.parallel.pipeline.step_api import Pipeline
+    from rankwise.pipeline.step_api import Pipeline
     from rankwise.world.facts import World
 
 SIZES = [8, 5, 1, 7, 2, 6]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from on_ranks import RunRanks
     from replicas import Parameters
 
-    from rankwise.parallel.local_sgd.rounds import LocalSGD
+    from rankwise.local_sgd.rounds import LocalSGD
     from rankwise.world.facts import World
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.parallel.randomness import kernels
+from rankwise.replicate.random_numbers import kernels
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World

@@ -13,7 +13,7 @@ from random_models import DRAWING, LENGTH, WIDTH
 from replicas import TOLERANCE, Parameters, largest_difference
 
 import rankwise as rw
-from rankwise.parallel.randomness.counter import SAMPLERS, bits, kept, words_by_tensors
+from rankwise.replicate.random_numbers.counter import SAMPLERS, bits, kept, words_by_tensors
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World
@@ -66,7 +66,7 @@ def test_a_device_draws_the_bits_of_a_cpu() -> None:
 
 
 def _remainders(world: World) -> list[int]:
-    from rankwise.parallel.randomness.counter import _remainders
+    from rankwise.replicate.random_numbers.counter import _remainders
 
     words = bits((4, 4), range(1000), torch.int64, torch.device("cpu"))
     on_device = words.to(world.device)

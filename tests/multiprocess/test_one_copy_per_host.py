@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing, ReplicasDiffer
 from rankwise.health.fork_safety import threads_are_known
-from rankwise.parallel.one_copy.divided_step import INDEPENDENT
+from rankwise.replicate.one_copy.divided_step import INDEPENDENT
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import rankwise as rw
 from rankwise.comm.backends import torch_group
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core import gradient_buckets
+from rankwise.replicate import gradient_buckets
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

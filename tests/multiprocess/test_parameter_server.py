@@ -16,7 +16,7 @@ import rankwise as rw
 from rankwise import testing
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
-from rankwise.parallel.parameter_server import messages
+from rankwise.parameter_server import messages
 
 if TYPE_CHECKING:
     from replicas import Parameters

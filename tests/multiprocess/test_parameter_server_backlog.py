@@ -16,9 +16,9 @@ import rankwise as rw
 from rankwise import testing
 from rankwise.comm.session import current
 from rankwise.errors import PeerMissing
-from rankwise.parallel.parameter_server import worker as worker_file
-from rankwise.parallel.parameter_server.client import ServerConnection
-from rankwise.parallel.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
+from rankwise.parameter_server import worker as worker_file
+from rankwise.parameter_server.client import ServerConnection
+from rankwise.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
 from rankwise.store.wire import json_frame, listen
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.device_mesh import mesh
-from rankwise.parallel.pipeline.pipeline import pipeline
-from rankwise.parallel.pipeline.schedule import SCHEDULES
-from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+from rankwise.pipeline.pipeline import pipeline
+from rankwise.pipeline.schedule import SCHEDULES
+from rankwise.replicate.device_mesh import mesh
+from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

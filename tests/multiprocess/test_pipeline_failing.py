@@ -12,7 +12,7 @@ from staged_models import Skipping, drawn, mean_square
 from torch import nn
 
 from rankwise.errors import ConfigurationError, PeerFailed
-from rankwise.parallel.pipeline.pipeline import pipeline
+from rankwise.pipeline.pipeline import pipeline
 from rankwise.testing import RankDied, kill_self, run_ranks
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 from replicas import built
 from staged_models import Skipping, drawn, mean_square
 
-from rankwise.parallel.pipeline.pipeline import Pipeline, pipeline
+from rankwise.pipeline.pipeline import Pipeline, pipeline
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.parallel.core.device_mesh import mesh
-from rankwise.parallel.no_sync_and_weight import no_sync
-from rankwise.parallel.pipeline.pipeline import pipeline
+from rankwise.pipeline.pipeline import pipeline
+from rankwise.replicate.device_mesh import mesh
+from rankwise.replicate.no_sync_and_weight import no_sync
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

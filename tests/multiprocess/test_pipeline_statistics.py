@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.parallel.pipeline.schedule import SCHEDULES
+from rankwise.pipeline.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

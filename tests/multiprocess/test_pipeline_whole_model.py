@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 import rankwise as rw
 from rankwise import testing
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.pipeline.schedule import SCHEDULES
+from rankwise.pipeline.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

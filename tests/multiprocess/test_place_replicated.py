@@ -16,7 +16,7 @@ from torch import nn
 import rankwise as rw
 from rankwise import testing
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place.place import place, placement
+from rankwise.place.place import place, placement
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks

@@ -18,9 +18,9 @@ from rankwise.comm.collectives import barrier
 from rankwise.data.loader import DataLoader
 from rankwise.data.sampler import ShardedSampler
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, RankwiseError
-from rankwise.parallel.core.device_mesh import exchange_along, mesh, submesh
-from rankwise.parallel.no_sync_and_weight import no_sync
-from rankwise.parallel.replicate import replicate
+from rankwise.replicate.device_mesh import exchange_along, mesh, submesh
+from rankwise.replicate.no_sync_and_weight import no_sync
+from rankwise.replicate.replicate import replicate
 from rankwise.testing import run_ranks as run_plain_ranks
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError, PeerFailed
-from rankwise.parallel.core.device_mesh import mesh
-from rankwise.parallel.pipeline.pipeline import pipeline
-from rankwise.parallel.shard.shard import shard
-from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+from rankwise.pipeline.pipeline import pipeline
+from rankwise.replicate.device_mesh import mesh
+from rankwise.shard.shard import shard
+from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:

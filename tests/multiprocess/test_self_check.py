@@ -20,20 +20,20 @@ from rankwise import testing
 from rankwise.comm.session import current
 from rankwise.errors import WrongGradients
 from rankwise.log import warn
-from rankwise.parallel.core import self_check
-from rankwise.parallel.core.device_mesh import mesh
-from rankwise.parallel.pipeline.pipeline import pipeline
-from rankwise.parallel.pipeline.step_api import Pipeline
-from rankwise.parallel.place.place import place
-from rankwise.parallel.shard.shard import shard
-from rankwise.parallel.shard.sharded_gradients import ShardSync
-from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+from rankwise.pipeline.pipeline import pipeline
+from rankwise.pipeline.step_api import Pipeline
+from rankwise.place.place import place
+from rankwise.replicate import self_check
+from rankwise.replicate.device_mesh import mesh
+from rankwise.shard.shard import shard
+from rankwise.shard.sharded_gradients import ShardSync
+from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.parallel.core.self_check import Bench, Compared
+    from rankwise.replicate.self_check import Bench, Compared
     from rankwise.world.facts import World
 
 

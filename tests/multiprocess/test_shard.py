@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from rankwise import testing
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
-from rankwise.parallel.core.device_mesh import mesh, submesh
-from rankwise.parallel.no_sync_and_weight import no_sync, weight
-from rankwise.parallel.shard.shard import shard
+from rankwise.replicate.device_mesh import mesh, submesh
+from rankwise.replicate.no_sync_and_weight import no_sync, weight
+from rankwise.shard.shard import shard
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World

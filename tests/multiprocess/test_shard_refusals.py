@@ -13,9 +13,9 @@ from torch import nn
 
 from rankwise import testing
 from rankwise.errors import ConfigurationError, PeerFailed
-from rankwise.parallel.core.device_mesh import mesh
-from rankwise.parallel.shard.shard import shard
-from rankwise.parallel.tensor_parallel.tensor_parallel import tensor_parallel
+from rankwise.replicate.device_mesh import mesh
+from rankwise.shard.shard import shard
+from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World

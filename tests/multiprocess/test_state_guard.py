@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import rankwise as rw
 from rankwise.errors import PeerFailed, ReplicasDiffer
-from rankwise.parallel.state_guard.facts import add_fact, all_facts
+from rankwise.replicate.state_guard.facts import add_fact, all_facts
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:

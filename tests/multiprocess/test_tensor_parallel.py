@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rankwise import testing
 from rankwise.data.loader import DataLoader
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
-from rankwise.parallel.core.device_mesh import mesh
-from rankwise.parallel.replicate import replicate
-from rankwise.parallel.shard.shard import shard
-from rankwise.parallel.tensor_parallel.tensor_parallel import plan_of, tensor_parallel
+from rankwise.replicate.device_mesh import mesh
+from rankwise.replicate.replicate import replicate
+from rankwise.shard.shard import shard
+from rankwise.tensor_parallel.tensor_parallel import plan_of, tensor_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

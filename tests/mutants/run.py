@@ -6,7 +6,7 @@ Arguments: words; only mistakes with one of them in their file's name or their o
 
     [[mistake]]
     what = "the sum is divided twice"
-    path = "src/rankwise/parallel/gradients.py"
+    path = "src/rankwise/replicate/gradients.py"
     old = "total / count"                             # stands in the file once
     new = "total / count / count"
     tests = ["tests/multiprocess/test_promise.py"]    # of the room, as pytest takes them

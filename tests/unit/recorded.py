@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rankwise.tools.verify.compare import Floor
-from rankwise.tools.verify.records import (
+from rankwise.verify.compare import Floor
+from rankwise.verify.records import (
     Batch,
     Call,
     Facts,

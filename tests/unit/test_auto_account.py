@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankwise.tools.auto import account
-from rankwise.tools.auto.account import SLOWER, TOLD_AFTER_SECONDS, Account
+from rankwise.auto import account
+from rankwise.auto.account import SLOWER, TOLD_AFTER_SECONDS, Account
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from rankwise.parallel.randomness.batch_tracer import BatchTracer
-from rankwise.parallel.randomness.sample_layout import SampleLayout
-from rankwise.tools.auto.coupling import CouplingWatch
+from rankwise.auto.coupling import CouplingWatch
+from rankwise.replicate.random_numbers.batch_tracer import BatchTracer
+from rankwise.replicate.random_numbers.sample_layout import SampleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,9 +26,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as scripts write
 from torch.nn.utils import prune
 
-from rankwise.tools.auto.code_reads import noted_functions
-from rankwise.tools.auto.guards import Guard
-from rankwise.tools.auto.settings import AppliedSettings, settings
+from rankwise.auto.code_reads import noted_functions
+from rankwise.auto.guards import Guard
+from rankwise.auto.settings import AppliedSettings, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.tools.auto import pace
-from rankwise.tools.auto.pace import AGAIN, NUM_TIMED, Pace
+from rankwise.auto import pace
+from rankwise.auto.pace import AGAIN, NUM_TIMED, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

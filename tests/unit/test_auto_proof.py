@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from rankwise.parallel.randomness.sample_layout import SampleLayout
-from rankwise.tools.auto.proof import (
+from rankwise.auto.proof import (
     Reason,
     agree,
     batch_dims,
@@ -26,7 +25,8 @@ from rankwise.tools.auto.proof import (
     parameters_of,
     tensors_kept,
 )
-from rankwise.tools.auto.rows import OutputRows, Share
+from rankwise.auto.rows import OutputRows, Share
+from rankwise.replicate.random_numbers.sample_layout import SampleLayout
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])

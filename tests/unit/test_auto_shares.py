@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankwise.parallel.randomness.sample_layout import SampleLayout
-from rankwise.tools.auto.rows import OutputRows, Share, joined, part_of
+from rankwise.auto.rows import OutputRows, Share, joined, part_of
+from rankwise.replicate.random_numbers.sample_layout import SampleLayout
 
 FORMS = {
     "first dim": (lambda x: x, OutputRows(SampleLayout(0), (0, 1, 2))),

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rankwise.tools.auto.signals import HeldSignals
+from rankwise.auto.signals import HeldSignals
 
 
 class Stopped(Exception):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.blocks import block_of, blocks, has_forward, is_plain_container, reasons
+from rankwise.replicate.blocks import block_of, blocks, has_forward, is_plain_container, reasons
 
 
 class Residual(nn.Module):

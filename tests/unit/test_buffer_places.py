@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankwise.parallel.core.buffers import BufferSlots
+from rankwise.replicate.buffers import BufferSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

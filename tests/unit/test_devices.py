@@ -20,7 +20,7 @@ from rankwise.world.device.assignment import Sight, index_of, refuse_unequipped
 
 SOURCE = Path(__file__).parents[2] / "src" / "rankwise"
 EXCEPTIONS = {
-    "tools/auto/settings.py": {"cuda"},  # torch.backends.cuda, whose flags a script may set on any machine
+    "auto/settings.py": {"cuda"},  # torch.backends.cuda, whose flags a script may set on any machine
     # Horovod's function, which scripts call.
     "compat/horovod/__init__.py": {"cuda_built"},
     "compat/horovod/extensions.py": {"cuda"},

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.parallel.core import bucket
-from rankwise.parallel.core.bucket import Weights
+from rankwise.replicate import bucket
+from rankwise.replicate.bucket import Weights
 
 if TYPE_CHECKING:
     import pytest

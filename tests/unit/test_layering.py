@@ -23,13 +23,74 @@ PURE = (
     "data.epoch_order",
     "data.shards",
     "checkpoint.manifest",
-    "tools.verify.records",
-    "tools.verify.compare",
-    "tools.verify.causes",
-    "tools.verify.mistakes",
-    "tools.verify.conclude",
-    "tools.verify.terminal",
+    "verify.records",
+    "verify.compare",
+    "verify.causes",
+    "verify.mistakes",
+    "verify.conclude",
+    "verify.terminal",
 )
+STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "compress")
+FACES = (
+    "auto.batched_backward",
+    "auto.replacing",
+    "auto.script",
+    "compress.error_feedback",
+    "compress.methods",
+    "compress.open_channels",
+    "doctor.checks",
+    "doctor.examine",
+    "insight.checkpoint_contents",
+    "insight.html",
+    "insight.layouts",
+    "insight.page",
+    "insight.profiler_traces",
+    "insight.run_records",
+    "launch.fork_server.command",
+    "launch.fork_server.descendants",
+    "launch.fork_server.entrypoint",
+    "launch.function.launch",
+    "launch.hosts.host_list",
+    "launch.hosts.ssh",
+    "launch.inspect.control_socket",
+    "launch.inspect.steps",
+    "launch.messages",
+    "launch.options",
+    "launch.report.failure_report",
+    "launch.report.recorded_events",
+    "launch.slurm.script",
+    "launch.slurm.steps",
+    "launch.start",
+    "pipeline.plan",
+    "replicate.accumulation",
+    "replicate.batchnorm",
+    "replicate.blocks",
+    "replicate.bucket",
+    "replicate.device_mesh",
+    "replicate.global_statistics",
+    "replicate.gradient_buckets",
+    "replicate.gradient_sync",
+    "replicate.loss.hooks",
+    "replicate.loss.loss_on_ranks",
+    "replicate.loss.reports",
+    "replicate.own_hooks",
+    "replicate.parameter_division",
+    "replicate.random_numbers.batch_tracer",
+    "replicate.random_numbers.meeting_tracer",
+    "replicate.random_numbers.model_draws",
+    "replicate.random_numbers.sample_layout",
+    "replicate.random_numbers.scope",
+    "replicate.random_numbers.source",
+    "replicate.replicate",
+    "replicate.same_model",
+    "replicate.self_check",
+    "replicate.strategy_registry",
+    "verify.page",
+    "verify.procedure",
+    "verify.runs",
+    "verify.terminal",
+)
+"""What rooms of the rest may import of launch, of a strategy and of each other."""
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "base"}
 MAY_READ_VARIABLES = ("world.environments.process", "launch")
 # The worker shows the text a script gives to sys.exit(), as Python itself does.
@@ -115,7 +176,7 @@ def prints(node: ast.AST) -> bool:
 
 def test_imports_point_down_and_in_no_circle() -> None:
     drawing = runpy.run_path(str(ROOT / "docs" / "architecture.py"))
-    layers: list[list[str]] = drawing["layers"]()
+    layers: list[list[str]] = drawing["layers"]().all
     rooms = {module.room for module in modules().values()} - {"rankwise", "__main__"}
     assert sorted(room for line in layers for room in line) == sorted(rooms)
     layer_of = {room: number for number, line in enumerate(layers) for room in line}
@@ -133,6 +194,26 @@ def test_imports_point_down_and_in_no_circle() -> None:
     finished: set[str] = set()
     assert [cycle for name in modules() if (cycle := find_cycle(name, (), finished))] == []
     assert drawing["PICTURE"].read_text() == drawing["draw"](), "run python docs/architecture.py"
+
+
+def test_the_core_imports_no_rest_and_the_rest_only_faces_of_the_core() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "architecture.py"))
+    rest = {room for line in drawing["layers"]().rest for room in line}
+    used: dict[str, list[str]] = {}
+    wrong: list[str] = []
+    for name, module in modules().items():
+        for other in own_imports(module):
+            room = modules()[other].room
+            if room in rest and module.room not in rest and name != "rankwise.__main__":
+                # The package itself names public calls for type checkers, and imports each on first use.
+                wrong += [] if name == "rankwise" else [f"{name} is core and imports {other}"]
+            if (module.room == "launch" and room in STRATEGIES) or (room == "launch" and module.room in STRATEGIES):
+                wrong.append(f"{name} imports {other}: launch and the strategies never meet")
+            if module.room in rest and room != module.room and room in (*STRATEGIES, "launch", *rest):
+                used.setdefault(other, []).append(name)
+    wrong += [f"{', '.join(users)} import {name}: no face" for name, users in used.items() if not is_in(name, FACES)]
+    assert wrong == []
+    assert [face for face in FACES if f"rankwise.{face}" not in used] == [], "a face that nobody sees"
 
 
 def test_pure_modules_import_no_torch_and_nothing_that_does() -> None:

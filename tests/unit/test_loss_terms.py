@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rankwise.parallel.loss.terms import ForwardCall, LossReader, mark_output
+from rankwise.replicate.loss.terms import ForwardCall, LossReader, mark_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankwise.parallel.loss.terms import Term
+    from rankwise.replicate.loss.terms import Term
 
 
 def outputs() -> tuple[torch.Tensor, ...]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-from rankwise.parallel.loss.reports import REPORT_LENGTH, GlobalLoss, Mode, Verdict, combine, report_of, verdict_of
-from rankwise.parallel.loss.terms import Term
+from rankwise.replicate.loss.reports import REPORT_LENGTH, GlobalLoss, Mode, Verdict, combine, report_of, verdict_of
+from rankwise.replicate.loss.terms import Term
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node

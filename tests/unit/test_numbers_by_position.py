@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankwise.parallel.randomness.counter import SAMPLERS, kept, mixed
-from rankwise.parallel.randomness.sample_layout import SampleLayout, layout_of, viewed
+from rankwise.replicate.random_numbers.counter import SAMPLERS, kept, mixed
+from rankwise.replicate.random_numbers.sample_layout import SampleLayout, layout_of, viewed
 
 CPU = torch.device("cpu")
 FLOATING = {

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.core.parameter_division import divide_by_size
-from rankwise.parallel.parameter_server.messages import TensorBuffer
-from rankwise.parallel.parameter_server.optimizer_state import options_of, set_options
-from rankwise.parallel.parameter_server.setup import _updates_to_load
-from rankwise.parallel.parameter_server.shard import (
+from rankwise.parameter_server.messages import TensorBuffer
+from rankwise.parameter_server.optimizer_state import options_of, set_options
+from rankwise.parameter_server.setup import _updates_to_load
+from rankwise.parameter_server.shard import (
     ParameterShard,
     are_sums,
     checked_weights,
     weighted_mean,
 )
-from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
-from rankwise.parallel.parameter_server.staleness import StalenessBound
+from rankwise.parameter_server.snapshot import ServerSnapshots
+from rankwise.parameter_server.staleness import StalenessBound
+from rankwise.replicate.parameter_division import divide_by_size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ from event_followers import following
 from rankwise.errors import PeerMissing
 from rankwise.health import collective_timeout
 from rankwise.health.event_log import Left
-from rankwise.parallel.pipeline import link
+from rankwise.pipeline import link
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -14,9 +14,9 @@ from placed_models import TOLERANCE, Block, difference, net, step_of, tower
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rankwise.parallel.place.place import place, placement
-from rankwise.parallel.place.plan import PartSize
-from rankwise.parallel.place.units import sizes_of, units_of
+from rankwise.place.place import place, placement
+from rankwise.place.plan import PartSize
+from rankwise.place.units import sizes_of, units_of
 from rankwise.tensors.files import open_tensor_files
 
 if TYPE_CHECKING:

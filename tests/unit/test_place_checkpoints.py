@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.parallel.place.place import place, placement
+from rankwise.place.place import place, placement
 
 if TYPE_CHECKING:
     from pathlib import Path

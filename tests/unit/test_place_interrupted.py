@@ -11,7 +11,7 @@ from placed_models import TOLERANCE, Block, Net, net, step_of, tower
 from torch import nn
 
 from rankwise.errors import ConfigurationError, RankwiseError
-from rankwise.parallel.place.place import place
+from rankwise.place.place import place
 
 if TYPE_CHECKING:
     from pathlib import Path

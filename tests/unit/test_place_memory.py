@@ -16,14 +16,14 @@ from placed_models import batch_of, net, step_of, tower
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place import fetch
-from rankwise.parallel.place.offload_files import OffloadFiles
-from rankwise.parallel.place.place import place
+from rankwise.place import fetch
+from rankwise.place.offload_files import OffloadFiles
+from rankwise.place.place import place
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.parallel.place.fetch import OffloadedPart
+    from rankwise.place.fetch import OffloadedPart
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from placed_models import assert_unchanged, net, tower
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place.place import place, placement
+from rankwise.place.place import place, placement
 
 if TYPE_CHECKING:
     from pathlib import Path

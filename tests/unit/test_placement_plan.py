@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.place.plan import PartSize, by_hand, by_policy, bytes_text, parse_bytes
+from rankwise.place.plan import PartSize, by_hand, by_policy, bytes_text, parse_bytes
 
 POLICIES = ["auto", "balanced", "balanced_low_0", "sequential"]
 

@@ -15,7 +15,7 @@ from rankwise.checkpoint.import_weights import load_weights
 from rankwise.checkpoint.load import load
 from rankwise.checkpoint.save import save
 from rankwise.errors import CheckpointError
-from rankwise.parallel.parameter_server.snapshot import ServerSnapshots
+from rankwise.parameter_server.snapshot import ServerSnapshots
 
 if TYPE_CHECKING:
     from pathlib import Path

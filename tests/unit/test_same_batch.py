@@ -11,7 +11,7 @@ import pytest
 import rankwise as rw
 from rankwise.comm.session import CurrentBatch, current, current_or_none
 from rankwise.errors import CollectiveMismatch
-from rankwise.parallel.loss.reports import batch_in_hand, check_same_batch
+from rankwise.replicate.loss.reports import batch_in_hand, check_same_batch
 
 
 def _number(loader: int, epoch: int, batch: int) -> float:

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.blocks import blocks
-from rankwise.parallel.pipeline import micro_batches
-from rankwise.parallel.pipeline.cost import block_costs
-from rankwise.parallel.pipeline.executor import Span
-from rankwise.parallel.pipeline.measured_step import MeasuredStep, write_picture
-from rankwise.parallel.pipeline.pipeline import checked_count
-from rankwise.parallel.pipeline.schedule import (
+from rankwise.pipeline import micro_batches
+from rankwise.pipeline.cost import block_costs
+from rankwise.pipeline.executor import Span
+from rankwise.pipeline.measured_step import MeasuredStep, write_picture
+from rankwise.pipeline.pipeline import checked_count
+from rankwise.pipeline.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -32,15 +31,16 @@ from rankwise.parallel.pipeline.schedule import (
     predicting_order,
     training_order,
 )
-from rankwise.parallel.pipeline.stage_executor import BoundStage
-from rankwise.parallel.pipeline.stages import Stage, balanced, called_blocks, cut, owners, stages_of_blocks
-from rankwise.parallel.pipeline.traced import trace
+from rankwise.pipeline.stage_executor import BoundStage
+from rankwise.pipeline.stages import Stage, balanced, called_blocks, cut, owners, stages_of_blocks
+from rankwise.pipeline.traced import trace
+from rankwise.replicate.blocks import blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rankwise.parallel.pipeline.program import Program
+    from rankwise.pipeline.program import Program
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from recorded import FLOOR, GRADIENT, LINE, one_rank, parameter, rank_run, sketch, step, two_ranks
 
-from rankwise.tools.verify import conclude, mistakes, resumed
-from rankwise.tools.verify.conclude import Report, Verdict
-from rankwise.tools.verify.page import page_of
-from rankwise.tools.verify.records import Batch, Call, Last, ModuleOutput, RankRun, Run, Written, assembled
-from rankwise.tools.verify.terminal import difference_in_words, text_of
+from rankwise.verify import conclude, mistakes, resumed
+from rankwise.verify.conclude import Report, Verdict
+from rankwise.verify.page import page_of
+from rankwise.verify.records import Batch, Call, Last, ModuleOutput, RankRun, Run, Written, assembled
+from rankwise.verify.terminal import difference_in_words, text_of
 
 
 def concluded(one: RankRun, many: Run, *, is_joined: bool = False) -> Verdict:

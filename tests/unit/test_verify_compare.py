@@ -12,10 +12,10 @@ import pytest
 import torch
 from recorded import FLOOR, GRADIENT, one_rank, parameter, rank_run, sketch, step, two_ranks
 
-from rankwise.tools.verify import compare, conclude, sketches
-from rankwise.tools.verify.compare import Difference, Floor, measured_floor
-from rankwise.tools.verify.conclude import Report, Verdict
-from rankwise.tools.verify.records import ModuleOutput, RankRun, add_to, read
+from rankwise.verify import compare, conclude, sketches
+from rankwise.verify.compare import Difference, Floor, measured_floor
+from rankwise.verify.conclude import Report, Verdict
+from rankwise.verify.records import ModuleOutput, RankRun, add_to, read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from rankwise.tools.verify.kept import names_kept, values_kept
+from rankwise.verify.kept import names_kept, values_kept
 
 LOOP = """
 for epoch in range(3):

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankwise.auto.script import AutoScript
 from rankwise.cli.arguments import add_command, refuse_misplaced_count, values_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_target
@@ -15,7 +16,6 @@ from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.report.recorded_events import RecordingReporter
 from rankwise.launch.start import launch
-from rankwise.tools.auto.script import AutoScript
 from rankwise.world.environments.process import REPORT_OFF, asked_report, asked_torch_store
 from rankwise.world.environments.reading import parse_address
 
@@ -184,7 +184,7 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
     command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
     if options.auto:
         words = (*(("-m",) if options.module else ()), options.target, *options.arguments)
-        command = RemoteCommand(target="rankwise.tools.auto", is_module=True, arguments=words)
+        command = RemoteCommand(target="rankwise.auto", is_module=True, arguments=words)
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
     own = _launch_options(options, (1, 1))
     return launch_on_hosts(command, hosts, own, nodes=options.nodes, ssh=ssh, show=_reporter(own.report).show)

@@ -11,7 +11,7 @@ from rankwise.compat.horovod.initialization import size
 from rankwise.compat.horovod.operations.collectives import allgather
 from rankwise.compat.horovod.operations.reducing import allreduce
 from rankwise.compat.horovod.reduce_ops import Sum
-from rankwise.parallel.core import global_statistics
+from rankwise.replicate import global_statistics
 from rankwise.torch_private.modules import AnySizeBatchNorm, check_input_dim
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SyncBatchNorm(AnySizeBatchNorm):
 
 
 class _HorovodRanks:
-    """All ranks of ``hvd.init()``; see :class:`rankwise.parallel.core.global_statistics.StatisticsRanks`."""
+    """All ranks of ``hvd.init()``; see :class:`rankwise.replicate.global_statistics.StatisticsRanks`."""
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         return allgather(own.unsqueeze(0), name="sync_batch_norm.statistics")

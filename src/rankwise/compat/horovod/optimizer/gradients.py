@@ -21,10 +21,10 @@ from rankwise.compat.horovod.operations.collectives import sparse_allreduce_asyn
 from rankwise.compat.horovod.operations.reducing import allreduce_async_
 from rankwise.compat.horovod.optimizer.wrapped_optimizer import PassCounter
 from rankwise.compat.horovod.reduce_ops import Average, Sum
+from rankwise.compress.methods import Narrow
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.compress.methods import Narrow
-from rankwise.parallel.core.bucket import Weights
-from rankwise.parallel.core.gradient_buckets import GradientBuckets
+from rankwise.replicate.bucket import Weights
+from rankwise.replicate.gradient_buckets import GradientBuckets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, cast
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.gradient_buckets import call_when_accumulated
+from rankwise.replicate.gradient_buckets import call_when_accumulated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

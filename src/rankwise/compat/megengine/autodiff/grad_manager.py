@@ -16,14 +16,14 @@ from rankwise.comm.optimizer_steps import account_for_part
 from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
 from rankwise.compat.megengine.recording import Recording, recordings
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.accumulation import add_back, restore, set_aside
-from rankwise.parallel.core.gradient_buckets import GradientBuckets, call_when_accumulated
+from rankwise.replicate.accumulation import add_back, restore, set_aside
+from rankwise.replicate.gradient_buckets import GradientBuckets, call_when_accumulated
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Exchange
-    from rankwise.parallel.core.bucket import Weights
+    from rankwise.replicate.bucket import Weights
 
 GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

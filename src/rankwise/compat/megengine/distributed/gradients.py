@@ -13,7 +13,7 @@ import torch
 from rankwise.comm import collectives
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, arguments_of, checked
 from rankwise.errors import ConfigurationError
-from rankwise.parallel.core.bucket import Weights
+from rankwise.replicate.bucket import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads each loss when its backward is called, for models that need its weight.
+
+torch has no public hook between the call of backward and its first node, and during backward the tensors that losses
+saved are freed: this is put around backward from the first strategy call until the world is left.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from rankwise.comm import step_hooks
+from rankwise.comm.session import current_or_none
+from rankwise.errors import ConfigurationError
+from rankwise.health.call_site import user_call_site, words
+from rankwise.log import warn
+from rankwise.replicate.loss.amounts import clear_, is_zero, multiplied, ratio
+from rankwise.replicate.loss.batch_statistics import FirstBatches
+from rankwise.replicate.loss.not_finite import forget_losses, look_at_losses
+from rankwise.replicate.loss.reports import Mode, Verdict, as_one_sum, verdict_of
+from rankwise.replicate.loss.terms import LossReader, are_of_single_samples
+from rankwise.torch_private.autograd import in_backward
+from rankwise.world.device import later
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from torch.autograd.graph import Node
+    from torch.utils.hooks import RemovableHandle
+
+    from rankwise.comm.backends.protocol import Amount
+    from rankwise.comm.session import Session
+    from rankwise.replicate.loss.batch_statistics import Statistic
+    from rankwise.replicate.loss.loss_on_ranks import LossOnRanks
+    from rankwise.replicate.loss.reports import GlobalLoss
+    from rankwise.replicate.loss.terms import Term
+
+
+_subscribers: list[ref[LossOnRanks]] = []
+"""Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
+_warned: set[tuple[str, str]] = set()
+_AMOUNT: Callable[[Term], Amount] = attrgetter("amount")
+_EXPECTED: Callable[[LossOnRanks], Amount | None] = attrgetter("expected_amount")
+
+
+def check_weight_function(weight: object, strategy: str) -> None:
+    """Raise unless ``weight`` is ``None`` or can be called."""
+    if weight is not None and not callable(weight):
+        raise ConfigurationError(
+            f"weight of {strategy}() must be callable, got {weight!r}.",
+            do="pass a function of the model's inputs: weight=lambda x: len(x)",
+        )
+
+
+def subscribe(subscriber: LossOnRanks, session: Session) -> None:
+    """Read the loss of every backward for a model, until it is deleted or the world is left."""
+    if step_hooks.put_around_backward(_around_backward):
+        session.at_end(_undo)
+        session.on_leave(_check_all)
+        session.before_save(_check_all)
+    session.once(FirstBatches).follow_next()
+    living = {subscriber, *_living()}
+    _subscribers[:] = [ref(one) for one in sorted(living, key=attrgetter("number"))]
+
+
+def unsubscribe(subscriber: LossOnRanks) -> None:
+    """Read no more losses for a model."""
+    _subscribers[:] = [ref(one) for one in _living() if one is not subscriber]
+
+
+def _living() -> list[LossOnRanks]:
+    return [one for reference in _subscribers if (one := reference()) is not None]
+
+
+def _check_all() -> None:
+    """Raise what is known to be wrong once the device and the other ranks are done with every step so far."""
+    later.run_checks(waits=True)
+    for one in _living():
+        one.settle()
+
+
+def _undo() -> None:
+    step_hooks.put_around_backward(None)
+    _subscribers.clear()
+    later.forget_checks()
+    forget_losses()
+    forget_warnings()
+
+
+def _around_backward(
+    backward: Callable[..., None], tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object
+) -> None:
+    is_within = in_backward()  # then the caller is a checkpoint that computes its part again
+    session = current_or_none()
+    first_batches = None if session is None else session.made(FirstBatches)
+    if first_batches is not None and not first_batches.is_following:
+        first_batches = None
+    if later.waiting:
+        later.run_checks()
+    subscribers: list[LossOnRanks] = []
+    for reference in () if is_within else _subscribers:
+        one = reference()
+        if one is not None and one.is_needed:
+            subscribers.append(one)
+    if subscribers:
+        _weighted_backward(backward, session, first_batches, subscribers, tensors, *args, **kwargs)
+    else:
+        backward(tensors, *args, **kwargs)
+    if first_batches is not None and not is_within:
+        first_batches.after_backward()
+
+
+def _weighted_backward(
+    backward: Callable[..., None],
+    session: Session | None,
+    first_batches: FirstBatches | None,
+    subscribers: Sequence[LossOnRanks],
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    *args: object,
+    **kwargs: object,
+) -> None:
+    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    statistic = None if first_batches is None else first_batches.statistic(roots)
+    given = args[0] if args else kwargs.get("grad_tensors")
+    if kwargs.get("inputs") is not None:
+        _check_inputs(kwargs["inputs"], subscribers)
+    verdict, reader, reached = _read(roots, has_gradients=given is not None, subscribers=subscribers)
+    if statistic is not None and verdict.mode is not Mode.SAMPLES and not any(one.is_given for one in reached):
+        _warn_of_statistic(statistic)
+    with ExitStack() as scaling:
+        try:
+            for one in subscribers:
+                one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
+            look_at_losses(session, roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
+            for one in reached:
+                one.report_at_start()
+            if verdict.mode is Mode.TERMS:
+                combined = reached[0].exchange_terms()
+                if combined is not None:
+                    scaling.enter_context(_scaled(verdict.terms, _factors(reached[0], verdict.terms, combined)))
+            backward(tensors, *args, **kwargs)
+        except BaseException:
+            for one in subscribers:
+                one.interrupt()
+            raise
+        finally:
+            for one in subscribers:
+                one.end()
+
+
+def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
+    """Raise if ``inputs`` holds sharded parameters: graphs hold the whole ones."""
+    listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
+    if any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
+        raise ConfigurationError(
+            "backward(inputs=...) was given parameters of a sharded model, which would receive no gradients.",
+            do="omit inputs=, and set requires_grad=False on the other parameters",
+        )
+
+
+def _read(
+    roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
+) -> tuple[Verdict, LossReader, list[LossOnRanks]]:
+    """Return the verdict on a loss, what was read, and the models it comes from; warn if it cannot be read."""
+    reader = LossReader(subscribers)
+    for root in roots:
+        reader.read(root)
+    reached: list[LossOnRanks] = []
+    is_given = reads_amounts = False
+    for one in subscribers:
+        if one.number in reader.calls:
+            reached.append(one)
+            is_given = is_given or one.is_given
+            reads_amounts = reads_amounts or one.reads_amounts
+    verdict = Verdict(Mode.SAMPLES)
+    if not reached or is_given:
+        for one in reached:
+            one.check_calls(*reader.unlike.get(one.number, ()))
+        return verdict, reader, reached
+    if has_gradients and any(root.dim() for root in roots):
+        _warn_unread("backward() was called with gradients")
+        return verdict, reader, reached
+    found = verdict_of(reader.terms)
+    if found.mode is Mode.TERMS and are_of_single_samples(found.terms, _num_given()):
+        _warn_of_loop()
+        return verdict, reader, reached
+    return _followed(found.read() if reads_amounts else found, reached), reader, reached
+
+
+def _num_given() -> int:
+    """Return how many samples a loader gave this rank last; 0 if none did."""
+    session = current_or_none()
+    batch = None if session is None else session.latest_batch
+    return 0 if batch is None else batch.num or 0
+
+
+def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
+    """Return the verdict that the models of a loss follow; warn if the result differs from that of one rank."""
+    for term in verdict.terms:
+        if term.is_odd and term.kind == "mean":
+            _warn_scaled(term)
+    if verdict.mode is Mode.SAMPLES and verdict.terms:
+        _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
+    simpler = verdict
+    if verdict.mode is Mode.TERMS:
+        is_accumulated = any(one.is_accumulated for one in reached)
+        if is_accumulated or any(one.is_averaged_elsewhere for one in reached):
+            # The factors of several microsteps' terms are known only after the last one, and never elsewhere.
+            simpler = as_one_sum(verdict)
+        if is_accumulated and simpler.mode is Mode.SAMPLES:
+            _warn_unread("several terms inside no_sync()")
+    mode = verdict.mode if simpler.mode is Mode.SAMPLES else simpler.mode
+    for one in reached:
+        if mode in one.cautions:
+            warn_once(mode.name, one.cautions[mode])
+    return simpler
+
+
+def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[Amount]:
+    """Return the factor of each term that makes the mean over ranks with samples equal to one rank's result."""
+    factors: list[Amount] = []
+    for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
+        factor: Amount = combined.num_active * 1.0
+        if model.reading(number) in ("mean", "share"):
+            factor *= ratio(term.amount, on_ranks.amount)
+        factors.append(factor)
+    return factors
+
+
+@contextmanager
+def _scaled(terms: Sequence[Term], factors: Sequence[Amount]) -> Generator[None]:
+    handles: list[RemovableHandle] = []
+    seen: set[Node] = set()
+    for term, factor in zip(terms, factors, strict=True):
+        is_on_device = isinstance(factor, torch.Tensor)
+        if term.node in seen or (not is_on_device and factor == 1.0):
+            continue
+        seen.add(term.node)
+        if not is_zero(factor):
+            handles.append(term.node.register_prehook(lambda given, by=factor: _times(given, by)))
+        if is_on_device or is_zero(factor):
+            # This rank may have nothing of the term, whose gradient is NaN then.
+            handles.append(term.node.register_hook(lambda inward, _, by=factor: _cleared(inward, by)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _times(gradients: Sequence[torch.Tensor | None], factor: Amount) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else multiplied(one, factor) for one in gradients)
+
+
+def _cleared(gradients: Sequence[torch.Tensor | None], factor: Amount) -> tuple[torch.Tensor | None, ...]:
+    if isinstance(factor, torch.Tensor):
+        return tuple(None if one is None else clear_(one.clone(), factor) for one in gradients)
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
+
+
+def _warn_scaled(term: Term) -> None:
+    warn_once(
+        term.operation,
+        f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of "
+        "samples but is treated as a constant: if it is that number, write the sum with reduction='sum' or "
+        ".sum()",
+    )
+
+
+def _warn_of_loop() -> None:
+    warn_once(
+        "a loop over samples",
+        "the loss ({where}) has terms of single samples, as in a loop over them: its gradients are averaged over ranks "
+        "by samples, which is exact for their mean; pass rankwise.weight(model, len(x)) if it is that, or write a sum "
+        "with reduction='sum' and no divisor",
+    )
+
+
+def _warn_unread(because: str) -> None:
+    warn_once(
+        because,
+        f"the loss ({{where}}) is neither a mean nor a sum over samples because of {because}: its gradients are "
+        "averaged over ranks by samples, which may differ from the result of one rank; compute that "
+        "operation per sample, or pass the number that the loss averages over to rankwise.weight(model, "
+        "amount), or compute all of it on each rank, from rankwise.whole_batch(outputs, gradients=True) and "
+        "rankwise.whole_batch(targets)",
+    )
+
+
+def _warn_of_statistic(statistic: Statistic) -> None:
+    warn_once(
+        statistic.place,
+        f"{statistic.name} at {statistic.place} combines the samples of this rank, and the loss ({{where}}) depends on "
+        "the result otherwise than as a mean or a sum over samples: on one rank it would combine those of the whole "
+        "batch; apply it to rankwise.whole_batch(x), the samples of all ranks, with gradients=True if the loss is "
+        "computed from the result; or average a number with rankwise.mean(value, len(x))",
+    )
+
+
+def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
+    """Warn, once per line and subject.
+
+    Args:
+        about: the subject.
+        message: with ``{where}`` in the place of the line.
+        all_ranks: whether to print on a rank other than zero too, as for a cause that only some ranks see.
+    """
+    where = words(user_call_site())
+    if (where, about) not in _warned:
+        _warned.add((where, about))
+        warn(message.format(where=where), all_ranks=all_ranks)
+
+
+def forget_warnings() -> None:
+    """Repeat every warning. Called when the world is left."""
+    _warned.clear()

@@ -1,0 +1,725 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks the outputs of models, and reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
+
+Walks the graph from the loss to the marked outputs. Knows no other rank and changes nothing but the marks. In order:
+the marks; facts of single nodes; what the reductions on the way make of a loss; the walk.
+
+Terms are created in every step, among work that empties the processor's caches: named tuples are created several times
+as fast as dataclasses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from rankwise.comm.collectives.data_movement import WholeBatch
+from rankwise.replicate.loss.amounts import amount_of
+from rankwise.replicate.loss.operations import (
+    ADDING,
+    CHOOSING,
+    COUPLING,
+    JOINING,
+    LOOKUPS,
+    MATRIX_PRODUCTS,
+    PASSING,
+    PRODUCTS,
+    REDUCING,
+    SCALING,
+    TRANSPOSING,
+)
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import function_of, is_of_python, is_of_strategy, metadata_of, saved, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch.autograd.graph import Node
+
+    from rankwise.comm.backends.protocol import Amount
+    from rankwise.torch_private.autograd import Edge
+
+
+FARTHEST_NODES = 256
+"""How far to look for coupled samples: a loss computed inside forward has the whole model below it."""
+FARTHEST_IN_WHOLE = 16 * FARTHEST_NODES
+"""The same where a loss is computed from the whole batch, from its outputs on."""
+MIXED = "rankwise.whole_batch() next to samples of this rank alone"
+MARK = "rankwise: output of model"
+"""The key in a node's metadata of the forward call whose output the node computed."""
+SHAPES = "rankwise: shapes of outputs"
+"""The key of the shapes of such outputs, by their numbers among the outputs of the node."""
+
+TermKind = Literal["mean", "sum", "same", "unknown"]
+_NODE: Callable[[Any], Any] = itemgetter(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """A forward call of a model."""
+
+    model: int
+    """Its number."""
+    num_samples: Amount | None
+    """The number that its loss is a mean over, as far as the call shows."""
+    sizes: tuple[int, ...] = ()
+    """The shape of its first input."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known to have no samples."""
+        return not isinstance(self.num_samples, torch.Tensor) and self.num_samples == 0.0
+
+
+def forward_call(
+    model: int, weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
+) -> ForwardCall:
+    """Return the facts of a forward call of a model.
+
+    Args:
+        model: its number.
+        weight: the user's function of the call's arguments that returns what its loss is a mean over.
+        args: of the call.
+        kwargs: of the call.
+    """
+    first = first_tensor((args, kwargs))
+    amount: Amount | None = None if first is None else float(first.shape[0])
+    if weight is not None:
+        amount = amount_of(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+    return ForwardCall(model, amount, () if first is None or first.is_nested else tuple(first.shape))
+
+
+def first_tensor(values: object) -> torch.Tensor | None:
+    """Return the first tensor of a tree that has dims; most often the first positional argument of a call."""
+    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
+        first = values[0][0]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return first
+    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+def outputs_of(output: object) -> list[torch.Tensor]:
+    """Return the tensors of a forward's output that backward can come from, also in a dataclass."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    return found
+
+
+def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
+    """Note that ``call`` returned ``output``; return its tensors that backward can come from."""
+    found = [output] if isinstance(output, torch.Tensor) and output.requires_grad else outputs_of(output)
+    for one in found:
+        if one.grad_fn is not None:
+            noted = metadata_of(one.grad_fn)
+            noted[MARK] = call
+            if not one.is_nested:
+                noted.setdefault(SHAPES, {})[one.output_nr] = one.shape
+    return found
+
+
+def have_same_samples(one: ForwardCall, other: ForwardCall) -> bool:
+    """Return whether two calls are known to have equal numbers of samples."""
+    first, second = one.num_samples, other.num_samples
+    return not isinstance(first, torch.Tensor) and not isinstance(second, torch.Tensor) and first == second
+
+
+def inputs_of(node: Node) -> list[Edge]:
+    """Return the nodes that the gradient of a node is passed to, each with the number of its output."""
+    return list(filter(_NODE, node.next_functions))
+
+
+def operation_of(node: Node) -> str:
+    """Return the operation that a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
+    return _operation(node.name())
+
+
+@cache
+def _operation(name: str) -> str:
+    return name.rpartition("::")[2].partition("Backward")[0]
+
+
+@cache
+def all_dims(num_dims: int) -> frozenset[int]:
+    """Return the dims of a shape; one dim for a scalar, which is reduced like a tensor of one element."""
+    return frozenset(range(max(num_dims, 1)))
+
+
+def dims_of(node: Node, num_dims: int) -> frozenset[int]:
+    """Return the dims that an operation acts along; all of them if it names none."""
+    dims = saved(node, "dim")
+    if dims is None or dims == ():
+        return all_dims(num_dims)
+    listed = dims if isinstance(dims, tuple) else (dims,)
+    # A negative number of C++ arrives with 2**64 added.
+    return frozenset((one - 2**64 if one >= 2**63 else one) % max(num_dims, 1) for one in listed)
+
+
+def is_python_number(value: torch.Tensor) -> bool:
+    """Return whether a tensor of no dims stands for a Python number, which is weak in type promotion."""
+    return torch.result_type(_small(value.is_floating_point()), value) != value.dtype
+
+
+@cache
+def _small(is_floating_point: bool) -> torch.Tensor:  # noqa: FBT001 - the key of a cache
+    return torch.ones((), dtype=torch.float16 if is_floating_point else torch.int8, device="cpu")
+
+
+def is_of_parameters(start: Node) -> bool:
+    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks."""
+    stack, seen = [start], set[Any]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_of_python(node) or _lets_data_in(node):
+            return False
+        stack += [one[0] for one in inputs_of(node)]
+    return True
+
+
+def _lets_data_in(node: Node) -> bool:
+    """Return whether samples may enter a graph at a node.
+
+    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
+    """
+    name = operation_of(node)
+    return name in LOOKUPS or (name in PRODUCTS and any(one is None for one, _ in node.next_functions))
+
+
+def _leads_to_whole_batch(start: Node) -> bool:
+    stack, seen = [start], set[Any]()
+    while stack:
+        node = stack.pop()
+        if function_of(node) is WholeBatch:
+            return True
+        if node not in seen:
+            seen.add(node)
+            stack += [one[0] for one in inputs_of(node)]
+    return False
+
+
+def masks_of(node: Node) -> list[torch.Tensor]:
+    """Return the masks of the input of a reduction: where one is zero everywhere, nothing of the input is left."""
+    names = {"Where": ["condition"], "Mul": ["other", "self"] if len(inputs_of(node)) == 1 else []}
+    found = [saved(node, name) for name in names.get(operation_of(node), [])]
+    return [one for one in found if isinstance(one, torch.Tensor)]
+
+
+class Term(NamedTuple):
+    """One reduction of a loss."""
+
+    kind: TermKind
+    """``same``: of parameters alone, the same on every rank. ``unknown``: neither a mean nor a sum over samples."""
+    operation: str
+    """The operation of the reduction, or the one that makes the term unknown."""
+    node: Node
+    """The node whose gradient scales this term and no other."""
+    amount: Amount = 1.0
+    """The number the mean is over, times the numbers that divide it; zero if this rank has nothing of the term."""
+    num_rows: int = 0
+    """Size of the first dim of the reduced tensor."""
+    divisor: float = 0.0
+    """The Python number that divides the term: one that is a size of the reduced tensor, else their product, or 0."""
+    is_share: bool = False
+    """Whether the divisor is a size of the reduced tensor, as the number of this rank's samples is."""
+    is_odd: bool = False
+    """Whether it is scaled by a number that may make a mean a sum, or a sum a mean."""
+    per_row: float = 0.0
+    """How many elements of each row a mean is over, if sizes alone decide it; else 0."""
+    scales: tuple[float, ...] = ()
+    """The Python numbers that scale it, but for those that are sizes."""
+    has_constants: bool = False
+    """Whether Python numbers scale it, which may differ between ranks."""
+
+
+class LossReduction(NamedTuple):
+    """A mean or a sum over dims of a tensor that a loss is computed from."""
+
+    kind: Literal["mean", "sum"]
+    node: Node
+    shape: tuple[int, ...]
+    dims: frozenset[int]
+    amount: Amount
+    is_weighted: bool = False
+    """Whether a tensor gives the number that it is over."""
+
+
+class GraphPath(NamedTuple):
+    """The operations between the loss and the place that was reached."""
+
+    reductions: tuple[LossReduction, ...] = ()
+    by_python: tuple[float, ...] = ()
+    """Python numbers divided by."""
+    times_python: tuple[float, ...] = ()
+    by_data: tuple[Amount, ...] = ()
+    """Values of tensors divided by."""
+    by_parameters: Node | None = None
+    """The outermost product with a value of parameters, whose gradient depends on the terms below."""
+
+    def deciding(self) -> LossReduction | None:
+        """Return the reduction that runs first of those over samples."""
+        for one in reversed(self.reductions):
+            if 0 in one.dims:
+                return one
+        return None
+
+    def through(self, reduction: LossReduction) -> GraphPath:
+        """Return the path from beyond a reduction."""
+        return GraphPath((*self.reductions, reduction), *self[1:])
+
+
+def scaled(path: GraphPath, factor: torch.Tensor | float, *, is_division: bool) -> GraphPath:
+    """Return the path from beyond a factor or a divisor."""
+    if not isinstance(factor, torch.Tensor) or is_python_number(factor):
+        value = float(factor)
+        if is_division:
+            return path._replace(by_python=(*path.by_python, value))
+        return path._replace(times_python=(*path.times_python, value))
+    # A factor in a tensor is a scaler's, the same on every rank; a divisor in a tensor is what a mean is over.
+    return path._replace(by_data=(*path.by_data, amount_of(factor))) if is_division else path
+
+
+def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
+    """Return the term at the end of a path from the loss to the reduced ``edge``, by its reduction over samples."""
+    rows = path.reductions[-1].shape
+    divisor = math.prod(path.by_python)
+    counted = math.prod(map(attrgetter("amount"), path.reductions)) * abs(math.prod(path.by_data))
+    operation = operation_of(deciding.node)
+    factor = abs(math.prod(path.times_python))
+    num_rows = rows[0] if rows else 1
+    has_constants = bool(path.by_python or path.times_python)
+    sizes = {num_rows * one for one in (1, *rows[1:], math.prod(rows[1:]))} if has_constants else set[int]()
+    is_nothing = math.prod(rows) == 0
+    if is_nothing and has_constants:
+        sizes.add(1)  # as in max(len(x), 1)
+    kind: TermKind = "mean" if deciding.kind == "mean" or path.by_data else "sum"
+    shares = sizes.intersection(map(abs, path.by_python))
+    if kind == "mean":
+        is_odd = num_rows > 1 and factor == num_rows
+    else:
+        is_odd = any(_is_reciprocal(one, sizes) for one in path.times_python)
+    per_row, scales = _of_each_row(path, kind, counted)
+    # A loss times zero, or times NaN, is still a mean over the same number.
+    amount = counted * abs(divisor) / (factor if math.isfinite(factor) and factor else 1.0)
+    # max(mask.sum(), 1) is 1 if the mask is empty.
+    masks = masks_of(edge[0]) if path.by_data else []
+    if isinstance(amount, torch.Tensor):
+        is_something = torch.isfinite(amount)
+        for mask in masks:
+            is_something = is_something & ((math.prod(path.by_data) != 1.0) | mask.any())
+        amount = torch.where(is_something, amount, 0.0)
+    elif not math.isfinite(amount) or (
+        masks and math.prod(path.by_data) == 1.0 and not all(bool(one.any()) for one in masks)
+    ):
+        amount = 0.0
+    if is_nothing:
+        amount = 0.0
+    return Term(
+        kind,
+        operation,
+        path.by_parameters or deciding.node,
+        amount,
+        num_rows,
+        divisor=max(shares, default=abs(divisor) if path.by_python else 0.0),
+        is_share=bool(shares),
+        is_odd=is_odd,
+        per_row=per_row,
+        scales=scales,
+        has_constants=has_constants,
+    )
+
+
+def _of_each_row(path: GraphPath, kind: TermKind, counted: Amount) -> tuple[float, tuple[float, ...]]:
+    """Return how many elements of each row a term is a mean over, and the Python numbers that are no sizes.
+
+    Zero elements if values decide: masks, weights of classes, ignored targets.
+    """
+    shape = path.reductions[-1].shape
+    if len(shape) < 2 or path.by_data or any(map(attrgetter("is_weighted"), path.reductions)):  # noqa: PLR2004
+        return 0.0, ()
+    num_rows, sizes = max(shape[0], 1), {*shape[1:], math.prod(shape[1:])}
+    counted = float(counted)
+    is_over_rows = kind == "mean"
+    elements = counted / num_rows if is_over_rows else counted
+    scales = list(path.times_python)
+    for value in map(abs, path.by_python):
+        if not is_over_rows and value / num_rows in (1, *sizes):
+            elements *= value / num_rows
+            is_over_rows = True
+        elif value in sizes:
+            elements *= value
+        else:
+            scales.append(1 / value if value else 0.0)
+    return elements, tuple(scales)
+
+
+def _is_reciprocal(value: float, sizes: Collection[int]) -> bool:
+    return 0 < abs(value) < 0.5 and any(math.isclose(1 / abs(value), one, rel_tol=1e-12) for one in sizes)  # noqa: PLR2004
+
+
+def are_of_single_samples(terms: Sequence[Term], num_samples: int) -> bool:
+    """Return whether each term is of one row of a tensor with ``num_samples`` rows, as in a loop over samples."""
+    return len(terms) >= num_samples > 0 and all(_picks_a_row(term.node, num_samples) for term in terms)
+
+
+def _picks_a_row(start: Node, num_rows: int) -> bool:
+    stack = [start]
+    for _ in range(FARTHEST_NODES):
+        if not stack:
+            break
+        node = stack.pop()
+        inputs = inputs_of(node)
+        if operation_of(node) in CHOOSING and saved(node, "dim") == 0 and shape_of(inputs[0])[0] == num_rows:
+            return True
+        stack += [one for one, _ in inputs]
+    return False
+
+
+class Lead(Enum):
+    """The kind of node that a node of the graph leads to."""
+
+    NOWHERE = 0
+    PARAMETERS = 1
+    OUTPUT = 2
+
+
+class LossModel(Protocol):
+    """A model whose outputs a loss may come from."""
+
+    number: int
+
+    def owns(self, variable: object) -> bool:
+        """Return whether something is a parameter of the model."""
+        ...
+
+
+@dataclass(slots=True)
+class LossReader:
+    """Reads one loss, which may have several roots."""
+
+    models: Sequence[LossModel]
+    """Whose samples the terms are over."""
+    terms: list[Term] = field(default_factory=list)
+    calls: dict[int, ForwardCall | None] = field(default_factory=dict)
+    """By number of the model, the call whose outputs the terms come from first, of those that have samples if some do;
+    ``None`` where they come from its parameters alone."""
+    unlike: dict[int, tuple[ForwardCall, ForwardCall]] = field(default_factory=dict)
+    """By number of the model, two of its calls whose numbers of samples differ, or are on a device."""
+    has_others: bool = False
+    """Whether there are samples that come from no call: by a method, or through the gradient of an output."""
+    _leads: dict[Node, Lead] = field(default_factory=dict)
+    _shapes: dict[Edge, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes that are known: asking a node takes as long as everything else."""
+
+    @property
+    def is_empty(self) -> bool | None:
+        """Whether there are no samples at all; ``None`` if no call shows it."""
+        found: bool | None = None
+        for call in self.calls.values():
+            if call is not None:
+                if not call.is_empty or self.has_others:
+                    return False
+                found = True
+        return found
+
+    def read(self, root: torch.Tensor) -> None:
+        """Note the terms of one root of backward."""
+        if root.grad_fn is not None and not self._read_at_once(root.grad_fn):
+            edge = (root.grad_fn, root.output_nr)
+            self._shapes[edge] = root.shape
+            self._read(edge, GraphPath())
+
+    def _read_at_once(self, node: Node) -> bool:
+        """Note a loss function of an output of a model, as most losses are; return whether it is one.
+
+        :meth:`_read` finds the same, in three times as long.
+        """
+        inputs = inputs_of(node)
+        if len(inputs) != 1 or WholeBatch.is_used or MARK in metadata_of(node) or MARK not in metadata_of(inputs[0][0]):
+            return False
+        kind = saved(node, "reduction")
+        if kind not in (1, 2):
+            return False
+        self._is_output(inputs[0][0])
+        reduction = _of_loss_function(node, kind, self._shape(inputs[0]))
+        self.terms.append(term_of(GraphPath((reduction,)), reduction, inputs[0]))
+        return True
+
+    def _read(self, edge: Edge, path: GraphPath) -> None:
+        node = edge[0]
+        inputs, is_output = inputs_of(node), self._is_output(node)
+        live, is_of_samples = [], is_output
+        for one in inputs:
+            lead = self._lead(one[0])
+            if lead is not Lead.NOWHERE:
+                live.append(one)
+            if lead is Lead.OUTPUT:
+                is_of_samples = True
+        if not (live or is_output):
+            return
+        if WholeBatch.is_used and self._shape(edge) == () and self._is_of_whole_batch(node):
+            # The same on each rank that has samples: its gradients are averaged over these.
+            self.terms.append(Term("mean", "whole_batch", path.by_parameters or node))
+        elif not is_of_samples and self._shape(edge) == () and is_of_parameters(node):
+            self.terms.append(Term("same", operation_of(node), node))
+        elif is_output and self._shape(edge) != ():
+            self._end(edge, path, None if path.reductions else "no reduction")
+        elif (kind := saved(node, "reduction")) in (1, 2):
+            # Others than the first: targets that are computed by the model.
+            others = [self._note_marks(one[0]) for one in live if one != inputs[0]] if WholeBatch.is_used else []
+            mixed = MIXED if MIXED in others else None
+            self._end(inputs[0], path.through(_of_loss_function(node, kind, self._shape(inputs[0]))), mixed)
+        else:
+            self._read_operation(edge, live, path)
+
+    def _read_operation(self, edge: Edge, live: list[Edge], path: GraphPath) -> None:
+        node, shape = edge[0], self._shape(edge)
+        name = operation_of(node)
+        if name in REDUCING:
+            below = inputs_of(node)[0]
+            shape_before = saved(node, "self_sizes")
+            if shape_before is not None:
+                self._shapes[below] = shape_before
+            self._read(below, path.through(_of_reduction(node, shape, self._shape(below))))
+        elif self._splits(name, shape, live, path):
+            for one in live:
+                self._read(one, path)
+        elif name in PASSING and len(live) == 1:
+            self._read(live[0], path)
+        elif name in SCALING:
+            self._read_scaled(edge, live, path)
+        elif name in PRODUCTS and not path.reductions and math.prod(shape) == 1:
+            # A sum over the products of two vectors, as of torch.dot and torch.einsum.
+            length = math.prod(self._shape(live[0]))
+            total = LossReduction("sum", node, (length,), all_dims(1), 1.0)
+            coupling = [found for one in live[1:] if (found := self._note_marks(one[0]))]
+            self._end(live[0], path.through(total), next(iter(coupling), None))
+        else:
+            self._end(edge, path, name if shape == () or not path.reductions else None)
+
+    def _read_scaled(self, edge: Edge, live: list[Edge], path: GraphPath) -> None:
+        node, shape = edge[0], self._shape(edge)
+        name, is_scalar = operation_of(node), shape == ()
+        if is_scalar and len(live) > 1:
+            # A loss times exp(-s) of a learned s: one factor, the same on every rank.
+            of_samples = [one for one in live if not is_of_parameters(one[0])]
+            if len(of_samples) == 1 and (name == "Mul" or of_samples[0] == inputs_of(node)[0]):
+                self._read(of_samples[0], path._replace(by_parameters=path.by_parameters or node))
+                return
+        if len(live) > 1:
+            self._end(edge, path, f"{name} of two reductions" if is_scalar or not path.reductions else None)
+            return
+        inputs = inputs_of(node)
+        if name == "Div" and (not inputs or live[0] != inputs[0]):
+            self._end(edge, path, "Div by an output" if is_scalar or not path.reductions else None)
+            return
+        is_of_shape = self._shape(live[0]) == shape
+        factor = saved(node, "other") if is_of_shape else None
+        if factor is None and name == "Mul" and (is_scalar or is_of_shape):
+            factor = saved(node, "self")
+        if isinstance(factor, torch.Tensor) and factor.dim():
+            if path.reductions and self._is_reduced(live[0]):
+                self._read(live[0], path)
+            else:
+                self._end(edge, path, None if path.reductions else name)
+            return
+        if factor is None:
+            # Autograd does not save the factor if it is a Python number of some kinds, or needs no gradient.
+            self._end(edge, path, name if is_scalar or not path.reductions else None)
+            return
+        self._read(live[0], scaled(path, factor, is_division=name == "Div"))
+
+    def _is_of_whole_batch(self, start: Node) -> bool:
+        """Return whether a value is computed from all ranks' samples, and parameters, alone; note their outputs."""
+        stack, seen, wholes, entrances = [start], set[Any](), [], []
+        while stack and len(seen) < FARTHEST_IN_WHOLE:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if function_of(node) is WholeBatch:
+                wholes.append(node)
+            elif MARK in metadata_of(node) and node is not start:
+                return False
+            else:
+                entrances += [node] if _lets_data_in(node) else []
+                stack += [one[0] for one in inputs_of(node)]
+        # Samples of this rank enter inside the model, as in gradients of its parameters.
+        if stack or not wholes or not all(map(_leads_to_whole_batch, entrances)):
+            return False
+        for one in wholes:
+            self._note_marks(one)
+        return True
+
+    def _is_reduced(self, edge: Edge) -> bool:
+        """Return whether a value is a mean or a sum over the first dim, or several of them, as means of classes are."""
+        node = edge[0]
+        name, inputs = operation_of(node), inputs_of(node)
+        if name in REDUCING:
+            return 0 in dims_of(node, len(saved(node, "self_sizes") or self._shape(inputs[0])))
+        if name == "Stack":
+            return all(self._shape(one) == () for one in inputs)
+        return name in PASSING and len(inputs) == 1 and self._is_reduced(inputs[0])
+
+    def _splits(self, name: str, shape: tuple[int, ...], live: list[Edge], path: GraphPath) -> bool:
+        """Return whether each input of a node is a term of its own, by dims, which do not depend on samples."""
+        if name in JOINING:
+            return all(math.prod(self._shape(one)) == 1 and len(self._shape(one)) < 2 for one in live)  # noqa: PLR2004
+        return name in ADDING and (shape == () or (not path.reductions and math.prod(shape) == 1))
+
+    def _end(self, edge: Edge, path: GraphPath, unknown: str | None) -> None:
+        """Note the term whose reductions are all on the path."""
+        coupling, deciding = self._note_marks(edge[0]), path.deciding()
+        if self._lead(edge[0]) is not Lead.OUTPUT and math.prod(self._shape(edge)):
+            self.has_others = True
+        if unknown is not None:
+            term = Term("unknown", unknown, path.reductions[-1].node if path.reductions else edge[0])
+        elif deciding is None:
+            term = Term("unknown", "a reduction that keeps the first dim", edge[0])
+        elif coupling is not None:
+            term = Term("unknown", coupling, deciding.node)
+        else:
+            term = term_of(path, deciding, edge)
+        self.terms.append(term)
+
+    def _note_marks(self, start: Node) -> str | None:
+        """Note the outputs below a node; return the operation on the way that couples samples, or ``None``."""
+        if self._is_output(start):
+            return None
+        found = None
+        stack, seen = [start], set[Any]()
+        while stack and len(seen) < FARTHEST_NODES:
+            node = stack.pop()
+            if node in seen or self._is_output(node):
+                continue
+            seen.add(node)
+            owner = self._owner(node)
+            if owner is not None:
+                self.calls.setdefault(owner, None)
+            found = found or self._couples(node)
+            stack += [one[0] for one in inputs_of(node)]
+        return found
+
+    def _couples(self, node: Node) -> str | None:
+        name, inputs = operation_of(node), inputs_of(node)
+        if not inputs or name == "AccumulateGrad":
+            return None
+        if function_of(node) is WholeBatch:
+            return MIXED
+        if is_of_python(node) or name == "CompiledFunction":
+            return None if is_of_strategy(node) else name
+        # Operations of a model, or a criterion, on its parameters alone do not involve samples.
+        are_pairs = name in ADDING | SCALING and len(inputs) > 1 and self._are_pairs(inputs)
+        if not (are_pairs or name in COUPLING or name in PRODUCTS) or self._lead(node) is not Lead.OUTPUT:
+            return None
+        if are_pairs:
+            return f"{name} of every pair of samples"
+        shape = self._shape(inputs[0])
+        if name in COUPLING and 0 in dims_of(node, len(shape)):
+            return f"{name} over the first dim"
+        if name in MATRIX_PRODUCTS and self._adds_up_samples(node):
+            return f"{name} over the first dim"
+        if name in PRODUCTS and len(inputs) > 1:
+            from_data = [one for one in inputs if self._lead(one[0]) is Lead.OUTPUT]
+            if len(from_data) > 1 and (len(shape) < 3 or shape[0] == 1):  # noqa: PLR2004 - batched ones have three
+                return f"{name} of two outputs"
+        return None
+
+    def _adds_up_samples(self, node: Node) -> bool:
+        """Return whether a product adds up over the rows of an output: ``y.T @ z``, and so gradients of weights."""
+        first, second = (one[0] for one in node.next_functions[-2:])
+        return any(
+            one is not None and self._lead(one) is Lead.OUTPUT and (operation_of(one) in TRANSPOSING) is is_first
+            for one, is_first in ((first, True), (second, False))
+        )
+
+    def _are_pairs(self, inputs: Sequence[Edge]) -> bool:
+        """Return whether two outputs are broadcast so that each sample meets all: ``p[:, None] - n[None]``."""
+        added = [
+            dims_of(one[0], len(self._shape(one))) if operation_of(one[0]) == "Unsqueeze" else frozenset[int]()
+            for one in inputs
+        ]
+        sizes = [len(self._shape(one)) for one in inputs]
+        return any(
+            added[one] and 0 not in added[one] and (0 in added[1 - one] or 0 < sizes[1 - one] < sizes[one])
+            for one in (0, 1)
+        ) and all(self._lead(one[0]) is Lead.OUTPUT for one in inputs)
+
+    def _is_output(self, node: Node) -> bool:
+        call: ForwardCall | None = metadata_of(node).get(MARK)
+        if call is None:
+            return False
+        known = self.calls.get(call.model)
+        if known is not None and known is not call and not have_same_samples(known, call):
+            self.unlike.setdefault(call.model, (known, call))
+        if known is None or known.is_empty:
+            self.calls[call.model] = call
+        return True
+
+    def _shape(self, edge: Edge) -> tuple[int, ...]:
+        found = self._shapes.get(edge)
+        if found is None:
+            node, number = edge
+            found = self._shapes[edge] = metadata_of(node).get(SHAPES, {}).get(number) or shape_of(edge)
+        return found
+
+    def _owner(self, node: Node) -> int | None:
+        """Return the number of the model whose parameter's gradient a node accumulates."""
+        variable = getattr(node, "variable", None)
+        if variable is None:
+            return None
+        return next((model.number for model in self.models if model.owns(variable)), None)
+
+    def _lead(self, start: Node) -> Lead:
+        """Return what lies below a node: an output of a model takes precedence."""
+        if MARK in metadata_of(start):
+            return Lead.OUTPUT
+        known = self._leads.get(start)
+        if known is not None:
+            return known
+        stack, seen, found = [start], set[Any](), Lead.NOWHERE
+        chain: list[Node] = []
+        while stack and len(seen) < FARTHEST_NODES:
+            node = stack.pop()
+            if node in seen:
+                continue
+            if MARK in metadata_of(node):
+                found = Lead.OUTPUT
+                break
+            if not stack and len(chain) == len(seen):
+                # The same nodes lie below it and below the start.
+                chain.append(node)
+            seen.add(node)
+            if found is Lead.NOWHERE and self._owner(node) is not None:
+                found = Lead.PARAMETERS
+            stack += [one[0] for one in inputs_of(node)]
+        is_cut_short = stack and found is not Lead.OUTPUT
+        self._leads.update(dict.fromkeys(chain[:1] if is_cut_short else chain, found))
+        return found
+
+
+def _of_loss_function(node: Node, kind: int, shape: tuple[int, ...]) -> LossReduction:
+    """Return the reduction of torch's kind 1 or 2 inside a loss function, whose node holds what its mean is over."""
+    if kind != 1:
+        return LossReduction("sum", node, shape, all_dims(len(shape)), 1.0)
+    total = saved(node, "total_weight")
+    amount = math.prod(shape) if total is None else amount_of(total)
+    return LossReduction("mean", node, shape, all_dims(len(shape)), amount, total is not None)
+
+
+def _of_reduction(node: Node, shape: tuple[int, ...], shape_before: tuple[int, ...]) -> LossReduction:
+    dims = dims_of(node, len(shape_before))
+    if operation_of(node) != "Mean":
+        return LossReduction("sum", node, shape_before, dims, 1.0)
+    return LossReduction("mean", node, shape_before, dims, math.prod(shape_before) / max(math.prod(shape), 1))

@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of optimizers, divided among the ranks of a host: each updates the parameters that it owns.
+
+Around each step the ranks meet twice: before it, when none of them reads the parameters any more; and after it, when
+all are updated. A step that a rank leaves out, or takes of another optimizer, is an error on every rank. Built on
+hooks of an optimizer, innermost, so that other hooks see all parameters before and after.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.autograd.graph import increment_version
+
+from rankwise.comm.backends.mapping import PAGE_BYTES
+from rankwise.comm.backends.meeting import Meeting
+from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, follow, with_closure
+from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
+from rankwise.log import log
+from rankwise.replicate.one_copy.compared import KINDS, checksum_of, details_of, hash_of
+from rankwise.replicate.one_copy.shared_state import SharedState
+from rankwise.replicate.state_guard.guard import VALUES_EVERY
+from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.modules import put_innermost
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.optim.optimizer import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from rankwise.comm.backends.meeting import HostMemory
+    from rankwise.comm.backends.shared_memory import SharedMemory
+    from rankwise.comm.same_state.posted import Posted
+    from rankwise.comm.session import Session
+    from rankwise.errors import RankwiseError
+    from rankwise.replicate.one_copy.shared_parameters import SharedParameters
+
+INDEPENDENT = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
+)  # fmt: skip
+"""Optimizers of torch.optim whose update of a parameter depends on that parameter alone."""
+_BEFORE, _AFTER, _COMPARE = 0, 1, 2
+"""Parts of a step: ranks that meet are in the same one."""
+
+
+class DividedSteps(Follower):
+    """The steps of this process's optimizers, from the first model with one copy per host until the world is left."""
+
+    def __init__(self, session: Session, exchange: SharedMemory, memory: HostMemory, posted: Posted) -> None:
+        self._process = session.process
+        self.exchange = exchange
+        self._models: WeakKeyDictionary[nn.Module, SharedParameters] = WeakKeyDictionary()
+        self._divided: WeakKeyDictionary[Optimizer, DividedOptimizer] = WeakKeyDictionary()
+        self.meeting = Meeting(memory, PAGE_BYTES, self._has_gone_past)
+        self.posted = posted
+        self._num_backwards = 0
+        self._num_optimizers = 0
+        self._words = ""
+        self._unfollow = follow(self, Phase.DIVIDE)
+        session.at_end(self.end)
+
+    def add(self, model: nn.Module, parameters: SharedParameters) -> None:
+        """Divide the steps of the optimizers of a model's parameters."""
+        self._models[model] = parameters
+        ask_again()
+
+    def note_backward(self) -> None:
+        """Note that a backward begins that synchronizes, as often as on every other rank."""
+        self._num_backwards += 1
+        self.meeting.note_progress(self._num_backwards)
+
+    def models_of(self, parameters: Sequence[torch.Tensor]) -> list[SharedParameters]:
+        """Return the models that have some of the parameters, and still share them."""
+        held = {id(parameter) for parameter in parameters}
+        return [one for one in self._models.values() if one.is_shared and not held.isdisjoint(one.number_of)]
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer updates a model here."""
+        return optimizer in self._divided or bool(self.models_of(_parameters_of(optimizer)))
+
+    def before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        """Have the steps of an optimizer be divided. Called before other hooks of the optimizer."""
+        if os.getpid() != self._process:
+            return
+        divided = self._divided.get(optimizer)
+        if divided is None:
+            reason = why_not_divided(optimizer)
+            if reason:
+                self.give_up(reason)
+                return
+            self._num_optimizers += 1
+            divided = self._divided[optimizer] = DividedOptimizer(optimizer, self, self._num_optimizers)
+        divided.come_last()
+
+    def give_up(self, reason: str) -> None:
+        """Give this rank its own copy of every model and of the state of every optimizer.
+
+        Called by: every rank of the host, before the same step.
+
+        Raises:
+            ConfigurationError: a model was to have one copy per host whatever happens.
+        """
+        models = [one for one in self._models.values() if one.is_shared]
+        for model in models:
+            if model.is_wanted:
+                raise ConfigurationError(
+                    f"{model.model_name} cannot have one copy per host any more: {reason}.",
+                    do="leave one_copy_per_host out, or pass one_copy_per_host=False",
+                )
+        log(f"every rank has its own copy of the parameters from now on: {reason}")
+        for optimizer, divided in self._divided.items():
+            divided.take_own_copy(optimizer)
+        for model in models:
+            model.take_own_copy()
+        ask_again()
+
+    def _has_gone_past(self, rank: int) -> RankwiseError:
+        return CollectiveMismatch(
+            f"Rank {rank} left out a step of the optimizer that the other ranks take.",
+            evidence=f"it has begun the next backward, and does not come to {self._words}",
+            do="decide on every rank alike whether to step: by rankwise.all_reduce of what the decision depends on",
+        )
+
+    def meet(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Meet the other ranks of the host."""
+        self._words = what
+        return self.meeting.meet(what, numbers)
+
+    def end(self) -> None:
+        """Leave every optimizer and parameter to this rank alone. Called when the world is left, in any way."""
+        self._unfollow()
+        for optimizer, divided in list(self._divided.items()):
+            divided.end(optimizer)
+        for model in self._models.values():
+            model.keep_view()
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which parameters of an optimizer this rank updates. Valid as long as the optimizer's groups are the same."""
+
+    models: list[SharedParameters]
+    parameters: list[torch.Tensor]
+    """All of the optimizer."""
+    groups: list[list[torch.Tensor]]
+    """The parameters of each group."""
+    own_groups: list[list[torch.Tensor]]
+    """Of each group, those that are left to the optimizer of this rank."""
+    own: list[tuple[int, torch.Tensor]]
+    """Those that this rank updates for all, with their positions among all of the optimizer."""
+    numbers: list[list[int]]
+    """The same by model, by their numbers in it."""
+    of_others: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, models: list[SharedParameters]) -> Division:
+        """Divide the parameters of an optimizer among the ranks of the host."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        parameters = [one for group in groups for one in group]
+        numbers: list[list[int]] = [[] for _ in models]
+        own: list[tuple[int, torch.Tensor]] = []
+        others: dict[int, torch.Tensor] = {}
+        for position, parameter in enumerate(parameters):
+            for model, of_model in zip(models, numbers, strict=True):
+                number = model.number_of.get(id(parameter))
+                if number is None:
+                    continue
+                if model.owners[number] == model.local_rank:
+                    own.append((position, parameter))
+                    of_model.append(number)
+                else:
+                    others[id(parameter)] = parameter
+        own_groups = [[one for one in group if id(one) not in others] for group in groups]
+        return cls(models, parameters, groups, own_groups, own, numbers, list(others.values()))
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer's groups are those that were divided."""
+        groups = optimizer.param_groups
+        return (
+            len(groups) == len(self.groups)
+            and all(group["params"] is mine for group, mine in zip(groups, self.groups, strict=True))
+            and sum(map(len, self.groups)) == len(self.parameters)
+            and all(model.is_shared for model in self.models)
+        )
+
+
+class DividedOptimizer:
+    """The steps of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, steps: DividedSteps, number: int) -> None:
+        self._optimizer = ref(optimizer)
+        self._steps = steps
+        self._number = number
+        self._state = SharedState()
+        self._num_steps = 0
+        self._is_loaded = True
+        """Whether the state is not from a divided step."""
+        self._due = CheckSchedule(0, VALUES_EVERY)
+        self._division = Division.of(optimizer, [])
+        self._is_begun = False
+        """Whether a step is under way."""
+        self._what = f"the step of optimizer {number} ({type(optimizer).__name__})"
+        self._hooks: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_load_state_dict_post_hook(self._note_load),
+        ]
+
+    def come_last(self) -> None:
+        """Run after all hooks before the step, and before all hooks after it."""
+        optimizer = self._optimizer()
+        if optimizer is not None and self._hooks:
+            put_innermost(optimizer, self._hooks[0], self._hooks[1])
+
+    def _note_load(self, _optimizer: Optimizer) -> None:
+        self._is_loaded = True
+
+    # -- before the step ---------------------------------------------------------------------------
+
+    @uncompiled
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin the update, after the closure if there is one. Called by torch."""
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._begin(optimizer)
+            return None
+
+        def and_begin() -> object:
+            with torch.enable_grad():
+                loss = closure()
+            self._begin(optimizer)
+            return loss
+
+        return with_closure(args, kwargs, and_begin)
+
+    @torch.no_grad()
+    def _begin(self, optimizer: Optimizer) -> None:
+        # An error may have interrupted the step before.
+        self._restore(optimizer)
+        if not self._division.is_of(optimizer) or not self._division.models:
+            self._division = Division.of(optimizer, self._steps.models_of(_parameters_of(optimizer)))
+        models = self._division.models
+        if not models:
+            return
+        moved = next((f"{name} of {model.model_name}" for model in models if (name := model.moved())), "")
+        numbers = [model.written() for model in models]
+        is_due = self._num_steps >= self._due.next
+        digests = [
+            hash_of(moved),
+            checksum_of(_named(models, numbers)),
+            checksum_of(_gradients(models)) if is_due else 0,
+            checksum_of(_state(optimizer, models)) if self._is_loaded else 0,
+        ]
+        try:
+            rows = self._meet(_BEFORE, digests)
+        except BaseException as error:
+            self._fail_before(models, error)
+            raise
+        self._compare(rows, moved, optimizer, models)
+        if moved:
+            self._steps.give_up(f"{moved} was given other memory")
+            return
+        for model, of_model in zip(models, numbers, strict=True):
+            if of_model:
+                model.publish(of_model)
+        self._state.forget_writes()
+        if is_due:
+            self._due.advance(self._num_steps)
+        self._num_steps += 1
+        self._divide(optimizer)
+
+    def _meet(self, phase: int, numbers: Sequence[int]) -> list[list[int]]:
+        """Meet the other ranks of the host at the same part of the same step; return the numbers of all.
+
+        Raises:
+            CollectiveMismatch: another rank is at another step; on every rank.
+        """
+        rows = self._steps.meet(self._what, [4 * self._number + phase, *numbers])
+        if len({row[0] for row in rows}) > 1:
+            raise CollectiveMismatch(
+                "The ranks of a host take steps of different optimizers.",
+                evidence=f"this rank is at {self._what}",
+                do="step the same optimizers in the same order on every rank",
+            )
+        return [row[1:] for row in rows]
+
+    def _compare(
+        self, rows: Sequence[Sequence[int]], moved: str, optimizer: Optimizer, models: Sequence[SharedParameters]
+    ) -> None:
+        """Raise the same error on every rank of the host if ranks would not do the same."""
+        if len({row[0] for row in rows}) > 1:
+            raise ReplicasDiffer(
+                "A parameter was given other memory on some ranks of a host only.",
+                evidence=f"on this rank: {moved or 'none'}",
+                do="change parameters on every rank alike",
+            )
+        tables = (
+            partial(_named, models),
+            partial(_gradients, models),
+            partial(_state, optimizer, models),
+        )
+        for column, (kind, tensors) in enumerate(zip(KINDS, tables, strict=True), 1):
+            if len({row[column] for row in rows}) > 1:
+                held = self._steps.posted.gather(details_of(tensors()), partial(self._meet, _COMPARE, []))
+                error = kind.difference(held, self._what)
+                if error is not None:
+                    raise error
+
+    def _divide(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer what this rank owns."""
+        division = self._division
+        for group, own in zip(optimizer.param_groups, division.own_groups, strict=True):
+            group["params"] = own
+        if self._is_loaded:
+            for parameter in division.of_others:
+                optimizer.state.pop(parameter, None)
+        self._is_begun = True
+        for model, numbers in zip(division.models, division.numbers, strict=True):
+            model.open_for_update(numbers)
+
+    # -- after the step ----------------------------------------------------------------------------
+
+    @uncompiled
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        """End the update. Called by torch."""
+        if not self._is_begun:
+            return
+        self._restore(optimizer)
+        division = self._division
+        is_new = self._state.take_in(optimizer, division.own)
+        try:
+            rows = self._meet(_AFTER, [int(is_new or self._is_loaded)])
+        except BaseException as error:
+            self._fail_after(division.models, error)
+            raise
+        self._is_loaded = False
+        if any(row[0] for row in rows):
+            self._share_state(optimizer)
+        increment_version([parameter for parameter in division.of_others if parameter.grad is not None])
+
+    def _share_state(self, optimizer: Optimizer) -> None:
+        reasons = self._state.extend(optimizer, self._division.own, self._steps.exchange)
+        if reasons:
+            raise ConfigurationError(
+                f"There is too little shared memory for the state of {type(optimizer).__name__}.",
+                evidence=fold_values(reasons),
+                do="give the machine or container more memory: without one copy, every rank would need as much",
+            )
+        self._meet(_COMPARE, [])
+        self._state.show_others(optimizer, self._division.parameters)
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        if not self._is_begun:
+            return
+        self._is_begun = False
+        division = self._division
+        for group, parameters in zip(optimizer.param_groups, division.groups, strict=True):
+            group["params"] = parameters
+        for model, numbers in zip(division.models, division.numbers, strict=True):
+            model.close_after_update(numbers)
+
+    def _fail_before(self, models: Sequence[SharedParameters], error: BaseException) -> None:
+        """Keep the values from before the step, unless another rank may have begun it."""
+        meeting = self._steps.meeting
+        if not meeting.all_have_come():
+            for model in models:
+                model.make_copy()
+        # A rank that came in the meantime may have written while they were copied.
+        if meeting.all_have_come():
+            _lose(models, error)
+            return
+        for model in models:
+            model.use_copy()
+
+    def _fail_after(self, models: Sequence[SharedParameters], error: BaseException) -> None:
+        """Keep the values from after the step, unless another rank has not ended it."""
+        if not self._steps.meeting.all_have_come():
+            _lose(models, error)
+
+    def take_own_copy(self, optimizer: Optimizer) -> None:
+        """Give this rank its own copy of the state."""
+        self._state.take_own_copy(optimizer, _parameters_of(optimizer))
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer to this rank alone."""
+        self._restore(optimizer)
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._state.keep_view(optimizer, _parameters_of(optimizer))
+
+
+def why_not_divided(optimizer: Optimizer) -> str:
+    """Return why the steps of an optimizer cannot be divided; empty if they can."""
+    kind = type(optimizer)
+    if not any(kind is getattr(torch.optim, name, None) for name in INDEPENDENT):
+        return f"{kind.__name__} may update a parameter by others"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"the steps of {kind.__name__} are differentiated"
+    return ""
+
+
+def _named(
+    models: Sequence[SharedParameters], numbers: Sequence[Sequence[int]] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return parameters by their names in messages: of each model those with the numbers, or all."""
+    found: dict[str, torch.Tensor] = {}
+    for position, model in enumerate(models):
+        found |= model.named(None if numbers is None else numbers[position])
+    return found
+
+
+def _gradients(models: Sequence[SharedParameters]) -> dict[str, torch.Tensor]:
+    return {name: one.grad for name, one in _named(models).items() if one.grad is not None}
+
+
+def _state(optimizer: Optimizer, models: Sequence[SharedParameters]) -> dict[str, torch.Tensor]:
+    return {
+        f"{name} ({key})": value
+        for name, parameter in _named(models).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _lose(models: Sequence[SharedParameters], error: BaseException) -> None:
+    for model in models:
+        model.lose_values()
+    error.add_note("Other ranks were updating the parameters: all of them are NaN now.")
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

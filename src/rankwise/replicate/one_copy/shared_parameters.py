@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of one model in memory that the ranks of a host share, each parameter with an owner among them.
+
+A rank sees them through a private view of that memory. So what its script writes outside an optimizer changes this rank
+alone, as if it had a copy; before the next update the owners write such changes into the shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
+from rankwise.replicate.parameter_division import divide_by_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from rankwise.comm.backends.mapping import Mapping
+    from rankwise.comm.backends.meeting import HostMemory
+    from rankwise.comm.backends.private_view import PrivateView, ViewPart
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """Where each parameter lies, and which rank of the host owns it."""
+
+    owners: list[int]
+    """By number of the parameter, a local rank."""
+    starts: list[int]
+    """By number of the parameter, its first byte."""
+    parts: list[tuple[int, int]]
+    """By local rank, the start and length of what it owns."""
+    end: int
+
+    @classmethod
+    def of(cls, parameters: Sequence[torch.Tensor], num_owners: int, start: int) -> ParameterLayout:
+        """Divide parameters about equally by their bytes, from byte ``start`` on."""
+        # Frozen parameters are not updated, so any rank may own them.
+        sizes = [one.nbytes if one.requires_grad else 0 for one in parameters]
+        owners, starts, parts = [0] * len(parameters), [0] * len(parameters), []
+        place = rounded_up(start, PAGE_BYTES)
+        for owner, numbers in enumerate(divide_by_size(sizes, num_owners)):
+            first = place
+            for number in numbers:
+                owners[number], starts[number] = owner, place
+                place += rounded_up(parameters[number].nbytes, LINE_BYTES)
+            place = rounded_up(place, PAGE_BYTES)
+            parts.append((first, place - first))
+        return cls(owners, starts, parts, place)
+
+
+class SharedParameters:
+    """The parameters of one model, from ``replicate`` until the model is deleted or each rank takes its own copy."""
+
+    def __init__(
+        self,
+        model_name: str,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        memory: HostMemory,
+        layout: ParameterLayout,
+        *,
+        is_wanted: bool,
+    ) -> None:
+        """Write this rank's part into the memory. The others must have done so before :meth:`show`."""
+        view = memory.mapping.private
+        if view is None:
+            message = "the memory has no private view"
+            raise OSError(message)
+        self.model_name = model_name
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.is_wanted = is_wanted
+        """Whether the script insists on one copy."""
+        self.local_rank = memory.local_rank
+        self.owners = layout.owners
+        self.number_of = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._view: ViewPart | None = view.part(layout.parts[0][0], layout.end - layout.parts[0][0])
+        self._starts = np.array(layout.starts)
+        self._ends = self._starts + np.array([one.nbytes for one in parameters])
+        self._shared = [
+            _place(memory.mapping, start, one) for start, one in zip(layout.starts, parameters, strict=True)
+        ]
+        self._private = [_place(view, start, one) for start, one in zip(layout.starts, parameters, strict=True)]
+        self._addresses = [one.data_ptr() for one in self._private]
+        self._copies: list[torch.Tensor] | None = None
+        for number in self._owned():
+            self._shared[number].copy_(self.parameters[number].detach())
+        _follow_forks()
+        _all.add(self)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks still share them."""
+        return self._view is not None
+
+    def show(self) -> None:
+        """Have the parameters be views of the memory. Called once every rank has written its part."""
+        for parameter, private in zip(self.parameters, self._private, strict=True):
+            parameter.data = private
+
+    def named(self, numbers: Iterable[int] | None = None) -> dict[str, nn.Parameter]:
+        """Return parameters by their names in messages; by default all."""
+        return {
+            f"{self.names[number]} of {self.model_name}": self.parameters[number]
+            for number in (range(len(self.names)) if numbers is None else numbers)
+        }
+
+    def _owned(self) -> list[int]:
+        return [number for number, owner in enumerate(self.owners) if owner == self.local_rank]
+
+    # -- what the script has changed ---------------------------------------------------------------
+
+    def moved(self) -> str | None:
+        """Return the name of a parameter that the script has given other memory."""
+        for number, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
+            if parameter.data_ptr() != address:
+                return self.names[number]
+        return None
+
+    def written(self) -> list[int]:
+        """Return the numbers of the parameters that this rank's script may have written since :meth:`publish`."""
+        if self._view is None:
+            return []
+        pages = self._view.written_pages()
+        if not pages.size:
+            return []
+        firsts, lasts = self._starts // PAGE_BYTES, (self._ends - 1) // PAGE_BYTES
+        is_written = np.searchsorted(pages, firsts) < np.searchsorted(pages, lasts, side="right")
+        return [int(number) for number in np.flatnonzero(is_written)]
+
+    @torch.no_grad()
+    def publish(self, numbers: Sequence[int]) -> None:
+        """Write this rank's values of those that it owns into the shared memory, and show that memory again.
+
+        Called by: every rank of the host, with the same numbers, between two meetings.
+        """
+        if self._view is None:
+            return
+        self._copies = None
+        for number in numbers:
+            if self.owners[number] == self.local_rank:
+                self._shared[number].copy_(self._private[number])
+        self._view.forget()
+
+    # -- while an optimizer updates them -----------------------------------------------------------
+
+    def open_for_update(self, numbers: Sequence[int]) -> None:
+        """Have parameters of this rank be the shared memory itself."""
+        self._copies = None
+        for number in numbers:
+            self.parameters[number].data = self._shared[number]
+
+    def close_after_update(self, numbers: Sequence[int]) -> None:
+        """Have them be views again."""
+        for number in numbers:
+            self.parameters[number].data = self._private[number]
+
+    # -- the end of sharing ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_own_copy(self) -> None:
+        """Give this rank memory of its own for every parameter, with the values that it sees."""
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.detach().clone()
+        self._stop_sharing()
+
+    @torch.no_grad()
+    def lose_values(self) -> None:
+        """Replace every value by NaN, in memory of this rank: the shared values are partly updated."""
+        for parameter in self.parameters:
+            parameter.data = torch.full_like(parameter, torch.nan if parameter.is_floating_point() else 0)
+        self._stop_sharing()
+
+    def keep_view(self) -> None:
+        """Leave the parameters as they are, and share no more: no rank updates them any more."""
+        self._stop_sharing()
+
+    def _stop_sharing(self) -> None:
+        self._view = None
+        self._shared, self._private = [], []
+        self._copies = None
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def make_copy(self) -> None:
+        """Copy the values as they are, for :meth:`use_copy`: by a process about to be forked, or by this one."""
+        if self._view is None:
+            return
+        # What the script has written since the last step may have changed since the last copy.
+        if self._copies is None or self.moved() is not None or self.written():
+            self._copies = [parameter.detach().clone() for parameter in self.parameters]
+
+    def use_copy(self) -> None:
+        """Have the parameters be the copy, which no other rank updates."""
+        if self._view is not None and self._copies is not None:
+            for parameter, copied in zip(self.parameters, self._copies, strict=True):
+                parameter.data = copied
+            self._stop_sharing()
+
+
+_all: WeakSet[SharedParameters] = WeakSet()
+
+
+@cache
+def _follow_forks() -> None:
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+def _before_fork() -> None:
+    for one in list(_all):
+        one.make_copy()
+
+
+def _after_fork() -> None:
+    for one in list(_all):
+        one.use_copy()
+
+
+def _place(memory: Mapping | PrivateView, start: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the place of a parameter in memory, in its own memory format."""
+    flat = memory.tensor(start, [parameter.numel()], parameter.dtype)
+    return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
+
+
+def why_not_shared(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> str:
+    """Return why parameters cannot lie in shared memory; empty if they can."""
+    held: dict[int, str] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.device.type != "cpu":
+            return f"{name} is on {parameter.device}"
+        if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+            return f"{name} is not a plain tensor"
+        if parameter.numel() and not _is_dense(parameter):
+            return f"{name} is a view with gaps"
+        address = parameter.untyped_storage().data_ptr()
+        if parameter.numel() and held.setdefault(address, name) != name:
+            return f"{name} and {held[address]} share memory"
+    return ""
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    expected = cast("Any", torch.empty_like(parameter, device="meta")).stride()
+    return parameter.stride() == expected and parameter.untyped_storage().nbytes() >= parameter.nbytes

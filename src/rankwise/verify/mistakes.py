@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that show in the run on N ranks without comparing numbers: in samples, random numbers and files.
+
+Values only; imports no torch. One function per mistake.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rankwise.errors import fold_ranks
+from rankwise.verify.compare import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rankwise.verify.records import Batch, Loader, RankRun, Step
+
+LEAST_SAMPLES = 8
+"""How many samples in the same order are no coincidence."""
+_SHARD = (
+    "pass sampler=torch.utils.data.DistributedSampler(dataset) and leave out shuffle, or use "
+    "rankwise.DataLoader(dataset, global_batch_size=...)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A mistake that shows in one run of N ranks alone."""
+
+    step: int
+    """From which step on; 0: no step."""
+    cause: Cause
+
+
+def findings(one: RankRun, many: Sequence[RankRun]) -> Iterator[Finding]:
+    """Yield the mistakes that show without comparing numbers, those of the data first."""
+    steps = list(zip(*(rank.steps for rank in many), strict=False))
+    loaders = many[0].loaders
+    if steps:
+        yield from _same_samples(one, many, steps)
+        if all(count == 1 for counts in _epochs(one).values() for count in counts.values()):
+            yield from _repeated(steps, loaders)
+    for loader in loaders:
+        yield from _same_order(many[0], loader)
+    yield from _equal_draws(steps, loaders)
+    yield from _written_twice(many)
+
+
+def _same_samples(one: RankRun, many: Sequence[RankRun], steps: Sequence[Sequence[Step]]) -> Iterator[Finding]:
+    first = steps[0]
+    loader = _loader(many[0].loaders, first[0])
+    line = "" if loader is None else loader.line
+    if all(step.inputs for step in first) and all(map(_are_alike, steps)):
+        yield Finding(
+            1, Cause("same samples", "every rank trains on the same samples in every step", _SHARD, line=line)
+        )
+    # Or each rank goes through the whole dataset, in an order of its own.
+    rows = one.steps[0].rows if one.steps else 0
+    mine = _loader(one.loaders, one.steps[0]) if rows else None
+    if mine is None or loader is None or _are_alike(first) or sum(step.rows for step in first) != len(many) * rows:
+        return
+    is_whole = mine.length == loader.length and mine.length is not None and mine.length > 1
+    if is_whole and mine.batch_size == loader.batch_size:
+        words = f"every rank goes through the whole dataset: its loader has {loader.length} batches, as on one rank"
+        yield Finding(1, Cause("same samples", words, _SHARD, line=line))
+
+
+def _are_alike(steps: Sequence[Step]) -> bool:
+    """Return whether all ranks pass the same samples in a step, as where each trains a model of its own first."""
+    first = Counter(steps[0].inputs)
+    return all(Counter(step.inputs) == first for step in steps)
+
+
+def _repeated(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Iterator[Finding]:
+    """Samples that several ranks have in one epoch, or one rank twice."""
+    seen: dict[tuple[int, int], Counter[int]] = {}
+    for number, held in enumerate(steps, start=1):
+        # Batches that each rank cuts by itself are the same on all ranks.
+        loaded = [Counter(digest for batch in step.batches for digest in batch.digests) for step in held]
+        if all(counts == loaded[0] for counts in loaded):
+            continue
+        for step in held:
+            _count(step, seen)
+        twice = sum(count - 1 for counts in seen.values() for count in counts.values())
+        if twice:
+            words = (
+                f"{twice} sample{'s' * (twice > 1)} of an epoch counted twice: the sampler repeats samples to give "
+                "every rank as many"
+            )
+            fix = "rankwise.DataLoader, which splits the last batch evenly; or drop_last=True"
+            yield Finding(number, Cause("repeated samples", words, fix, line=_line_of_loader(loaders, held[0])))
+            return
+
+
+def _epochs(rank: RankRun) -> dict[tuple[int, int], Counter[int]]:
+    found: dict[tuple[int, int], Counter[int]] = {}
+    for step in rank.steps:
+        _count(step, found)
+    return found
+
+
+def _count(step: Step, epochs: dict[tuple[int, int], Counter[int]]) -> None:
+    """Add the samples of a step to those of the epochs of their loaders."""
+    for batch in _trained(step):
+        epochs.setdefault((batch.loader, batch.epoch), Counter()).update(batch.digests)
+
+
+def _trained(step: Step) -> list[Batch]:
+    return [batch for batch in step.batches if batch.is_trained]
+
+
+def _same_order(rank: RankRun, loader: Loader) -> Iterator[Finding]:
+    """A sampler that shuffles gives the same order in two epochs."""
+    orders: dict[int, list[int]] = {}
+    first_steps: dict[int, int] = {}
+    for step in rank.steps:
+        for batch in _trained(step):
+            if batch.loader == loader.number:
+                orders.setdefault(batch.epoch, []).extend(batch.digests)
+                first_steps.setdefault(batch.epoch, step.number)
+    if len(orders) > 1 and loader.shuffles:
+        first, second = list(orders.values())[:2]
+        shared = min(len(first), len(second))
+        if shared >= LEAST_SAMPLES and first[:shared] == second[:shared]:
+            cause = Cause(
+                "same order",
+                f"{loader.sampler} shuffles, but gives the second epoch in the order of the first",
+                "call sampler.set_epoch(epoch) at the start of every epoch; rankwise.DataLoader needs no such call",
+                line=loader.line,
+            )
+            yield Finding(list(first_steps.values())[1], cause)
+
+
+def _equal_draws(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Iterator[Finding]:
+    """All ranks draw the same numbers for different samples while they read."""
+    for held in steps:
+        for batches in zip(*(step.batches for step in held), strict=False):
+            states = {batch.drawn for batch in batches}
+            samples = {batch.digests for batch in batches}
+            if len(states) == 1 and len(samples) == len(batches) and batches[0].drawn:
+                cause = Cause(
+                    "equal augmentations",
+                    "all ranks draw the same random numbers while they read different samples: their samples are "
+                    "augmented alike",
+                    "seed with seed + rank once the model is built, or use rankwise.DataLoader, which seeds by sample",
+                    line=_line_of_loader(loaders, held[0]),
+                )
+                yield Finding(held[0].number, cause)
+                return
+
+
+def _written_twice(many: Sequence[RankRun]) -> Iterator[Finding]:
+    found = [(written, rank.facts.rank) for rank in many for written in rank.written]
+    for written, _ in found:
+        ranks = [rank for other, rank in found if other.path == written.path]
+        if len(ranks) > 1:
+            cause = Cause(
+                "written twice",
+                f"{written.path} is written by {fold_ranks(ranks)}, which overwrite each other's data",
+                "write on rank 0 only, `if rank == 0:`, or put the rank into the name",
+                line=written.line,
+            )
+            yield Finding(0, cause)
+            return
+
+
+def _loader(loaders: Sequence[Loader], step: Step) -> Loader | None:
+    number = next((batch.loader for batch in step.batches), None)
+    return next((loader for loader in loaders if loader.number == number), None)
+
+
+def _line_of_loader(loaders: Sequence[Loader], step: Step) -> str:
+    loader = _loader(loaders, step)
+    return "" if loader is None else loader.line
