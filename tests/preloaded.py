@@ -40,7 +40,13 @@ NEEDS_TRITON = {"rankwise.replicate.random_numbers.triton_philox"}
 HUGE_PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25
 """Source: Linux's include/uapi/asm-generic/mman-common.h, from 6.1 on; others refuse it."""
-PACKAGES = ("rankwise.launch", "rankwise.parallel", "rankwise.data", "rankwise.checkpoint")
+PACKAGES = (
+    "rankwise.launch",
+    "rankwise.data",
+    "rankwise.checkpoint",
+    *(f"rankwise.{name}" for name in ("replicate", "shard", "tensor_parallel", "pipeline", "compress")),
+    *(f"rankwise.{name}" for name in ("local_sgd", "parameter_server", "place")),
+)
 
 
 def _use_huge_pages() -> None:

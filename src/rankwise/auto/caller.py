@@ -7,7 +7,7 @@ import sys
 
 from rankwise.health.call_site import responsible_module
 
-_MEANS = ("rankwise.health.", "rankwise.tools.")
+_MEANS = ("rankwise.health.", "rankwise.auto.", "rankwise.verify.")
 _INSTALLED = ("site-packages", "dist-packages")
 
 

@@ -117,12 +117,6 @@ OF_BLOCK = f"{_FUNCTION}Backward"
 """The node by which ``fully_shard`` notices that backward has left a block. It changes nothing."""
 
 
-def is_of_strategy(node: Node) -> bool:
-    """Return whether a node belongs to a function of a rankwise strategy: one rank computes the same."""
-    function = function_of(node)
-    return function is not None and function.__module__.startswith("rankwise.parallel.")
-
-
 def function_of(node: Node) -> type | None:
     """Return the function in Python that a node is the backward of, if it is one."""
     return getattr(node, "_forward_cls", None)

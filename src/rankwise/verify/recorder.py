@@ -58,7 +58,7 @@ MOST_FILES = 1000
 _STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "local_sgd", "parameter_server")
 """Functions of rankwise's that take a model."""
 _BETWEEN_WARNING_AND_HANDLER = ("rankwise.log", __name__)
-_ABOUT_RESULTS = ("rankwise.parallel.", "rankwise.comm.optimizer_steps")
+_ABOUT_RESULTS = (*(f"rankwise.{room}." for room in (*_STRATEGIES, "place")), "rankwise.comm.optimizer_steps")
 """Modules whose warnings name what makes results depend on the number of ranks."""
 _ABOUT_SPEED = "rankwise.replicate.random_numbers.counter"
 """And that of them whose warnings do not."""

@@ -36,7 +36,7 @@ _LAUNCH = Path(__file__).parents[1]
 _OWN_FRAMES = (
     str(_LAUNCH),
     str(_LAUNCH.parent / "compat" / "horovod" / "__main__.py"),
-    str(_LAUNCH.parent / "tools" / "auto"),
+    str(_LAUNCH.parent / "auto"),
     "<frozen importlib",
 )
 """Prefixes of the files of the launcher's own frames, which are above the user's."""

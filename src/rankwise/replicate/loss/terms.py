@@ -35,7 +35,7 @@ from rankwise.replicate.loss.operations import (
     TRANSPOSING,
 )
 from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.autograd import function_of, is_of_python, is_of_strategy, metadata_of, saved, shape_of
+from rankwise.torch_private.autograd import function_of, is_of_python, metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -50,6 +50,8 @@ FARTHEST_NODES = 256
 """How far to look for coupled samples: a loss computed inside forward has the whole model below it."""
 FARTHEST_IN_WHOLE = 16 * FARTHEST_NODES
 """The same where a loss is computed from the whole batch, from its outputs on."""
+_AS_ONE_RANK = ("rankwise.replicate.", "rankwise.tensor_parallel.", "rankwise.place.")
+"""Where functions in Python compute what one rank computes."""
 MIXED = "rankwise.whole_batch() next to samples of this rank alone"
 MARK = "rankwise: output of model"
 """The key in a node's metadata of the forward call whose output the node computed."""
@@ -615,10 +617,11 @@ class LossReader:
         name, inputs = operation_of(node), inputs_of(node)
         if not inputs or name == "AccumulateGrad":
             return None
-        if function_of(node) is WholeBatch:
+        function = function_of(node)
+        if function is WholeBatch:
             return MIXED
         if is_of_python(node) or name == "CompiledFunction":
-            return None if is_of_strategy(node) else name
+            return None if function is not None and function.__module__.startswith(_AS_ONE_RANK) else name
         # Operations of a model, or a criterion, on its parameters alone do not involve samples.
         are_pairs = name in ADDING | SCALING and len(inputs) > 1 and self._are_pairs(inputs)
         if not (are_pairs or name in COUPLING or name in PRODUCTS) or self._lead(node) is not Lead.OUTPUT:
