@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.launch.agent.controller_link import ControllerLost, open_link
 from rankwise.launch.controller.coordinator import Coordinator
+from rankwise.launch.controller.link import ControllerLost, open_link
 from rankwise.launch.controller.server import JobServer
 from rankwise.launch.controller.torch_store import TorchStores
 from rankwise.launch.messages import EndJob, Heartbeat, Hello, Message, Node, RankEnds, RanksEnded, StartAttempt
@@ -20,8 +20,7 @@ from rankwise.store import wire
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rankwise.launch.agent.controller_link import ControllerLink
-    from rankwise.launch.controller.server import LocalLink
+    from rankwise.launch.controller.link import ControllerLink, LocalLink
 
 SECRET = b"of this test"
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rankwise.errors import PeerFailed
-from rankwise.launch.fork_server import rank_setup
-from rankwise.launch.fork_server.rank_setup import threads_per_rank
+from rankwise.launch.fork_server import worker
+from rankwise.launch.fork_server.worker import threads_per_rank
 from rankwise.launch.messages import ReportFailure, decode, encode
 from rankwise.launch.report import exit_code, failure, failure_report
 from rankwise.launch.report.failure import FailedAttempt
@@ -173,5 +173,5 @@ def test_numpy_draws_other_numbers_in_each_rank() -> None:
     """Where something has imported numpy.random before the fork."""
     np.random.seed(0)  # noqa: NPY002 - the state that all of a program shares
     before = np.random.get_state()[1].tolist()  # noqa: NPY002
-    rank_setup._reseed_numpy()
+    worker._reseed_numpy()
     assert np.random.get_state()[1].tolist() != before  # noqa: NPY002

@@ -13,7 +13,7 @@ import pytest
 
 import rankwise as rw
 from rankwise.errors import ConfigurationError
-from rankwise.launch.function import pickling
+from rankwise.launch.function import call
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ class Twice(Exception):
     "error", [Plain("a", 1), Odd(3, "no"), Twice("of it"), KeyError("k"), OSError(2, "no such", "file"), SystemExit(3)]
 )
 def test_an_exception_comes_back_the_same(error: BaseException) -> None:
-    told = pickling.raised(error, "text")
+    told = call.raised(error, "text")
     assert told.pickled is not None
-    same = pickling.exception(told.pickled)
+    same = call.exception(told.pickled)
     assert type(same) is type(error)
     assert (str(same), same.args, vars(same)) == (str(error), error.args, vars(error))
 
@@ -97,7 +97,7 @@ def test_an_exception_comes_back_the_same(error: BaseException) -> None:
 def test_an_exception_that_cannot_be_pickled_keeps_its_text() -> None:
     error = Plain("holds a lock")
     error.lock = threading.Lock()  # type: ignore[attr-defined]
-    told = pickling.raised(error, "text")
+    told = call.raised(error, "text")
     assert (told.pickled, told.type, told.message) == (None, "Plain", "holds a lock")
 
 
@@ -108,7 +108,7 @@ def test_a_class_that_is_here_already_stays_as_it_is() -> None:
 
     before = Local.method
     file = io.BytesIO()
-    pickling.dump(Local(), file)
+    call.dump(Local(), file)
     file.seek(0)
-    assert type(pickling.load(file)) is Local
+    assert type(call.load(file)) is Local
     assert Local.method is before

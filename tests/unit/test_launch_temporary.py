@@ -9,7 +9,7 @@ from multiprocessing.connection import Listener
 
 import pytest
 
-from rankwise.launch.fork_server.rank_setup import keep_sockets_in
+from rankwise.launch.fork_server.worker import keep_sockets_in
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.launch.agent.oom import OomCount, oom_kills
 from rankwise.launch.report import exit_code, failure, failure_report
+from rankwise.launch.report.exit_code import OomCount, oom_kills
 from rankwise.launch.report.failure import FailedAttempt
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from rankwise.launch.inspect.service import OtherMachines
+from rankwise.launch.agent.inspection import OtherMachines
 from rankwise.launch.messages import InspectAnswer, InspectRequest, StartAttempt, decode, encode
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import pytest
 
 from rankwise.cli import main
 from rankwise.errors import ConfigurationError
-from rankwise.launch.slurm.script import JobOptions, batch_script, directive_name, seconds_of
-from rankwise.launch.slurm.steps import exit_code, fields_of
+from rankwise.launch.slurm import JobOptions, batch_script, directive_name, exit_code, fields_of, seconds_of
 
 if TYPE_CHECKING:
     from pathlib import Path

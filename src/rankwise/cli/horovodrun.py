@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.cli import run
 from rankwise.errors import ConfigurationError
-from rankwise.launch.fork_server.command import find_command, is_python
-from rankwise.launch.fork_server.entrypoint import find_script
+from rankwise.launch.fork_server.entrypoint import find_command, find_script, is_python
 from rankwise.launch.hosts import host_list
 
 if TYPE_CHECKING:

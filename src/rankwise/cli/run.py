@@ -13,8 +13,7 @@ from rankwise.cli.arguments import add_command, refuse_misplaced_count, values_o
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
-from rankwise.launch.report.failure_report import TerminalReporter
-from rankwise.launch.report.recorded_events import RecordingReporter
+from rankwise.launch.report.failure_report import RecordingReporter, TerminalReporter
 from rankwise.launch.start import launch
 from rankwise.world.environments.process import REPORT_OFF, asked_report, asked_torch_store
 from rankwise.world.environments.reading import parse_address

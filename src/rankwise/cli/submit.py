@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.cli.arguments import add_command, refuse_misplaced_count, values_of
 from rankwise.launch.fork_server.entrypoint import find_target
-from rankwise.launch.slurm.script import SAVE_SECONDS, JobOptions, batch_script
-from rankwise.launch.slurm.steps import follow, submit
+from rankwise.launch.slurm import SAVE_SECONDS, JobOptions, batch_script, follow, submit
 
 if TYPE_CHECKING:
     import argparse

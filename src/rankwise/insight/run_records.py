@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ReportError, fold_ranks
 from rankwise.health.step_record import FAILURE, SUFFIX, Record, read
-from rankwise.launch.report.recorded_events import EVENTS
+from rankwise.launch.report.failure_report import EVENTS
 from rankwise.log import warn
 
 if TYPE_CHECKING:

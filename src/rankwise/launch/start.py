@@ -29,8 +29,7 @@ from rankwise.launch.agent.output import Output
 from rankwise.launch.agent.signals import PendingSignals, end_quietly
 from rankwise.launch.fork_server.entrypoint import Script
 from rankwise.launch.fork_server.fork_server import fork_server
-from rankwise.launch.fork_server.rank_setup import threads_per_rank
-from rankwise.launch.fork_server.worker import run_rank
+from rankwise.launch.fork_server.worker import run_rank, threads_per_rank
 from rankwise.launch.inspect.control_socket import ControlSocket
 from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
@@ -40,8 +39,8 @@ from rankwise.world.environments.process import device_mask, nodes_of_job, read_
 from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
-    from rankwise.launch.agent.controller_link import ControllerLink
-    from rankwise.launch.controller.server import JobServer, LocalLink
+    from rankwise.launch.controller.link import AgentLink
+    from rankwise.launch.controller.server import JobServer
     from rankwise.launch.fork_server.entrypoint import Target
     from rankwise.launch.fork_server.fork_server import ForkServer
     from rankwise.launch.rendezvous import JobAddress
@@ -183,9 +182,9 @@ def _take_part(
     signals = PendingSignals()
     # While the server is importing what the ranks need.
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
-    from rankwise.launch.agent.controller_link import open_link  # noqa: PLC0415
+    from rankwise.launch.agent.inspection import InspectService  # noqa: PLC0415
     from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
-    from rankwise.launch.inspect.service import InspectService  # noqa: PLC0415
+    from rankwise.launch.controller.link import open_link  # noqa: PLC0415
     from rankwise.launch.rendezvous import find  # noqa: PLC0415
 
     num_ranks, instances = _ranks_here(options)
@@ -211,7 +210,7 @@ def _take_part(
         )
         hello = _hello(target, options, num_ranks, serves=hosts_job)
 
-        def connect(timeout_seconds: float) -> ControllerLink | LocalLink:
+        def connect(timeout_seconds: float) -> AgentLink:
             agent.raise_if_interrupted()
             if job_server is not None:
                 return job_server.connect(hello)

@@ -20,7 +20,6 @@ import torch
 from rankwise.auto.batched_backward import one_by_one
 from rankwise.auto.script import AutoScript
 from rankwise.errors import RankwiseError
-from rankwise.launch.fork_server import descendants
 from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
@@ -30,6 +29,7 @@ from rankwise.verify.loaders import StepsTaken
 from rankwise.verify.recorder import Recorder
 from rankwise.verify.records import Run, assembled, read
 from rankwise.verify.script_files import Copies
+from rankwise.world import processes
 from rankwise.world.environments.process import make_cublas_deterministic, read_process
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _run(script: Script, copies: Copies, plan: Plan, output: Path, limit_seconds
     """
     pid = os.fork()
     if not pid:
-        descendants.die_with_parent()
+        processes.die_with_parent()
         for number in STOPS:
             signal.signal(number, signal.SIG_DFL)
         os.setsid()

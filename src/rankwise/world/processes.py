@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of this machine, as the kernel lists them in ``/proc``. Linux only."""
+"""The processes of this machine, as the kernel lists them in ``/proc``; adopting and killing those below this one.
+
+Linux only; elsewhere processes are not adopted.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,3 +74,46 @@ def machine_name() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+LOOK_SECONDS = 0.01
+"""After how long killed processes are checked again: their children are reparented here."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent exits. Source: prctl(2)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent exits. Source: prctl(2)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children() -> list[int]:
+    """Return the processes whose parent is this one."""
+    own = os.getpid()
+    return [stat.pid for stat in all_stats() if stat.parent == own]
+
+
+def kill_since(start_time: int, limit_seconds: float) -> None:
+    """Kill the descendants that started at ``start_time`` (ticks) or later; wait for them, up to ``limit_seconds``."""
+    own = os.getpid()
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline:
+        left = [stat.pid for stat in all_stats() if stat.parent == own and int(stat.start_time) >= start_time]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(LOOK_SECONDS)
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set a property of this process. Source: prctl(2); does nothing except on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -8,8 +8,7 @@ import sys
 
 from rankwise.compat.horovod.alias import ON_PATH, provide
 from rankwise.errors import RankwiseError
-from rankwise.launch.fork_server.command import Command, find_command
-from rankwise.launch.fork_server.entrypoint import Target, find_target, run_as_main
+from rankwise.launch.fork_server.entrypoint import Command, Target, find_command, find_target, run_as_main
 from rankwise.world.environments.process import set_horovod_variables
 
 USAGE_ERROR = 2

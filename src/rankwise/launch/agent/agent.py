@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rankwise.errors import LaunchError, fold_ranks
 from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.launch.agent.controller_link import ControllerLink, ControllerLost
+from rankwise.launch.agent.inspection import stacks_of
 from rankwise.launch.agent.ranks import FOR_RESTART, KILLED
 from rankwise.launch.agent.signals import Interrupted
 from rankwise.launch.agent.status_line import StatusLine
 from rankwise.launch.agent.stragglers import Stragglers
 from rankwise.launch.controller.coordinator import RETURN_SECONDS
-from rankwise.launch.inspect import stacks
+from rankwise.launch.controller.link import ControllerLost
 from rankwise.launch.inspect.steps import line_of
 from rankwise.launch.messages import (
     EndJob,
@@ -51,10 +51,10 @@ from rankwise.launch.report.failure import Failure
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rankwise.launch.agent.inspection import InspectService
     from rankwise.launch.agent.ranks import LocalRanks
     from rankwise.launch.agent.signals import PendingSignals
-    from rankwise.launch.controller.server import LocalLink
-    from rankwise.launch.inspect.service import InspectService
+    from rankwise.launch.controller.link import AgentLink
     from rankwise.launch.options import LaunchOptions
     from rankwise.launch.report.failure_report import Reporter
 
@@ -92,7 +92,7 @@ class Agent:
         self,
         ranks: LocalRanks,
         *,
-        open_link: Callable[[float], ControllerLink | LocalLink],
+        open_link: Callable[[float], AgentLink],
         signals: PendingSignals,
         inspection: InspectService,
         reporter: Reporter,
@@ -104,7 +104,7 @@ class Agent:
         self._open_link = open_link
         self._signals = signals
         self._inspection = inspection
-        self._stragglers = Stragglers(partial(stacks.of_ranks, ranks), ranks.is_script_over)
+        self._stragglers = Stragglers(partial(stacks_of, ranks), ranks.is_script_over)
         self._status = StatusLine(self._describe_job) if options.progress else None
         self._reporter = reporter
         self._hosts_job = hosts_job
@@ -112,7 +112,7 @@ class Agent:
         self._can_restart = options.max_restarts > 0
         self._has_controller = options.controller
         self._saves_on_terminate = saves_on_terminate
-        self._link: ControllerLink | LocalLink | None = None
+        self._link: AgentLink | None = None
         self._is_attempt_on = False
         self._ending: _Ending | None = None
         self._kill_at: dict[int, float] = {}
@@ -179,7 +179,7 @@ class Agent:
 
     # -- one turn of the loop ----------------------------------------------------------------------
 
-    def _turn(self, link: ControllerLink | LocalLink) -> None:
+    def _turn(self, link: AgentLink) -> None:
         own = self._ranks.sources()
         sources = [link, self._inspection, self._signals.fileno(), *own]
         readable, _, _ = select.select(sources, [], [], self._patience())
@@ -219,7 +219,7 @@ class Agent:
         next_step = self._ending.kill_at if self._ending.has_asked else self._ending.terminate_at
         return min(LOOK_SECONDS, max(0.0, next_step - time.monotonic()))
 
-    def _report_to(self, link: ControllerLink | LocalLink, news: Failure | int) -> None:
+    def _report_to(self, link: AgentLink, news: Failure | int) -> None:
         if self._ranks.attempt is None:
             return
         number = self._ranks.attempt.attempt
@@ -228,7 +228,7 @@ class Agent:
         else:
             link.send(RankDeparted(attempt=number, rank=news))
 
-    def _look_for_stopped(self, link: ControllerLink | LocalLink) -> None:
+    def _look_for_stopped(self, link: AgentLink) -> None:
         attempt = self._ranks.attempt
         if attempt is None or attempt.world_size == 1:
             return
@@ -318,7 +318,7 @@ class Agent:
             error = LaunchError(message.what, evidence=message.evidence or None, do=message.advice or None)
             self._reporter.show(f"[rankwise] {error}\n")
 
-    def _conclude(self, link: ControllerLink | LocalLink) -> None:
+    def _conclude(self, link: AgentLink) -> None:
         """Report how the ranks of this attempt exited, once nothing they started is left."""
         if self._ranks.attempt is None:
             return
@@ -378,7 +378,7 @@ class Agent:
         self._reporter.show(f"[rankwise] {number.name}: every rank has been terminated\n")
         return exit_code
 
-    def _reconnect(self, lost: ControllerLost) -> ControllerLink | LocalLink | None:
+    def _reconnect(self, lost: ControllerLost) -> AgentLink | None:
         """Terminate the ranks here and reconnect to the coordinator; return ``None`` if that is pointless or fails."""
         self._ranks.clear()
         self._is_attempt_on, self._ending = False, None

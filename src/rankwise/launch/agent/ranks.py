@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Literal
 from rankwise.health import call_site, flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.health.step_record import SUFFIX, record_path
-from rankwise.launch import rank_files
-from rankwise.launch.agent.oom import OomCount
 from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
-from rankwise.launch.report.recorded_events import launcher_name
+from rankwise.launch.report.exit_code import OomCount
+from rankwise.launch.report.failure_report import launcher_name
 from rankwise.world.device.kinds import variables_for_instance
 from rankwise.world.environments.process import REPORT_OFF, slurm_variables_for
 from rankwise.world.environments.rankwise import echo_note, variables_for
@@ -195,11 +194,11 @@ class LocalRanks:
 
     def is_script_over(self, rank: int) -> bool:
         """Return whether the script of a rank has run to its end, though its process may still run."""
-        return Path(rank_files.script_end_note(self._error_file(rank))).exists()
+        return Path(failure.script_end_note(self._error_file(rank))).exists()
 
     def stack_files(self) -> dict[int, str]:
         """Return where each rank of the attempt writes its stack on request. May be called from any thread."""
-        return {rank: rank_files.stack_file(self._folder, self._number, rank) for rank in list(self.processes)}
+        return {rank: failure.stack_file(self._folder, self._number, rank) for rank in list(self.processes)}
 
     def step_records(self) -> dict[int, Path]:
         """Return where each rank of the attempt records its steps. May be called from any thread."""
@@ -227,7 +226,7 @@ class LocalRanks:
             },
             log_paths={rank: path for rank, path in paths.items() if path is not None},
             has_stopped=self.has_stopped,
-            is_alone=Path(rank_files.alone_note(self._error_file(0))).exists(),
+            is_alone=Path(failure.alone_note(self._error_file(0))).exists(),
         )
 
     def _explain_broken_pipes(self, problem: str) -> None:
@@ -271,7 +270,7 @@ class LocalRanks:
         elif ended.exit_code:
             killed = ended.exit_code == -signal.SIGKILL
             out_of_memory = self._oom_count.has_risen() if killed else None
-            file = rank_files.stack_file(self._folder, self._number, rank)
+            file = failure.stack_file(self._folder, self._number, rank)
             at = flight_recorder.read_last_collective(flight_recorder.last_collective_path(file), ended.time)
             is_echo = Path(echo_note(self._error_file(rank))).exists()
             self.failures[rank] = failure.from_exit(
@@ -289,7 +288,7 @@ class LocalRanks:
         return self.attempt.attempt if self.attempt is not None else 0
 
     def _error_file(self, rank: int) -> str:
-        return rank_files.error_file(self._folder, self._number, rank)
+        return failure.error_file(self._folder, self._number, rank)
 
     def _variables(self, attempt: StartAttempt, local_rank: int) -> dict[str, str]:
         rank = attempt.first_rank + local_rank
@@ -307,8 +306,8 @@ class LocalRanks:
             run_id=attempt.run_id,
             attempt=str(attempt.attempt),
             error_file=self._error_file(rank),
-            stack_file=rank_files.stack_file(self._folder, attempt.attempt, rank),
-            torch_error_file=rank_files.torch_error_file(self._folder, attempt.attempt, rank),
+            stack_file=failure.stack_file(self._folder, attempt.attempt, rank),
+            torch_error_file=failure.torch_error_file(self._folder, attempt.attempt, rank),
             max_restarts=self._options.max_restarts,
             secret=self.job.secret,
             interface=self.job.interface,

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from asyncio import StreamWriter
-from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rankwise.launch.agent.controller_link import ControllerLost
 from rankwise.launch.controller.attempt_keys import AttemptKeys
 from rankwise.launch.controller.coordinator import Coordinator, Disconnect
+from rankwise.launch.controller.link import LocalLink
 from rankwise.launch.messages import (
     LARGEST_MESSAGE_BYTES,
     PURPOSE,
@@ -229,66 +227,6 @@ class JobServer:
             agent.deliver(message)
         elif agent is not None and not agent.is_closing():
             _write(agent, message)
-
-
-class LocalLink:
-    """The link of the agent in the serving process: messages are passed directly, without a socket."""
-
-    def __init__(self, send: Callable[[Message], None], leave: Callable[[], None]) -> None:
-        """Take the functions that forward messages and close this link; created by :meth:`JobServer.connect`."""
-        self._send, self._leave = send, leave
-        self._received: deque[Message] = deque()
-        self._problem = ""
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when a message has arrived."""
-        return self._reader
-
-    def send(self, message: Message) -> None:
-        """Send a message. May be called from any thread."""
-        self._send(message)
-
-    def check(self) -> None:
-        """Check nothing: both ends live in this process."""
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have arrived.
-
-        Raises:
-            ControllerLost: the controller failed.
-        """
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._reader, 4096)
-        if self._problem:
-            raise ControllerLost(self._problem)
-        return [self._received.popleft() for _ in range(len(self._received))]
-
-    def close(self) -> None:
-        """Leave the job."""
-        self._leave()
-
-    def deliver(self, message: Message) -> None:
-        """Deliver a message of the controller, on its thread."""
-        self._received.append(message)
-        self._wake()
-
-    def break_off(self, problem: str) -> None:
-        """Notify the agent that the controller failed."""
-        self._problem = problem
-        self._wake()
-
-    def _wake(self) -> None:
-        # A full pipe wakes the agent as well.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, b"!")
-
-    def release(self) -> None:
-        """Close the descriptors, once no more messages are delivered."""
-        os.close(self._reader)
-        os.close(self._writer)
 
 
 def _write(writer: StreamWriter, message: Message) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank runs: a script, a module or a function, checked before any rank starts, run as ``__main__``.
 
-Finding a target imports none of the user's code; only :func:`run_as_main` runs it, in a rank.
-Imported by the command line and by the worker.
+Finding a target imports none of the user's code; only :func:`run_as_main` runs it, in a rank. A command that is not a
+Python script, or has options for Python itself, replaces a rank's process. Imported by the command line, by the worker,
+and by the module that runs Horovod's commands.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
+import shutil
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from rankwise.errors import ConfigurationError, LaunchError
 
@@ -270,3 +274,71 @@ def _takes_value(call: ast.Call) -> bool:
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     action = given.get("action")
     return "nargs" not in given and (action is None or (isinstance(action, ast.Constant) and action.value == "store"))
+
+
+# -- a command that replaces a rank's process ----------------------------------------------------------
+
+IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Signals that Python ignores, but that should end other commands."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """An executable and its arguments."""
+
+    executable: str
+    words: tuple[str, ...]
+
+    def replace_this_process(self, python_path: Sequence[str] = ()) -> NoReturn:
+        """Run it in place of this process: its exit code and the signals it receives are the rank's.
+
+        Args:
+            python_path: further folders that its Python programs import from, after those of ``PYTHONPATH``.
+
+        Raises:
+            ConfigurationError: the system cannot run it.
+
+        Source: execve(2).
+        """
+        variables = {**os.environ, "PYTHONPATH": _joined(os.environ.get("PYTHONPATH", ""), python_path)}
+        for number in IGNORED_BY_PYTHON:
+            signal.signal(number, signal.SIG_DFL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            os.execve(self.executable, self.words, variables)  # noqa: S606 - running the user's command is the purpose
+        except OSError as error:
+            raise ConfigurationError(
+                f"The command {self.words[0]!r} cannot be run: {error.strerror}.",
+                evidence=f"executable: {self.executable}",
+                do="pass a program, or a script that starts with #! and is executable (chmod +x)",
+            ) from error
+
+
+def is_python(word: str) -> bool:
+    """Return whether the first word of a command is Python."""
+    return re.fullmatch(r"python[0-9.]*", Path(word).name) is not None
+
+
+def find_command(name: str, arguments: Sequence[str]) -> Command:
+    """Find the executable for a command's first word; Python is the one that runs this process.
+
+    Raises:
+        ConfigurationError: there is no such program.
+    """
+    if is_python(name):
+        # By its path: Python locates its packages by the name it was called with.
+        return Command(executable=sys.executable, words=(sys.executable, *arguments))
+    found = shutil.which(name)
+    if found is None:
+        raise ConfigurationError(
+            f"Command {name!r} was not found.",
+            evidence=f"searched {os.environ.get('PATH', '')}",
+            do="for a script in this folder write ./ before its name; it must be executable (chmod +x)",
+        )
+    return Command(executable=found, words=(name, *arguments))
+
+
+def _joined(present: str, more: Sequence[str]) -> str:
+    entries = present.split(os.pathsep) if present else []
+    return os.pathsep.join([*entries, *(path for path in more if path not in entries)])

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from rankwise.errors import LaunchError
 from rankwise.health import preemption, process_probe
 from rankwise.health.fork_safety import threads_are_known
-from rankwise.launch.fork_server import descendants, quick_exit
+from rankwise.launch.fork_server import quick_exit
+from rankwise.world import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -138,7 +139,7 @@ class ForkServer:
             since = process_probe.start_time_of(self._pid)
             os.waitpid(self._pid, 0)
             if first is not None and first.si_code != os.CLD_EXITED and since:
-                descendants.kill_since(int(since), LAST_RESORT_SECONDS)
+                processes.kill_since(int(since), LAST_RESORT_SECONDS)
 
 
 def fork_server(
@@ -167,7 +168,7 @@ def fork_server(
     sys.stderr.flush()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # If the server is killed, processes started by ranks are reparented here.
-    descendants.adopt_orphans()
+    processes.adopt_orphans()
     try:
         with threads_are_known():  # those of BLAS
             pid = os.fork()
@@ -200,7 +201,7 @@ class _ForkServerProcess:
 
     def serve(self) -> RankStart:
         os.setsid()
-        descendants.adopt_orphans()
+        processes.adopt_orphans()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         ended_r, ended_w = os.pipe()
@@ -269,7 +270,7 @@ class _ForkServerProcess:
 
     def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
         os.setpgid(0, 0)
-        descendants.die_with_parent()
+        processes.die_with_parent()
         if os.getppid() != server_pid:
             os._exit(1)
         self._connection.close()
@@ -317,7 +318,7 @@ class _ForkServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         while True:
-            for pid in descendants.children():
+            for pid in processes.children():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             try:

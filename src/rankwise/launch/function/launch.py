@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError, LaunchError, RankFailed, RankwiseError, rank_prefix
 from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.launch.function import pickling
-from rankwise.launch.function.call import FunctionCall, caller_context, write
+from rankwise.launch.function.call import (
+    FunctionCall,
+    caller_context,
+    exception,
+    plain_function,
+    unpicklable_part,
+    write,
+)
 from rankwise.launch.function.launcher_process import LauncherProcess
 from rankwise.launch.options import LaunchOptions
 from rankwise.world.environments.reading import parse_address
@@ -25,8 +31,7 @@ from rankwise.world.environments.reading import parse_address
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rankwise.launch.function.call import CallerMessage
-    from rankwise.launch.function.pickling import Raised
+    from rankwise.launch.function.call import CallerMessage, Raised
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -229,7 +234,7 @@ def _refuse_in_a_rank() -> None:
 def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
     _check_callable(call.fn)
     _refuse_in_a_rank()
-    name = getattr(pickling.plain_function(call.fn), "__qualname__", type(call.fn).__name__)
+    name = getattr(plain_function(call.fn), "__qualname__", type(call.fn).__name__)
     with LauncherProcess() as process:
         try:
             file = write(caller_context(name, options), call)
@@ -239,7 +244,7 @@ def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
                 do="free space there, or set TMPDIR to a folder with more",
             ) from None
         except Exception:  # noqa: BLE001 - pickling runs any code of the user's
-            part, problem = pickling.unpicklable_part(call.fn, call.args, call.kwargs)
+            part, problem = unpicklable_part(call.fn, call.args, call.kwargs)
             raise ConfigurationError(
                 f"{name} cannot be sent to the ranks: {part} cannot be pickled.",
                 evidence=problem,
@@ -330,7 +335,7 @@ def _reraised(raised: Raised, rank: int, where: str, how: str) -> BaseException:
     if raised.type == SystemExit.__name__:
         # If raised here, it would end the caller.
         return RankFailed(f"Rank {rank} failed: {how}.", rank=rank, where=where, evidence=raised.message)
-    error = pickling.exception(raised.pickled) if raised.pickled is not None else None
+    error = exception(raised.pickled)
     if error is None:
         what = f"Rank {rank} failed: {raised.type}: {raised.message}"
         return RankFailed(what, rank=rank, where=where, evidence=raised.traceback)
@@ -340,7 +345,7 @@ def _reraised(raised: Raised, rank: int, where: str, how: str) -> BaseException:
 
 
 def _refusal(raised: Raised) -> BaseException:
-    error = pickling.exception(raised.pickled) if raised.pickled is not None else None
+    error = exception(raised.pickled)
     if isinstance(error, RankwiseError):
         return error
     return LaunchError(f"The launcher failed: {raised.type}: {raised.message}", evidence=raised.traceback)

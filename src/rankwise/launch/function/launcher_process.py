@@ -26,8 +26,7 @@ import time
 import traceback
 from typing import IO, TYPE_CHECKING, Self, TextIO
 
-from rankwise.launch.function import pickling
-from rankwise.launch.function.call import CallerMessage, Function, receive, send
+from rankwise.launch.function.call import CallerMessage, Function, dump, raised, receive, send
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -206,11 +205,11 @@ def main(caller_descriptor: int, lifeline: int) -> int:
         if os.getpid() != own_pid:
             raise  # in a rank, which returned through here
         with tempfile.TemporaryFile(prefix="rankwise-") as file:
-            pickling.dump(pickling.raised(error, traceback.format_exc()), file)
+            dump(raised(error, traceback.format_exc()), file)
             send(caller, {"kind": "refused"}, file)
         return 1
     with tempfile.TemporaryFile(prefix="rankwise-") as file:
-        pickling.dump((reporter.last_report, reporter.failed), file)
+        dump((reporter.last_report, reporter.failed), file)
         send(caller, {"kind": "ended", "exit_code": exit_code, "blamed": reporter.blamed}, file)
     return exit_code
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.launch.agent.signals import HANDLED, end_quietly
-from rankwise.launch.fork_server import descendants
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.hosts.ssh_sessions import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
@@ -29,7 +28,7 @@ from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
 from rankwise.store import wire
 from rankwise.version import VERSION
-from rankwise.world import network
+from rankwise.world import network, processes
 from rankwise.world.environments.reading import SECRET_NAME
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def _follow(caller: _Caller) -> None:
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        descendants.die_with_parent()
+        processes.die_with_parent()
         if os.getppid() != watcher:
             os._exit(LEFT_EXIT_CODE)
         nothing = os.open(os.devnull, os.O_RDONLY)

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rankwise.errors import ConfigurationError, LaunchError
-from rankwise.launch import auth
 from rankwise.launch.agent.signals import Interrupted, PendingSignals, end_quietly
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, MessageError, Ready, Refuse, SignalHost, error_of
-from rankwise.launch.rendezvous import ANY_PORT
+from rankwise.launch.rendezvous import ANY_PORT, draw_secret
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
@@ -184,7 +183,7 @@ def _start(
                 do=_install(session.host, ssh),
             )
     options = replace(options, nodes=nodes, rendezvous=(heres[1].address, ANY_PORT) if heres[1:] else None)
-    secret = auth.draw()
+    secret = draw_secret()
     for node_rank, session in enumerate(sessions.all):
         num_ranks = session.host.num_ranks or options.num_ranks
         own = replace(options, num_ranks=num_ranks, node_rank=node_rank)

@@ -2,52 +2,25 @@
 """How ``rankwise stacks`` is answered: what every rank of the running attempt is doing, on all machines of the job.
 
 Ranks are asked over the job's store, and those that do not answer are probed from outside, by the launcher of their
-machine; the parts are merged. Changes nothing. Imported by the service that answers, and by the agent.
+machine; the parts are merged. Changes nothing. Imported by the agent.
 """
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rankwise.health import diagnosis, process_probe, status_poll
-from rankwise.store import opening
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from rankwise.health.diagnosis import Answers
-    from rankwise.launch.agent.ranks import LocalRanks
     from rankwise.store.values import Store
 
 NOT_JOINED = "running, but it has not joined the world yet or has left it"
 MOST_AT_ONCE = 16
-STORE_SECONDS = 3.0
-
-
-def of_ranks(ranks: LocalRanks) -> Answers:
-    """Return what ranks do: all that answer, and those of this machine that do not. Takes up to 8 seconds.
-
-    Raises:
-        OSError: the job's store cannot be reached.
-    """
-    attempt, job = ranks.attempt, ranks.job
-    if attempt is None:
-        return {}
-    opened = opening.connect(*job.address, STORE_SECONDS, secret=job.secret.encode())
-    try:
-        return look(
-            opened.prefixed(f"attempt/{attempt.attempt}"),
-            attempt.world_size,
-            processes=ranks.running_processes(),
-            stack_files=ranks.stack_files(),
-            hostname=socket.gethostname(),
-            send_signal=ranks.send_signal,
-        )
-    finally:
-        opened.close()
 
 
 def look(

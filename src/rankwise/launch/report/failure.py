@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a rank failed, as a value: built from its exception, whose traceback is trimmed, or from its exit.
 
-Written to the one file that a rank leaves, read from it, and ordered. Starts and stops no process. Imported by the
-worker, which writes the file, and by the agent, which reads it.
+Written to a file in the job's temporary folder, read from it, and ordered; also the names of the other files and notes
+that a rank leaves there. Starts and stops no process. Imported by the worker, which writes the files, and by the agent,
+which reads them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -201,3 +203,41 @@ def _is_echo(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+# -- the files that a rank leaves in the job's temporary folder for its launcher -----------------------
+
+
+def error_file(folder: str, attempt: int, rank: int) -> str:
+    """Return the path a rank writes its failure to."""
+    return str(Path(folder) / f"attempt-{attempt}-rank-{rank}.json")
+
+
+def torch_error_file(folder: str, attempt: int, rank: int) -> str:
+    """Return the path torch elastic's ``@record`` writes the same to."""
+    return str(Path(folder) / f"torch-attempt-{attempt}-rank-{rank}.json")
+
+
+def stack_file(folder: str, attempt: int, rank: int) -> str:
+    """Return the path a rank writes its stack to on request."""
+    return str(Path(folder) / f"stack-attempt-{attempt}-rank-{rank}.txt")
+
+
+def alone_note(error_file: str) -> str:
+    """Return the file that a rank creates if it trains without having joined its peers."""
+    return str(Path(error_file).with_suffix(".alone"))
+
+
+def script_end_note(error_file: str) -> str:
+    """Return the file that a rank creates when its script has run to the end.
+
+    From then on the script no longer keeps the process alive: exit handlers, threads and destructors run, without
+    a line of the script in the stack.
+    """
+    return str(Path(error_file).with_suffix(".over"))
+
+
+def note_script_end(error_file: str) -> None:
+    """Record that the script of this rank has ended; a full disk must not keep a rank from exiting."""
+    with contextlib.suppress(OSError):
+        Path(script_end_note(error_file)).touch()

@@ -2,16 +2,24 @@
 """The report on a failed attempt: which rank failed first, how the others exited, the error, what to write instead.
 
 The advice is a table of known errors of scripts written for other tools. A reporter shows the text: on a terminal, to a
-caller of ``launch()``, or to another machine's launcher. Imported by the agent and by those that start it.
+caller of ``launch()``, or to another machine's launcher; another one writes it, restarts and notices into the folder of
+the run's report too. Imported by the agent and by those that start it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import socket
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import fold_ranks, rank_prefix
+from rankwise.health.process_probe import start_time_of
+from rankwise.health.step_record import FAILURE
 from rankwise.world.device.kinds import ASK_FIRST, MISSING_GPU
 
 if TYPE_CHECKING:
@@ -143,6 +151,9 @@ def advice_for(error: str) -> str | None:
     return next((advice for words, advice in WHAT_TO_DO if words in error), None)
 
 
+# -- who shows the reports -----------------------------------------------------------------------------
+
+
 class Reporter(Protocol):
     """Called from the launcher's one thread."""
 
@@ -174,3 +185,47 @@ class TerminalReporter:
 
     def end(self, failures: Mapping[int, Failure]) -> None:
         """Show nothing: everything has been shown."""
+
+
+EVENTS = "events.jsonl"
+
+
+def launcher_name() -> str:
+    """Return what the events of this launcher and the records of its ranks name it by.
+
+    A folder may hold those of other jobs.
+    """
+    pid = os.getpid()
+    return f"{socket.gethostname()}:{pid}:{start_time_of(pid)}"
+
+
+class RecordingReporter:
+    """Passes everything to another reporter, and records it.
+
+    Args:
+        inner: what shows it.
+        folder: an existing folder.
+    """
+
+    def __init__(self, inner: Reporter, folder: str) -> None:
+        self._inner = inner
+        self._path = Path(folder) / EVENTS
+
+    def show(self, text: str) -> None:
+        """Show complete lines."""
+        self._record({"kind": "notice", "text": text})
+        self._inner.show(text)
+
+    def report(self, failed: FailedAttempt, text: str) -> None:
+        """Show how an attempt failed."""
+        self._record({"kind": FAILURE, "rank": failed.first.rank, "text": text})
+        self._inner.report(failed, text)
+
+    def end(self, failures: Mapping[int, Failure]) -> None:
+        """Receive how ranks failed in the last attempt."""
+        self._inner.end(failures)
+
+    def _record(self, event: dict[str, object]) -> None:
+        # A full disk must not end the job.
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "launcher": launcher_name(), **event}) + "\n")

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine's connection to the job's coordinator: messages both ways, and whether it is still alive.
+"""An agent's connection to the job's coordinator: messages both ways, and whether it is still alive.
 
-Decides nothing. Imported by the agent and by the launcher's start.
+Decides nothing. Imported by the agent, by the launcher's start, and by the server, which makes that of its own process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import select
 import socket
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from rankwise.errors import LaunchError
@@ -43,7 +46,7 @@ class ControllerLost(ConnectionError):
 
 
 class ControllerLink:
-    """One open connection."""
+    """One open connection to another process."""
 
     def __init__(self, connection: socket.socket, hello: Hello) -> None:
         self._connection = connection
@@ -127,6 +130,69 @@ class ControllerLink:
         """Close the connection."""
         self._is_closed.set()
         self._connection.close()
+
+
+class LocalLink:
+    """The link of the agent in the serving process: messages are passed directly, without a socket."""
+
+    def __init__(self, send: Callable[[Message], None], leave: Callable[[], None]) -> None:
+        """Take the functions that forward messages and close this link; created by ``JobServer.connect``."""
+        self._send, self._leave = send, leave
+        self._received: deque[Message] = deque()
+        self._problem = ""
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when a message has arrived."""
+        return self._reader
+
+    def send(self, message: Message) -> None:
+        """Send a message. May be called from any thread."""
+        self._send(message)
+
+    def check(self) -> None:
+        """Check nothing: both ends live in this process."""
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived.
+
+        Raises:
+            ControllerLost: the controller failed.
+        """
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reader, 4096)
+        if self._problem:
+            raise ControllerLost(self._problem)
+        return [self._received.popleft() for _ in range(len(self._received))]
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._leave()
+
+    def deliver(self, message: Message) -> None:
+        """Deliver a message of the controller, on its thread."""
+        self._received.append(message)
+        self._wake()
+
+    def break_off(self, problem: str) -> None:
+        """Notify the agent that the controller failed."""
+        self._problem = problem
+        self._wake()
+
+    def _wake(self) -> None:
+        # A full pipe wakes the agent as well.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+    def release(self) -> None:
+        """Close the descriptors, once no more messages are delivered."""
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+AgentLink = ControllerLink | LocalLink
 
 
 def open_link(

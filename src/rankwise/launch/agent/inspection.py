@@ -7,29 +7,55 @@ Each machine answers for its own ranks, and the machine that was asked puts the 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import LaunchError
-from rankwise.launch.agent.controller_link import ControllerLost
+from rankwise.launch.controller.link import ControllerLost
 from rankwise.launch.inspect import stacks, steps
 from rankwise.launch.messages import InspectAnswer, InspectRequest
+from rankwise.store import opening
 
 if TYPE_CHECKING:
     from rankwise.health.diagnosis import Answers
-    from rankwise.launch.agent.controller_link import ControllerLink
     from rankwise.launch.agent.ranks import LocalRanks
-    from rankwise.launch.controller.server import LocalLink
+    from rankwise.launch.controller.link import AgentLink
     from rankwise.launch.inspect.control_socket import ControlSocket
     from rankwise.launch.messages import Question, StartAttempt
 
 STACKS_SECONDS = 8.0
 """How long the other machines may take to probe their ranks."""
+STORE_SECONDS = 3.0
+"""How long to look for the job's store."""
 STEPS_SECONDS = 2.0
 """How long they may take to read records."""
 EVERY_SECONDS = 0.9
 """How often they are asked for their steps at most: ``rankwise top`` is redrawn every second."""
+
+
+def stacks_of(ranks: LocalRanks) -> Answers:
+    """Return what ranks do: all that answer, and those of this machine that do not. Takes up to 8 seconds.
+
+    Raises:
+        OSError: the job's store cannot be reached.
+    """
+    attempt, job = ranks.attempt, ranks.job
+    if attempt is None:
+        return {}
+    opened = opening.connect(*job.address, STORE_SECONDS, secret=job.secret.encode())
+    try:
+        return stacks.look(
+            opened.prefixed(f"attempt/{attempt.attempt}"),
+            attempt.world_size,
+            processes=ranks.running_processes(),
+            stack_files=ranks.stack_files(),
+            hostname=socket.gethostname(),
+            send_signal=ranks.send_signal,
+        )
+    finally:
+        opened.close()
 
 
 class InspectService:
@@ -49,18 +75,18 @@ class InspectService:
         """Return the descriptor that is readable when there is a request."""
         return self._control.fileno()
 
-    def serve(self, link: ControllerLink | LocalLink) -> None:
+    def serve(self, link: AgentLink) -> None:
         """Answer a request of a command, without blocking the caller."""
         threading.Thread(target=self._control.serve_one, args=(lambda asked: self._answer(asked, link),)).start()
 
-    def handle(self, message: InspectRequest | InspectAnswer, link: ControllerLink | LocalLink | None) -> None:
+    def handle(self, message: InspectRequest | InspectAnswer, link: AgentLink | None) -> None:
         """Inspect the ranks here for another machine's launcher, or keep its findings; does not block the caller."""
         if isinstance(message, InspectAnswer):
             self._others[message.question].take(message)
         elif link is not None:
             threading.Thread(target=self._answer_machine, args=(message, link)).start()
 
-    def steps(self, link: ControllerLink | LocalLink, *, every_seconds: float = EVERY_SECONDS) -> dict[str, Any]:
+    def steps(self, link: AgentLink, *, every_seconds: float = EVERY_SECONDS) -> dict[str, Any]:
         """Return the pace of the ranks of all machines, as JSON. Waits for the other machines, for 2 seconds at most.
 
         They are asked once in ``every_seconds`` at most.
@@ -76,7 +102,7 @@ class InspectService:
         missing = [name for node, name in enumerate(attempt.hostnames) if node not in parts]
         return steps.as_json(parts.values(), missing)
 
-    def _answer(self, asked: dict[str, Any], link: ControllerLink | LocalLink) -> dict[str, Any]:
+    def _answer(self, asked: dict[str, Any], link: AgentLink) -> dict[str, Any]:
         if asked.get("kind") == "steps":
             return self.steps(link)
         attempt = self._ranks.attempt
@@ -88,13 +114,13 @@ class InspectService:
         kind = asked.get("kind")
         raise LaunchError(f"This launcher does not support the request {kind!r}.", do="rankwise stacks")
 
-    def _stacks(self, link: ControllerLink | LocalLink, attempt: StartAttempt) -> dict[str, Any]:
+    def _stacks(self, link: AgentLink, attempt: StartAttempt) -> dict[str, Any]:
         others = self._others["stacks"]
         asked = others.ask(link, attempt)
         own = self._of_this_machine("stacks")
         return stacks.as_json(stacks.merge([own, *others.answers(asked).values()]), attempt.world_size)
 
-    def _answer_machine(self, request: InspectRequest, link: ControllerLink | LocalLink) -> None:
+    def _answer_machine(self, request: InspectRequest, link: AgentLink) -> None:
         attempt = self._ranks.attempt
         if attempt is None or attempt.attempt != request.attempt:
             return
@@ -109,7 +135,7 @@ class InspectService:
             link.send(answer)
 
     def _of_this_machine(self, question: Question) -> Answers:
-        return stacks.of_ranks(self._ranks) if question == "stacks" else steps.paces(self._ranks.step_records())
+        return stacks_of(self._ranks) if question == "stacks" else steps.paces(self._ranks.step_records())
 
 
 class OtherMachines:
@@ -131,7 +157,7 @@ class OtherMachines:
         self._latest: dict[int, InspectAnswer] = {}
         """What each machine has answered last, by node rank."""
 
-    def ask(self, link: ControllerLink | LocalLink, attempt: StartAttempt, *, every_seconds: float = 0.0) -> int:
+    def ask(self, link: AgentLink, attempt: StartAttempt, *, every_seconds: float = 0.0) -> int:
         """Ask the machines of an attempt, without waiting; return the number of the request for :meth:`answers`.
 
         They are not asked again within ``every_seconds``: the number is then that of the request before.
