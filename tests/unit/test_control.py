@@ -20,6 +20,7 @@ import pytest
 from rankwise.cli import main
 from rankwise.cli.top import NOTHING_YET, table
 from rankwise.errors import LaunchError
+from rankwise.launch.agent import inspection as service
 from rankwise.launch.agent.inspection import InspectService
 from rankwise.launch.inspect import control_socket
 from rankwise.launch.inspect.control_socket import ControlSocket, RunningJob, jobs
@@ -175,7 +176,7 @@ def test_a_late_answer_of_a_machine_is_not_shown_for_the_next_request(
     folders: Path, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
     del folders
-    monkeypatch.setattr(inspection, "STACKS_SECONDS", 0)
+    monkeypatch.setattr(service, "STACKS_SECONDS", 0)
     served, port = opening.serve(secret=SECRET)
     ranks: Any = SimpleNamespace(
         attempt=StartAttempt(

@@ -13,7 +13,7 @@ import pytest
 
 from rankwise.cli.doctor import as_json, as_text
 from rankwise.comm.clock_offset import ahead_of
-from rankwise.doctor import checks, local_facts
+from rankwise.doctor import checks, gathering
 from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
 from rankwise.doctor.examine import Examination
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
@@ -240,7 +240,7 @@ def test_every_check_can_find_something_or_only_tells() -> None:
     ("user", "limits", "expected"),
     [
         (1000, (resource.RLIM_INFINITY, "100"), 100),
-        (1000, (resource.RLIM_INFINITY, "max"), local_facts.NO_LIMIT),
+        (1000, (resource.RLIM_INFINITY, "max"), gathering.NO_LIMIT),
         (1000, (50, "100"), 50),
         (1000, (50, "max"), 50),
         # The kernel does not hold root to its own limit.
@@ -253,13 +253,13 @@ def test_the_lowest_limit_of_processes_that_holds_is_found(
     of_user, of_container = limits
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/pids.max").write_text(f"{of_container}\n")
-    monkeypatch.setattr(local_facts, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(gathering, "Path", lambda name: tmp_path / name.lstrip("/"))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (of_user, of_user))
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    machine = local_facts.machine()
+    machine = gathering.machine()
     assert machine.processes_limit == expected
     found = bad(changed(job((1,)), 0, processes_limit=machine.processes_limit))
-    assert [check for check, _, _ in found] == ["processes"] * (expected != local_facts.NO_LIMIT)
+    assert [check for check, _, _ in found] == ["processes"] * (expected != gathering.NO_LIMIT)
 
 
 def test_facts_survive_their_way_as_text() -> None:

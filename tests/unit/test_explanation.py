@@ -8,8 +8,7 @@ import json
 import pytest
 
 from rankwise.cli.env import as_json, as_text
-from rankwise.world.environments.explanation import Explanation, explain
-from rankwise.world.environments.table import TABLE
+from rankwise.world.environments.table import TABLE, Explanation, explain
 
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu-00", "MASTER_PORT": "29500"}
 SLURM = {

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.world.environments.other_launchers import horovod_variables
-from rankwise.world.environments.rankwise import variables_for
+from rankwise.world.environments.rankwise import horovod_variables, variables_for
 from rankwise.world.environments.table import read
 
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")

@@ -14,7 +14,7 @@ from rankwise.world.environments.reading import Reading
 if TYPE_CHECKING:
     import argparse
 
-    from rankwise.world.environments.explanation import Explanation, Row
+    from rankwise.world.environments.table import Explanation, Row
 
 HELP = "show what started this process, and which variables show it"
 DESCRIPTION = """\

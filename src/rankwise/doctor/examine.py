@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.comm.join import fail, join, leave
 from rankwise.comm.session import current
-from rankwise.doctor import joint_facts, local_facts
+from rankwise.doctor import gathering
 from rankwise.doctor.checks import ERROR, Finding, judge
 from rankwise.doctor.facts import ExaminedJob, Facts
 from rankwise.errors import PeerMissing, RankwiseError
@@ -47,9 +47,9 @@ def examine(*, timeout_seconds: float, port: int = 0, shared_folder: str = "") -
     reading = explanation.decided
     if reading is None or reading.world_size == 1:
         source = "nobody" if reading is None else reading.source
-        facts = Facts(rank=0, world_size=1, source=source, machine=local_facts.machine(port))
-        error = joint_facts.folder_error(shared_folder) if shared_folder else ""
-        job = ExaminedJob(ranks=(replace(facts, across=joint_facts.alone(error)),), shared_folder=shared_folder)
+        facts = Facts(rank=0, world_size=1, source=source, machine=gathering.machine(port))
+        error = gathering.folder_error(shared_folder) if shared_folder else ""
+        job = ExaminedJob(ranks=(replace(facts, across=gathering.alone(error)),), shared_folder=shared_folder)
         found = judge(job)
         if reading is None:
             what = f"cannot tell what started this process: {str(explanation.error).splitlines()[0]}"
@@ -65,7 +65,7 @@ def _examine_job(reading: Reading, timeout_seconds: float, shared_folder: str) -
         world_size=reading.world_size,
         source=reading.source,
         store="" if address is None else f"{address[0]} port {address[1]}",
-        machine=local_facts.machine(),
+        machine=gathering.machine(),
     )
     alone = ExaminedJob(ranks=(own,), shared_folder="")
     try:
@@ -74,7 +74,7 @@ def _examine_job(reading: Reading, timeout_seconds: float, shared_folder: str) -
         speaks = reading.rank == 0 or not isinstance(error, PeerMissing) or 0 in error.ranks
         return Examination(job=alone, findings=(_told("join", error), *judge(alone)), speaks=speaks)
     try:
-        job, missing = joint_facts.gather_job(current(), own, timeout_seconds, shared_folder)
+        job, missing = gathering.gather_job(current(), own, timeout_seconds, shared_folder)
     except Exception as error:  # noqa: BLE001 - as above
         fail(error)
         return Examination(job=alone, findings=(_told("answers", error), *judge(alone)), speaks=world.rank == 0)

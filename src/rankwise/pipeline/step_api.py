@@ -39,7 +39,7 @@ from rankwise.replicate.sparse_gradients import sparse_layers
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import BatchNorm
-from rankwise.world.device.later import check_later, forget_checks, run_checks
+from rankwise.world.device.streams import check_later, forget_checks, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

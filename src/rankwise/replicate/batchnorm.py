@@ -22,7 +22,7 @@ from rankwise.replicate import global_statistics
 from rankwise.replicate.loss.amounts import multiplied, ratio
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.torch_private.modules import AnySizeBatchNorm, BatchNorm, check_input_dim
-from rankwise.world.device.later import check_later
+from rankwise.world.device.streams import check_later
 
 if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Amount, Exchange

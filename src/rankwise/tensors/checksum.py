@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.world.device.later import Later
+from rankwise.world.device.streams import Later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

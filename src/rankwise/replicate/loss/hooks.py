@@ -25,7 +25,7 @@ from rankwise.replicate.loss.not_finite import forget_losses, look_at_losses
 from rankwise.replicate.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.replicate.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
-from rankwise.world.device import later
+from rankwise.world.device import streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -79,7 +79,7 @@ def _living() -> list[LossOnRanks]:
 
 def _check_all() -> None:
     """Raise what is known to be wrong once the device and the other ranks are done with every step so far."""
-    later.run_checks(waits=True)
+    streams.run_checks(waits=True)
     for one in _living():
         one.settle()
 
@@ -87,7 +87,7 @@ def _check_all() -> None:
 def _undo() -> None:
     step_hooks.put_around_backward(None)
     _subscribers.clear()
-    later.forget_checks()
+    streams.forget_checks()
     forget_losses()
     forget_warnings()
 
@@ -100,8 +100,8 @@ def _around_backward(
     first_batches = None if session is None else session.made(FirstBatches)
     if first_batches is not None and not first_batches.is_following:
         first_batches = None
-    if later.waiting:
-        later.run_checks()
+    if streams.waiting:
+        streams.run_checks()
     subscribers: list[LossOnRanks] = []
     for reference in () if is_within else _subscribers:
         one = reference()

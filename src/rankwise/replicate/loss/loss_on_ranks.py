@@ -29,7 +29,7 @@ from rankwise.replicate.loss.reports import (
     report_of,
     unequal_lengths,
 )
-from rankwise.world.device.later import check_later
+from rankwise.world.device.streams import check_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.log import warn
-from rankwise.world.device.later import check_later
+from rankwise.world.device.streams import check_later
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

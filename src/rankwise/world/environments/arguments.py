@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from rankwise.errors import ConfigurationError
-from rankwise.world.environments import env, rankwise, torchrun
+from rankwise.world.environments import rankwise, torchrun
 from rankwise.world.environments.reading import Missing, ProcessContext, Reading, checked_port, job_secret, told
 from rankwise.world.environments.table import incomplete, reachable
 from rankwise.world.network import LIST_OF_MACHINES
@@ -107,9 +107,9 @@ def _from_variables(rank: int | None, world_size: int | None, around: ProcessCon
     dropped = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"} if changed else set[str]()
     kept = {name: value for name, value in around.variables.items() if name not in dropped}
     merged = ProcessContext(variables={**kept, **given}, argv=() if changed else around.argv)
-    row = env.ROW
+    row = torchrun.ENV_ROW
     said: Reading | Missing | None = None
-    for row in (env.ROW,) if changed else (rankwise.ROW, torchrun.ROW, env.ROW):
+    for row in (torchrun.ENV_ROW,) if changed else (rankwise.ROW, torchrun.ROW, torchrun.ENV_ROW):
         said = row.read(merged)
         if said is not None:
             break

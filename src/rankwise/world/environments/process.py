@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Literal
 
 from rankwise.errors import ConfigurationError
 from rankwise.world.device.kinds import SHARES_GPUS
-from rankwise.world.environments import arguments, env, explanation, other_launchers, rankwise, slurm, table, torchrun
+from rankwise.world.environments import arguments, rankwise, slurm, table, torchrun
 from rankwise.world.environments.reading import Missing, ProcessContext, told
 from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping, Sequence
 
-    from rankwise.world.environments.explanation import Explanation
     from rankwise.world.environments.reading import Reading
+    from rankwise.world.environments.table import Explanation
 
 HYDRA_PROXY = "hydra_pmi_proxy"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -58,7 +58,7 @@ def read_process(environment: str | None = None) -> Reading:
 def explain_process() -> Explanation:
     """Return what started this process, and what was checked. Never raises for what it finds."""
     launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
-    return explanation.explain(dict(os.environ), sys.argv, launcher)
+    return table.explain(dict(os.environ), sys.argv, launcher)
 
 
 def explicit(init_method: str, rank: int | None, world_size: int | None) -> Reading:
@@ -95,11 +95,11 @@ def read_launcher() -> Reading | None:
     around = ProcessContext(variables=dict(os.environ))
     if rankwise.ROW.read(around) is not None or torchrun.ROW.read(around) is not None:
         return None
-    for row in (env.ROW, slurm.ROW):
+    for row in (torchrun.ENV_ROW, slurm.ROW):
         said = row.read(around)
         if isinstance(said, Missing):
             # Users export WORLD_SIZE alone for other libraries.
-            if row is not env.ROW:
+            if row is not torchrun.ENV_ROW:
                 raise table.incomplete(row, said, around.variables)
         elif said is not None and said.world_size > 1:
             return table.reachable(replace(said, reason=f"{row.title}: {told(around.variables, row.names)}"))
@@ -117,7 +117,7 @@ def nodes_of_job() -> int:
 
 def slurm_variables_for(*, rank: int, local_rank: int, node_rank: int, ranks_per_node: Sequence[int]) -> dict[str, str]:
     """Return Slurm's variables for a rank of this launcher; none outside a Slurm job."""
-    return other_launchers.variables_for_rank(
+    return rankwise.slurm_variables(
         os.environ, rank=rank, local_rank=local_rank, node_rank=node_rank, ranks_per_node=ranks_per_node
     )
 
@@ -134,7 +134,7 @@ def set_horovod_variables(timeline: str | None) -> None:
     """
     reading = read_process()
     if reading.source != table.NOBODY:
-        os.environ.update(other_launchers.horovod_variables(reading))
+        os.environ.update(rankwise.horovod_variables(reading))
     if timeline is not None:
         os.environ["HOROVOD_TIMELINE"] = timeline
 
@@ -190,7 +190,7 @@ def of_one_process() -> Generator[None]:
     hidden = {
         name: value
         for name, value in os.environ.items()
-        if name in _OF_RANKS or name.startswith(("TORCHELASTIC_", other_launchers.AGENT_PREFIX))
+        if name in _OF_RANKS or name.startswith(("TORCHELASTIC_", rankwise.AGENT_PREFIX))
     }
     if rankwise.ROW.sign in hidden:
         hidden |= {name: os.environ[name] for name in rankwise.OWN_NAMES if name in os.environ}

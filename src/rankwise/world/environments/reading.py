@@ -7,7 +7,7 @@ Pure: takes mappings, returns values, reads no process variable itself. Imported
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -130,23 +130,6 @@ def read_numbers(
         return Missing(names=missing)
     found: dict[str, Any] = {field_name: integer(variables, name) for field_name, name in numbers.items()}
     return Reading(source=source, **found)
-
-
-def read_mpi(
-    source: str, variables: Mapping[str, str], numbers: Mapping[str, str], *, needed: Iterable[str], job: str | None
-) -> Reading | Missing:
-    """Do as :func:`read_numbers`, for a launcher of MPI, which sets no address: only the name of its ``job``."""
-    found = read_numbers(source, variables, numbers, needed=needed)
-    if isinstance(found, Missing):
-        return found
-    if found.is_one_machine:
-        found = replace(found, node_rank=0, num_nodes=1)
-    return replace(
-        found,
-        address=address(variables),
-        secret=job_secret(variables),
-        job_key=file_name(f"{source}-{job}") if job else None,
-    )
 
 
 def integer(variables: Mapping[str, str], name: str) -> int | None:

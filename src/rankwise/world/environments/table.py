@@ -2,7 +2,7 @@
 """The ordered table of environments, and the decision about which of them started this process.
 
 Pure: variables in, a reading out. A new environment is one new file and one line here. Imported by this package's
-``arguments`` and ``process``. The rules:
+``arguments`` and ``process``, the explanation for ``rankwise env`` and ``rankwise doctor``. The rules:
 
 - Only a complete set of a launcher's variables counts. An incomplete set is an error that names
   what is missing, not a world of one.
@@ -20,15 +20,17 @@ Pure: variables in, a reading out. A new environment is one new file and one lin
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from rankwise.errors import ConfigurationError, EnvironmentConflict
-from rankwise.world.environments import env, mpich, openmpi, rankwise, slurm, torchrun
-from rankwise.world.environments.reading import Environment, Missing, ProcessContext, Reading, misfit, told
+from rankwise.errors import ConfigurationError, EnvironmentConflict, RankwiseError
+from rankwise.world.environments import mpi, rankwise, slurm, torchrun
+from rankwise.world.environments.reading import SECRET_NAME, Environment, Missing, ProcessContext, Reading, misfit, told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from rankwise.world.environments.reading import Environment
 
 TABLE = (
     # The first two own the processes they start: other variables describe the job around
@@ -36,13 +38,13 @@ TABLE = (
     rankwise.ROW,
     torchrun.ROW,
     # Set by hand, or by an operator, for this particular process.
-    env.ROW,
+    torchrun.ENV_ROW,
     # mpirun inside an allocation is between Slurm and the process.
-    openmpi.ROW,
-    mpich.HYDRA_ROW,
+    mpi.OPENMPI_ROW,
+    mpi.HYDRA_ROW,
     slurm.ROW,
     # srun can also serve PMI; Slurm's own variables then hold more.
-    mpich.PMI_ROW,
+    mpi.PMI_ROW,
 )
 NOBODY = "nobody"
 
@@ -125,7 +127,7 @@ def _complete_readings(around: ProcessContext) -> tuple[list[Reading], Missing |
             continue
         said = environment.read(around)
         if isinstance(said, Missing):
-            if environment is not env.ROW:
+            if environment is not torchrun.ENV_ROW:
                 raise incomplete(environment, said, around.variables)
             partial = said
         elif said is not None:
@@ -142,7 +144,7 @@ def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> N
     for reading in found:
         if partial.rank in {None, reading.rank} and partial.world_size in {None, reading.world_size}:
             return
-    raise incomplete(env.ROW, partial, around.variables)
+    raise incomplete(torchrun.ENV_ROW, partial, around.variables)
 
 
 def _agreed(around: ProcessContext, found: list[Reading]) -> Reading:
@@ -193,7 +195,7 @@ def _checked(around: ProcessContext, reading: Reading) -> Reading:
         )
     reason = f"{environment.title}: {evidence}, because {environment.because}"
     # Torchrun and rankwise set the plain variables themselves.
-    others = [one for one in TABLE if one.name in environment.overrules and one is not env.ROW]
+    others = [one for one in TABLE if one.name in environment.overrules and one is not torchrun.ENV_ROW]
     surrounding = [one.title for one in others if around.variables.get(one.sign)]
     if surrounding:
         reason += f"; variables of {' and '.join(surrounding)} are also set, from the job around it"
@@ -223,3 +225,101 @@ def _nobody(variables: Mapping[str, str]) -> Reading:
     told_by = told(variables, ("SLURM_JOB_ID", "SLURM_NTASKS"))
     reason = f"nobody: {told_by}, but this process is not in a Slurm step; start it with srun to get {num_tasks} ranks"
     return replace(reading, reason=reason, warns=True)
+
+
+# -- how it was decided: every row and its result, as a value -------------------------------------------------
+
+FOUND, INCOMPLETE, OVERRULED, BAD, ABSENT = "found", "incomplete", "overruled", "bad", "not there"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The result for one environment of the table."""
+
+    name: str
+    title: str
+    verdict: str
+    """``found``, ``incomplete``, ``overruled``, ``bad`` or ``not there``."""
+    rank: int | None = None
+    world_size: int | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+    """Names and values of its variables that are set."""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What was decided about what started this process, and everything that was checked."""
+
+    decided: Reading | None
+    """``None`` if it could not be decided; ``error`` then holds the reason."""
+    error: str | None
+    rows: tuple[Row, ...]
+    secret_is_set: bool
+    """Whether the variable of the job's secret is set; its value is not included."""
+
+
+def explain(variables: Mapping[str, str], argv: Sequence[str] = (), launcher_process: str | None = None) -> Explanation:
+    """Return what :func:`rankwise.world.environments.table.read` decides, and why. Never raises for what it finds."""
+    decided, error = None, None
+    try:
+        decided = read(variables, argv, launcher_process=launcher_process)
+    except RankwiseError as raised:
+        error = str(raised)
+    around = ProcessContext(variables=variables, argv=argv, launcher_process=launcher_process)
+    rows: list[Row] = []
+    overruled_by: dict[str, Environment] = {}
+    for environment in TABLE:
+        checked = _row(environment, around, overruled_by.get(environment.name), decided)
+        if checked.verdict == FOUND:
+            for name in environment.overrules:
+                overruled_by.setdefault(name, environment)
+        rows.append(checked)
+    return Explanation(decided=decided, error=error, rows=tuple(rows), secret_is_set=bool(variables.get(SECRET_NAME)))
+
+
+def _row(environment: Environment, around: ProcessContext, over: Environment | None, decided: Reading | None) -> Row:
+    given = tuple((name, around.variables[name]) for name in environment.names if around.variables.get(name))
+    said: Reading | Missing | RankwiseError | None
+    try:
+        said = environment.read(around)
+    except RankwiseError as error:
+        said = error
+    rank = said.rank if isinstance(said, Reading | Missing) else None
+    world_size = said.world_size if isinstance(said, Reading | Missing) else None
+    if said is None:
+        verdict, why = ABSENT, _why_absent(environment, around.variables)
+    elif over is not None:
+        verdict, why = OVERRULED, f"{over.title} started this process; these variables describe the job around it"
+    elif isinstance(said, Missing):
+        verdict, why = INCOMPLETE, f"not set: {', '.join(said.names)}"
+    elif isinstance(said, RankwiseError):
+        verdict, why = BAD, said.what
+    else:
+        verdict, why = FOUND, _why_found(environment, said, decided)
+    return Row(
+        name=environment.name,
+        title=environment.title,
+        verdict=verdict,
+        rank=rank,
+        world_size=world_size,
+        # Several rows share address and rank variables; if this row is absent, they belong to another.
+        variables=() if said is None and not around.variables.get(environment.sign) else given,
+        why=why,
+    )
+
+
+def _why_absent(environment: Environment, variables: Mapping[str, str]) -> str:
+    if variables.get(environment.sign):
+        return f"{environment.sign} is set, but {environment.title} did not start this process"
+    return f"{environment.sign} is not set"
+
+
+def _why_found(environment: Environment, said: Reading, decided: Reading | None) -> str:
+    if decided is None:
+        return f"complete: {environment.because}"
+    if decided.source == environment.name:
+        return f"decides: {environment.because}"
+    if (said.rank, said.world_size) == (decided.rank, decided.world_size):
+        return f"agrees with {row(decided.source).title}, and adds facts that it leaves open"
+    return "a step of one task, in which another launcher was started"
