@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise.compat.horovod.errors import NotOffered
+from rankwise.compat.horovod.exceptions import NotOffered
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function.launch import launch
 from rankwise.launch.hosts import host_list
