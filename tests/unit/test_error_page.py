@@ -18,7 +18,7 @@ FILES = (
     *SOURCE.glob("errors*.py"),
     SOURCE / "compat/horovod/exceptions.py",
     SOURCE / "compat/horovod/gradients.py",
-    SOURCE / "compat/megengine/autodiff/grad_manager.py",
+    SOURCE / "compat/megengine/autodiff.py",
 )
 """Where the classes are that a script may catch."""
 BASES = {"Exception", "RuntimeError", "ImportError", "UserWarning"}
