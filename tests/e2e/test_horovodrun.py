@@ -88,7 +88,7 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
         """
         import os
         import horovod.torch as hvd
-        from rankwise.compat.horovod.negotiation.queue import current_queue
+        from rankwise.compat.horovod.queue import current_queue
 
         hvd.init()
         hvd.barrier()

@@ -9,7 +9,7 @@ import torch
 from process_sets import total
 
 import rankwise.compat.horovod as hvd
-from rankwise.compat.horovod.negotiation.queue import current_queue
+from rankwise.compat.horovod.queue import current_queue
 
 if TYPE_CHECKING:
     from on_ranks import RunRanks

@@ -14,7 +14,7 @@ from torch import nn
 
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.compat.horovod.negotiation import queue
+from rankwise.compat.horovod import queue
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World

@@ -11,7 +11,7 @@ import torch
 import rankwise
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.compat.horovod.negotiation import queue
+from rankwise.compat.horovod import queue
 from rankwise.errors import CollectiveMismatch, PeerMissing
 
 if TYPE_CHECKING:

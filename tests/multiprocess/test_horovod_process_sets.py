@@ -17,8 +17,8 @@ from process_sets import total
 
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.compat.horovod.negotiation import set_log
-from rankwise.compat.horovod.negotiation.queue import current_queue
+from rankwise.compat.horovod import set_log
+from rankwise.compat.horovod.queue import current_queue
 from rankwise.errors import PeerFailed, PeerMissing
 
 if TYPE_CHECKING:

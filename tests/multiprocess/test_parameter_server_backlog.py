@@ -17,7 +17,7 @@ from rankwise import testing
 from rankwise.comm.session import current
 from rankwise.errors import PeerMissing
 from rankwise.parameter_server import worker as worker_file
-from rankwise.parameter_server.client import ServerConnection
+from rankwise.parameter_server.worker import ServerAddress, ServerConnection
 from rankwise.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
 from rankwise.store.wire import json_frame, listen
 
@@ -131,8 +131,9 @@ def test_a_stopped_server_is_waited_for_and_named(mode: str, most_steps: int) ->
 def test_a_message_before_the_answer_to_the_last_one_ends_the_connection() -> None:
     parameters = [torch.zeros(3)]
     connections = WorkerConnections(listen("127.0.0.1", 0), b"secret", [0], parameters)
-    connection = ServerConnection(0, parameters, threading.Condition(), "")
-    connection.open("127.0.0.1", connections.port, b"secret", WAIT_SECONDS)
+    server = ServerAddress(rank=1, host="127.0.0.1", port=connections.port, numbers=[0], ticket="")
+    connection = ServerConnection(0, server, parameters, threading.Condition())
+    connection.open(b"secret", WAIT_SECONDS)
     head = {"kind": "step", "weights": [1.0], "sums": [False]}
     connection.request(head, [0], [])
     with connections.changed:

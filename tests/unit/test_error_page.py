@@ -16,10 +16,9 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "rankwise"
 FILES = (
     *SOURCE.glob("errors*.py"),
-    SOURCE / "compat/horovod/errors.py",
     SOURCE / "compat/horovod/exceptions.py",
-    SOURCE / "compat/horovod/optimizer/wrapped_optimizer.py",
-    SOURCE / "compat/megengine/autodiff/grad_manager.py",
+    SOURCE / "compat/horovod/gradients.py",
+    SOURCE / "compat/megengine/autodiff.py",
 )
 """Where the classes are that a script may catch."""
 BASES = {"Exception", "RuntimeError", "ImportError", "UserWarning"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 
-from rankwise.compat.horovod.negotiation.request import HAS_JOINED, LEAVES, POLLS, WAITS, OperationRequest
-from rankwise.compat.horovod.negotiation.set_decisions import (
+from rankwise.compat.horovod.request import HAS_JOINED, LEAVES, POLLS, WAITS, OperationRequest
+from rankwise.compat.horovod.set_log import (
     HAS_LEFT,
     RUNS,
     EventOutcome,

@@ -12,7 +12,7 @@ from torch import nn
 
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.parameter_server.messages import TensorBuffer
-from rankwise.parameter_server.optimizer_state import options_of, set_options
+from rankwise.parameter_server.server_loop import StalenessBound
 from rankwise.parameter_server.setup import _updates_to_load
 from rankwise.parameter_server.shard import (
     ParameterShard,
@@ -20,8 +20,7 @@ from rankwise.parameter_server.shard import (
     checked_weights,
     weighted_mean,
 )
-from rankwise.parameter_server.snapshot import ServerSnapshots
-from rankwise.parameter_server.staleness import StalenessBound
+from rankwise.parameter_server.snapshot import ServerSnapshots, options_of, set_options
 from rankwise.replicate.parameter_division import divide_by_size
 
 if TYPE_CHECKING:

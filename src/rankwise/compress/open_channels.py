@@ -12,8 +12,7 @@ import torch
 
 from rankwise.comm.backends.protocol import describe_channels
 from rankwise.comm.backends.through_host import MirrorChannel
-from rankwise.compress.allgather_channel import AllGatherChannel, SharedAllGather
-from rankwise.compress.compressed_sums import sum_of_largest, sum_of_quantised
+from rankwise.compress.allgather_channel import AllGatherChannel, SharedAllGather, sum_of_largest, sum_of_quantised
 from rankwise.compress.low_rank import FactorPlan, Factors, LowRankChannel
 from rankwise.compress.methods import Narrow, PowerSGD, TopK
 

@@ -14,12 +14,13 @@ from rankwise.health.event_log import post_expendable
 from rankwise.health.preemption import StepSource
 from rankwise.log import log
 from rankwise.parameter_server.checks import ServerSetup, check_model, check_session, checked
-from rankwise.parameter_server.optimizer_state import (
+from rankwise.parameter_server.setup import (
+    RankRole,
     copy_optimizer_state_from,
     copy_parameters_from,
-    options_of,
+    open_worker_or_server,
 )
-from rankwise.parameter_server.setup import RankRole, open_worker_or_server
+from rankwise.parameter_server.snapshot import options_of
 from rankwise.parameter_server.worker import left
 from rankwise.replicate.loss.hooks import check_weight_function
 from rankwise.replicate.parameter_division import divide_by_size

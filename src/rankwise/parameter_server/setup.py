@@ -17,11 +17,9 @@ from rankwise.errors import CheckpointError, ConfigurationError, PeerMissing, fo
 from rankwise.health.collective_timeout import SLICE_SECONDS
 from rankwise.log import log
 from rankwise.parameter_server.messages import SECRET_KEY, create_memory, shared_home
-from rankwise.parameter_server.optimizer_state import copy_parameters_from, options_of, set_options
-from rankwise.parameter_server.server_loop import ServerLoop
+from rankwise.parameter_server.server_loop import ServerLoop, StalenessBound
 from rankwise.parameter_server.shard import ParameterShard
-from rankwise.parameter_server.snapshot import ServerSnapshots
-from rankwise.parameter_server.staleness import StalenessBound
+from rankwise.parameter_server.snapshot import ServerSnapshots, dense, options_of, set_options
 from rankwise.parameter_server.worker import ServerAddress, Worker, close_all
 from rankwise.parameter_server.worker_connections import WorkerConnections
 from rankwise.replicate.batchnorm import take_torchs_batchnorm
@@ -29,6 +27,7 @@ from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import subscribe
 from rankwise.replicate.loss.reports import Mode
 from rankwise.replicate.own_hooks import leave_out_of_copies
+from rankwise.replicate.same_model import broadcast_tensors
 from rankwise.replicate.strategy_registry import register
 from rankwise.store import bootstrap
 from rankwise.store.wire import listen
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.parameter_server.checks import ServerSetup
 
 
@@ -68,47 +68,52 @@ def open_worker_or_server(
     """
     setup.store.set_if_absent(SECRET_KEY, secrets.token_hex(32))
     secret = setup.store.get(SECRET_KEY, setup.detector.timeout_seconds)
-    settings, rank = setup.settings, setup.world.rank
-    index = settings.servers.index(rank) if rank in settings.servers else None
-    shard = connections = snapshots = mapping = None
-    # Workers follow gradients while servers create their memory; servers do while workers connect.
-    sync = _sync_of(model) if index is None else None
-    reported: dict[str, Any] = {}
-    home = shared_home(setup.exchange, setup.world)
-    if index is not None:
-        own = [setup.parameters[number] for number in setup.numbers_of[index]]
-        snapshots = _snapshots(setup, index)
-        mapping = create_memory(own) if home else None
-        shard = ParameterShard(own, setup.optimizer, setup.optimizer.step, mapping)
-        host = bootstrap.address_on_job(setup.store, setup.world)
-        connections = WorkerConnections(listen(host, 0), secret, settings.workers, own)
-        reported = {
-            "host": setup.world.hostname if host == bootstrap.EVERY_INTERFACE else host,
-            "port": connections.port,
-            "home": home,
-            "memory": "" if mapping is None else mapping.ticket,
-            "updates": [] if snapshots is None else snapshots.updates(),
-        }
-    of_rank = gather_json(reported, what="parameter_server()")
-    found = {server: of_rank[server]["updates"] for server in settings.servers}
-    updates = _updates_to_load(found, is_sync=settings.is_sync)
+    if setup.world.rank in setup.settings.servers:
+        return _open_server(setup, model, secret)
+    return _open_worker(setup, model, weight, secret)
+
+
+def _open_server(setup: ServerSetup, model: nn.Module, secret: bytes) -> RankRole:
+    settings, home = setup.settings, shared_home(setup.exchange, setup.world)
+    index = settings.servers.index(setup.world.rank)
+    own = [setup.parameters[number] for number in setup.numbers_of[index]]
+    snapshots = _snapshots(setup, index)
+    mapping = create_memory(own) if home else None
+    shard = ParameterShard(own, setup.optimizer, setup.optimizer.step, mapping)
+    host = bootstrap.address_on_job(setup.store, setup.world)
+    connections = WorkerConnections(listen(host, 0), secret, settings.workers, own)
+    reported = {
+        "host": setup.world.hostname if host == bootstrap.EVERY_INTERFACE else host,
+        "port": connections.port,
+        "home": home,
+        "memory": "" if mapping is None else mapping.ticket,
+        "updates": [] if snapshots is None else snapshots.updates(),
+    }
+    _, updates = _report(setup, reported)
     loader_state = None
-    if updates is not None:
-        loader_states: dict[str, Any] = {}
-        if index is not None and snapshots is not None and shard is not None:
-            loader_states = snapshots.load(updates[index])
-            shard.continue_from(updates[index])
-        loader_state = _load_saved(setup, loader_states)
-        log(f"parameter servers continue from update {min(updates)} in {settings.folder}")
-    if shard is not None and connections is not None:
-        staleness = StalenessBound(settings.workers, settings.max_staleness)
-        server_loop = ServerLoop(setup, shard, connections, staleness, snapshots)
-        register(model, _sync_of(model))
-        _wait_for_workers(connections, setup)
-        if mapping is not None:
-            mapping.settle()
-        _replace_step(setup.optimizer, _refuse_step)
-        return RankRole(server_loop=server_loop, loader_state=loader_state)
+    if updates is not None and snapshots is not None:
+        loader_states = snapshots.load(updates[index])
+        shard.continue_from(updates[index])
+        loader_state = _load_saved(setup, updates, loader_states)
+    staleness = StalenessBound(settings.workers, settings.max_staleness)
+    server_loop = ServerLoop(setup, shard, connections, staleness, snapshots)
+    # While workers connect.
+    register(model, _sync_of(model))
+    _wait_for_workers(connections, setup)
+    if mapping is not None:
+        mapping.settle()
+    _replace_step(setup.optimizer, _refuse_step)
+    return RankRole(server_loop=server_loop, loader_state=loader_state)
+
+
+def _open_worker(
+    setup: ServerSetup, model: nn.Module, weight: Callable[..., float | torch.Tensor] | None, secret: bytes
+) -> RankRole:
+    settings, home = setup.settings, shared_home(setup.exchange, setup.world)
+    # While servers create their memory.
+    sync = _sync_of(model)
+    of_rank, updates = _report(setup, {})
+    loader_state = None if updates is None else _load_saved(setup, updates, {})
     # With a staleness bound, gradients are computed from the newest parameters.
     worker = Worker(setup, is_ahead=not settings.is_sync and settings.max_staleness is None)
     servers = [
@@ -123,10 +128,16 @@ def open_worker_or_server(
     ]
     worker.connect(servers, secret)
     weakref.finalize(worker, close_all, worker.channels).atexit = False
-    sync = sync or _sync_of(model)
     register(model, sync)
     _follow(model, setup.optimizer, worker, weight, sync, num_workers=len(settings.workers))
     return RankRole(worker=worker, loader_state=loader_state)
+
+
+def _report(setup: ServerSetup, own: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int] | None]:
+    """Return what every rank reports, and the update whose file each server loads."""
+    of_rank = gather_json(own, what="parameter_server()")
+    found = {server: of_rank[server]["updates"] for server in setup.settings.servers}
+    return of_rank, _updates_to_load(found, is_sync=setup.settings.is_sync)
 
 
 def _snapshots(setup: ServerSetup, index: int) -> ServerSnapshots | None:
@@ -171,7 +182,7 @@ def _updates_to_load(found: Mapping[int, Sequence[int]], *, is_sync: bool) -> li
     return None
 
 
-def _load_saved(setup: ServerSetup, loader_states: dict[str, Any]) -> dict[str, Any] | None:
+def _load_saved(setup: ServerSetup, updates: list[int], loader_states: dict[str, Any]) -> dict[str, Any] | None:
     """Give all ranks the state that the servers have loaded; return the position from which all workers continue.
 
     Called by: every rank.
@@ -181,6 +192,7 @@ def _load_saved(setup: ServerSetup, loader_states: dict[str, Any]) -> dict[str, 
     set_options(setup.optimizer, of_rank[setup.settings.servers[0]]["groups"])
     for server, numbers in zip(setup.settings.servers, setup.numbers_of, strict=True):
         copy_parameters_from([setup.parameters[number] for number in numbers], server, setup.exchange)
+    log(f"parameter servers continue from update {min(updates)} in {setup.settings.folder}")
     states = [state for one in of_rank for state in one["workers"].values()]
     return min(states, key=lambda state: (state.get("epoch", 0), state.get("position", 0)), default=None)
 
@@ -268,3 +280,59 @@ def _refuse_step(_: torch.optim.Optimizer, *_arguments: object, **_keywords: obj
         do="iterate over rankwise.DataLoader, which yields nothing on a server; in other loops: `if "
         "server.is_server: server.serve()`, and server.finish() after the loop on workers",
     )
+
+
+def copy_parameters_from(parameters: Sequence[nn.Parameter], source: int, exchange: Exchange) -> None:
+    """Overwrite parameters with those of rank ``source``.
+
+    Called by: every rank.
+    """
+    with torch.no_grad():
+        tensors = [parameter.detach() for parameter in parameters]
+        broadcast_tensors(tensors, exchange, what=f"parameters of rank {source}", source=source)
+
+
+def copy_optimizer_state_from(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], source: int, exchange: Exchange
+) -> None:
+    """Overwrite the optimizer's state of ``parameters`` with that of rank ``source``.
+
+    Called by: every rank.
+    """
+    own = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+    is_source = exchange.rank == source
+    reported = gather_json(
+        [_state_facts(state) for state in own] if is_source else None, what="optimizer state of a server"
+    )
+    tensors: list[torch.Tensor] = []
+    for parameter, state, entries in zip(parameters, own, reported[source], strict=True):
+        taken = {
+            key: value if dtype is None else _tensor_like(state.get(key), parameter, dtype, shape, on_device=on_device)
+            for key, value, dtype, shape, on_device in entries
+        }
+        if taken:
+            optimizer.state[parameter] = state if is_source else taken
+        keys = [key for key, _, dtype, _, _ in entries if dtype is not None]
+        tensors += [dense(state[key]) if is_source else taken[key] for key in keys]
+    with torch.no_grad():
+        broadcast_tensors(tensors, exchange, what=f"optimizer state of rank {source}", source=source)
+
+
+def _state_facts(state: dict[str, Any]) -> list[list[Any]]:
+    """Return the state of one parameter as JSON: key, value, and dtype, shape and place of a tensor."""
+    return [
+        [key, None, str(value.dtype).removeprefix("torch."), list(value.shape), value.ndim > 0]
+        if isinstance(value, torch.Tensor)
+        else [key, value, None, None, False]
+        for key, value in state.items()
+    ]
+
+
+def _tensor_like(
+    now: object, parameter: nn.Parameter, dtype: str, shape: list[int], *, on_device: bool
+) -> torch.Tensor:
+    if isinstance(now, torch.Tensor) and list(now.shape) == shape:
+        return now
+    # Scalars, such as the number of steps, stay on the CPU.
+    device = parameter.device if on_device else torch.device("cpu")
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshots of one server's state in a folder: complete files or none, the newest two, with checksums.
 
-Knows no other rank. Nothing is pickled.
+Also the options of an optimizer as JSON, as files and messages hold them. Knows no other rank. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import warn
-from rankwise.parameter_server.optimizer_state import dense, options_of, set_options
 from rankwise.tensors.arrays import memory_of
 from rankwise.tensors.synced_folders import make_folder, staged_file
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+Options = dict[str, Any]
 FILE = re.compile(r"server-(\d+)-of-(\d+)-update-(\d+)\.safetensors")
 NUM_KEPT = 2
 
@@ -254,3 +254,44 @@ def _sum_of(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def _parameters_text(kinds: Iterable[tuple[Any, ...]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, *shape, _ in sorted(kinds)) or "nothing"
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[Options]:
+    """Return the options of every group.
+
+    Raises:
+        ConfigurationError: one is not a number, a text or a tuple of them.
+    """
+    return [
+        {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def set_options(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give every group the options that :func:`options_of` returned."""
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in options.items():
+            now = group.get(name)
+            if isinstance(now, torch.Tensor):
+                now.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) and not isinstance(now, list) else value
+
+
+def _plain(name: str, value: object) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(name, one) for one in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigurationError(
+        f"The optimizer's option {name} is a {type(value).__name__}, which cannot be sent to a parameter server.",
+        do="use an optimizer whose options are numbers, strings, or tuples of them",
+    )
+
+
+def dense(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a dense one: the momentum of sparse gradients is sparse."""
+    return value.to_dense() if value.is_sparse else value

@@ -1,25 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's steps: it sends gradients to the servers and receives parameters."""
+"""A worker's steps: it sends gradients to the servers and receives parameters.
+
+Each server has a connection with a thread of its own, which sends the main thread's messages and receives the answers.
+The next message is sent only after the last was answered. At most one step waits behind an unanswered one, since a
+worker takes its answer before its next step; loops without steps are counted. So a slow or stopped server makes a
+worker wait in its next step, and fills the memory of neither.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import queue
+import socket
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwise.comm.point_to_point.waiting import PeerWait, wait
-from rankwise.errors import ConfigurationError, NotJoined
-from rankwise.parameter_server.client import ServerConnection
-from rankwise.parameter_server.messages import TensorRows
+from rankwise.errors import ConfigurationError, NotJoined, RankwiseError
+from rankwise.parameter_server.messages import (
+    PURPOSE,
+    ServerMessage,
+    TensorBuffer,
+    TensorRows,
+    create_memory,
+    open_memory,
+    packed,
+    receive_buffers,
+)
+from rankwise.store.wire import fill, json_frame, open_connection, receive_frame
 from rankwise.torch_private import foreach
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.parameter_server.checks import ServerSetup
-    from rankwise.parameter_server.messages import Head, ServerMessage
+    from rankwise.parameter_server.messages import Head
 
 SPARE_SECONDS = 10.0
 """How much longer than the servers a worker waits: they report the rank that everyone waits for."""
@@ -36,6 +56,146 @@ class ServerAddress:
     """Of the parameters that it keeps."""
     ticket: str
     """Of the memory that it shares with workers of its host; empty if this worker cannot open it."""
+
+
+class ServerConnection:
+    """The connection to one server, from the first message to ``close``.
+
+    Args:
+        rank: of this worker.
+        server: that it connects to.
+        parameters: that the server keeps.
+        changed: notified when an answer arrives, or the connection breaks.
+    """
+
+    def __init__(
+        self, rank: int, server: ServerAddress, parameters: Sequence[torch.Tensor], changed: threading.Condition
+    ) -> None:
+        self.server = server
+        self.outgoing = TensorBuffer(parameters)
+        """Tensors for the server; written while no request is open."""
+        self.incoming = TensorBuffer(parameters)
+        """Tensors from the server; read while no request is open."""
+        self.is_shared = False
+        """Whether both are memory that the server has mapped too."""
+        self._parameters = parameters
+        self.error: str | None = None
+        """Why requests are no longer possible."""
+        self._is_connected = False
+        self._rank = rank
+        self._changed = changed
+        self._answer: ServerMessage | None = None
+        self._outbox: queue.SimpleQueue[list[bytes | memoryview] | Counter[int] | None] = queue.SimpleQueue()
+        self._loops: Counter[int] | None = None
+        """Loops without steps, by loader: the last entry of the outbox, while it is there and more can be counted."""
+        self._is_over = False
+        self._socket: socket.socket | None = None
+
+    def open(self, secret: bytes, timeout_seconds: float) -> None:
+        """Begin to connect, with the secret of the job."""
+        arguments = (secret, timeout_seconds)
+        threading.Thread(target=self._run, args=arguments, name="rankwise-to-server", daemon=True).start()
+
+    def request(self, head: Head, positions: Sequence[int], rows: Sequence[TensorRows]) -> None:
+        """Send a message with tensors of ``outgoing`` by position and rows of others; then receive its answer."""
+        message = packed(head, self.outgoing, positions, rows, is_shared=self.is_shared)
+        with self._changed:
+            self._loops = None
+            self._outbox.put(message)
+
+    def end_loop(self, loader: int) -> None:
+        """Notify the server that a loop without steps is over, without waiting."""
+        with self._changed:
+            if self._loops is None:
+                self._loops = Counter()
+                self._outbox.put(self._loops)
+            self._loops[loader] += 1
+
+    def has_connected(self) -> bool:
+        """Return whether the server accepts requests."""
+        return self._is_connected
+
+    def has_answer(self) -> bool:
+        """Return whether the answer to the request has arrived."""
+        return self._answer is not None
+
+    def take(self) -> ServerMessage:
+        """Return the answer that has arrived; its whole tensors are in ``incoming``."""
+        answer, self._answer = self._answer, None
+        if answer is None:
+            raise RuntimeError("no reply was received")
+        return answer
+
+    def leave(self) -> None:
+        """Announce that no request follows, and close."""
+        self._outbox.put(None)
+
+    def has_left(self) -> bool:
+        """Return whether the server has been notified, or no longer can be."""
+        return self._is_over
+
+    def close(self) -> None:
+        """Close at once."""
+        self._outbox.put(None)
+        sock = self._socket
+        if sock is not None:
+            with contextlib.suppress(OSError):  # It is closed already.
+                sock.shutdown(socket.SHUT_RDWR)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self, secret: bytes, timeout_seconds: float) -> None:
+        try:
+            with open_connection(self.server.host, self.server.port, secret, PURPOSE, timeout_seconds) as sock:
+                self._socket = sock
+                self._talk(sock)
+        except (OSError, RankwiseError) as error:
+            self.error = str(error) or type(error).__name__
+        finally:
+            self._socket = None
+            with self._changed:
+                self.error = self.error or "the connection was closed"
+                self._is_over = True
+                self._changed.notify_all()
+
+    def _talk(self, sock: socket.socket) -> None:
+        self._greet(sock)
+        with self._changed:
+            self._is_connected = True
+            self._changed.notify_all()
+        while (message := self._outbox.get()) is not None:
+            if isinstance(message, Counter):
+                sock.sendall(self._loops_ended(message))
+                receive_frame(sock)
+                continue
+            for piece in message:
+                sock.sendall(piece)
+            head = json.loads(receive_frame(sock))
+            memory, rows = receive_buffers(head, self.incoming, is_shared=self.is_shared)
+            for piece in memory:
+                fill(sock, piece)
+            with self._changed:
+                self._answer = ServerMessage(head, rows)
+                self._changed.notify_all()
+        sock.sendall(json_frame({"kind": "leave"}))
+
+    def _loops_ended(self, loops: Counter[int]) -> bytes:
+        with self._changed:
+            if self._loops is loops:
+                self._loops = None
+        return json_frame({"kind": "end_loops", "loops": [*loops.items()], "whole": [], "rows": []})
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Send this worker's rank, and share memory with a server that can."""
+        theirs = open_memory(self.server.ticket, self._parameters)
+        own = None if theirs is None else create_memory(self._parameters)
+        sock.sendall(json_frame({"worker": self._rank, "memory": "" if own is None else own.ticket}))
+        self.is_shared = bool(json.loads(receive_frame(sock))["is_shared"])
+        for mapping in (own, theirs):
+            if mapping is not None:
+                mapping.settle()
+        if self.is_shared:
+            self.outgoing, self.incoming = TensorBuffer(self._parameters, own), TensorBuffer(self._parameters, theirs)
 
 
 class Worker:
@@ -57,7 +217,6 @@ class Worker:
         self._changed = threading.Condition()
         self.channels: list[ServerConnection] = []
         """One to each server, until this worker leaves."""
-        self._servers: list[ServerAddress] = []
         self._awaits_answer = False
         self._is_broken = False
         """Whether waiting for an answer was interrupted, as by Ctrl-C: this worker stops waiting for replies."""
@@ -67,12 +226,11 @@ class Worker:
         """Connect to every server."""
         for server in servers:
             kept = [self._parameters[number] for number in server.numbers]
-            channel = ServerConnection(self._setup.world.rank, kept, self._changed, server.ticket)
-            self._servers.append(server)
+            channel = ServerConnection(self._setup.world.rank, server, kept, self._changed)
             self.channels.append(channel)
-            channel.open(server.host, server.port, secret, self._setup.detector.timeout_seconds)
-        for server, channel in self._pairs():
-            self._wait("connecting to a parameter server", server, channel, channel.has_connected)
+            channel.open(secret, self._setup.detector.timeout_seconds)
+        for channel in self.channels:
+            self._wait("connecting to a parameter server", channel, channel.has_connected)
 
     def report_loader(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Send ``state()``, the position of the training loop, with each step for the snapshots."""
@@ -106,13 +264,13 @@ class Worker:
             head["groups"] = self._sent_groups = groups
         if self._loader_state is not None:
             head["loader"] = dict(self._loader_state())
-        for server, channel in self._pairs():
-            positions, rows = self._gradients(server)
+        for channel in self.channels:
+            positions, rows = self._gradients(channel.server)
             if not weights or not weights[-1]:
                 # Parameters that backward used are updated, if only by momentum; the others stay.
                 channel.request(head | {"zeros": positions}, [], rows)
             else:
-                self._copy(server, positions, channel)
+                self._copy(channel, positions)
                 channel.request(head, positions, rows)
         self._awaits_answer = True
         if not self._is_ahead:
@@ -145,13 +303,10 @@ class Worker:
         self._take()
         for channel in self.channels:
             channel.leave()
-        for server, channel in self._pairs():
-            self._wait("leaving the parameter servers", server, channel, channel.has_left)
+        for channel in self.channels:
+            self._wait("leaving the parameter servers", channel, channel.has_left)
         # The optimizer keeps this worker, and the channels' memory is as large as the model.
         self.channels.clear()
-
-    def _pairs(self) -> Iterator[tuple[ServerAddress, ServerConnection]]:
-        return zip(self._servers, self.channels, strict=True)
 
     def _have_gradients(self) -> bool:
         """Return whether there is a gradient that is not zero."""
@@ -180,9 +335,9 @@ class Worker:
         return whole, rows
 
     @torch.no_grad()
-    def _copy(self, server: ServerAddress, positions: Sequence[int], channel: ServerConnection) -> None:
+    def _copy(self, channel: ServerConnection, positions: Sequence[int]) -> None:
         """Copy gradients into the outgoing buffer."""
-        gradients = [self._parameters[server.numbers[position]].grad for position in positions]
+        gradients = [self._parameters[channel.server.numbers[position]].grad for position in positions]
         if gradients:
             views = [channel.outgoing.views[position] for position in positions]
             foreach.copy_(views, [one for one in gradients if one is not None])
@@ -192,17 +347,17 @@ class Worker:
         if not self._awaits_answer:
             return
         try:
-            for server, channel in self._pairs():
-                self._wait("optimizer.step()", server, channel, channel.has_answer)
-                self._put_in_place(server, channel, channel.take())
+            for channel in self.channels:
+                self._wait("optimizer.step()", channel, channel.has_answer)
+                self._put_in_place(channel, channel.take())
         except BaseException:
             self._is_broken = True
             raise
         self._awaits_answer = False
 
     @torch.no_grad()
-    def _put_in_place(self, server: ServerAddress, channel: ServerConnection, answer: ServerMessage) -> None:
-        own = [self._parameters[number].detach() for number in server.numbers]
+    def _put_in_place(self, channel: ServerConnection, answer: ServerMessage) -> None:
+        own = [self._parameters[number].detach() for number in channel.server.numbers]
         whole = answer.head["whole"]
         if whole:
             foreach.copy_(
@@ -213,14 +368,15 @@ class Worker:
             parameter.index_copy_(0, rows.indices.to(parameter.device), rows.values.to(parameter.device))
         self.num_updates = answer.head["updates"]
 
-    def _wait(self, what: str, server: ServerAddress, channel: ServerConnection, is_there: Callable[[], bool]) -> None:
+    def _wait(self, what: str, channel: ServerConnection, is_there: Callable[[], bool]) -> None:
+        rank = channel.server.rank
         peer_wait = PeerWait(
             what=what,
-            peer=server.rank,
+            peer=rank,
             detector=self._setup.detector,
             broken=lambda: channel.error,
             spare_seconds=SPARE_SECONDS,
-            do=f"look at the output of rank {server.rank}, a parameter server, and of the slowest worker",
+            do=f"look at the output of rank {rank}, a parameter server, and of the slowest worker",
         )
         wait(peer_wait, self._changed, is_there)
 

@@ -9,6 +9,7 @@ Imported by place and hooks.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -71,25 +72,6 @@ class OffloadedPart:
             if slot.is_parameter
         ]
         self._shown: list[tuple[_ParameterSlot, torch.Tensor | None]] = []
-        self._depth = 0
-        """The number of nested calls that are running."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a call of the part is running."""
-        return self._depth > 0
-
-    def enter(self) -> None:
-        """Note that a call begins, perhaps within another one."""
-        self._depth += 1
-
-    def leave(self) -> None:
-        """Note that a call has ended."""
-        self._depth -= 1
-
-    def abandon(self) -> None:
-        """Note that all calls have ended, after an interrupt."""
-        self._depth = 0
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -174,6 +156,8 @@ class Fetching:
         self._after_in_backward: dict[OffloadedPart, OffloadedPart] = {}
         self._backward = _Backward()
         self._open: list[OffloadedPart] = []
+        self._num_calls: Counter[OffloadedPart] = Counter()
+        """The number of nested calls of each part that are running."""
         self._hooked: set[OffloadedPart] = set()
 
     def begin(self) -> None:
@@ -183,7 +167,7 @@ class Fetching:
             return
         # Left by an interrupt, after which torch calls no hooks.
         for away in self._open[::-1]:
-            away.abandon()
+            del self._num_calls[away]
             self._close(away)
         self._after_backward()
         self._last = None
@@ -200,9 +184,8 @@ class Fetching:
         ``with_notes`` keeps notes for backward in place of weights. torch.utils.checkpoint requires as many tensors to
         be kept when it calls layers again as when they were called within their part.
         """
-        is_within = away.is_running
-        away.enter()
-        if is_within:
+        self._num_calls[away] += 1
+        if self._num_calls[away] > 1:
             return
         self._open.append(away)
         try:
@@ -230,11 +213,15 @@ class Fetching:
 
     def leave(self, away: OffloadedPart) -> None:
         """End what :meth:`enter` began."""
-        if not away.is_running:
+        if not self.is_running(away):
             return
-        away.leave()
-        if not away.is_running:
+        self._num_calls[away] -= 1
+        if not self.is_running(away):
             self._close(away)
+
+    def is_running(self, away: OffloadedPart) -> bool:
+        """Return whether a call of the part is running."""
+        return self._num_calls[away] > 0
 
     def _close(self, away: OffloadedPart) -> None:
         away.hide()
@@ -292,7 +279,7 @@ class Fetching:
             return _copies(away)
 
     def _fetch_ahead(self, following: OffloadedPart | None, running: OffloadedPart) -> None:
-        if self._is_ahead and following is not None and following is not running and not following.is_running:
+        if self._is_ahead and following is not None and following is not running and not self.is_running(following):
             device = following.device
             if device not in self._streams:
                 # Created once: torch keeps freed memory separate for every stream.

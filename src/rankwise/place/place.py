@@ -21,7 +21,6 @@ from rankwise.errors import ConfigurationError
 from rankwise.health.step_meter import note_layout
 from rankwise.place import hooks
 from rankwise.place.device_memory import default_budgets, device_name, free_disk_bytes
-from rankwise.place.int8 import bytes_of_quantised, quantisable
 from rankwise.place.offload_files import OffloadFiles
 from rankwise.place.plan import (
     OFFLOADED,
@@ -36,7 +35,15 @@ from rankwise.place.plan import (
     parse_bytes,
 )
 from rankwise.place.units import joined, sizes_of, units_of
-from rankwise.place.weights import TensorDevices, WeightSource, commit, in_short, prepare
+from rankwise.place.weights import (
+    TensorDevices,
+    WeightSource,
+    bytes_of_quantised,
+    commit,
+    in_short,
+    prepare,
+    quantisable,
+)
 from rankwise.replicate.blocks import near
 from rankwise.replicate.self_check import check_torch, gradients, loss_fn
 from rankwise.replicate.strategy_registry import (

@@ -9,8 +9,27 @@ import sys
 
 from rankwise.compat.horovod import elastic
 from rankwise.compat.horovod.alias import provide
+from rankwise.compat.horovod.api import barrier, join, poll, synchronize
+from rankwise.compat.horovod.collectives import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
 from rankwise.compat.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
-from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
+from rankwise.compat.horovod.distributed_optimizer import DistributedOptimizer
+from rankwise.compat.horovod.exceptions import HorovodInternalError, NotOffered
 from rankwise.compat.horovod.extensions import check_extension
 from rankwise.compat.horovod.initialization import (
     ccl_built,
@@ -33,33 +52,18 @@ from rankwise.compat.horovod.initialization import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from rankwise.compat.horovod.launching import run
-from rankwise.compat.horovod.operations.api import barrier, join, poll, synchronize
-from rankwise.compat.horovod.operations.collectives import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
-from rankwise.compat.horovod.operations.functions import (
+from rankwise.compat.horovod.objects_and_state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from rankwise.compat.horovod.operations.reducing import (
+from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from rankwise.compat.horovod.reducing import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -69,11 +73,8 @@ from rankwise.compat.horovod.operations.reducing import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from rankwise.compat.horovod.optimizer.distributed_optimizer import DistributedOptimizer
-from rankwise.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from rankwise.compat.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from rankwise.compat.horovod.request import Adasum, Average, Max, Min, Product, Sum
 from rankwise.compat.horovod.sync_batch_norm import SyncBatchNorm
-from rankwise.compat.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

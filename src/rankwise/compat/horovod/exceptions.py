@@ -1,11 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``horovod.common.exceptions``: the exceptions that elastic scripts name."""
+"""``horovod.common.exceptions``: the errors of Horovod's calls, besides those that every call of rankwise may raise."""
 
 from __future__ import annotations
 
-from rankwise.compat.horovod.errors import HorovodInternalError
+from rankwise.errors import ConfigurationError, RankwiseError
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
+
+
+class HorovodInternalError(RankwiseError, RuntimeError):
+    """An operation could not be carried out: ranks passed different arguments for one name, or wait for each other.
+
+    Scripts raise it themselves, without a message.
+    """
+
+    def __init__(self, what: str = "An operation failed.", **fields: str | None) -> None:
+        super().__init__(what, **fields)
+
+
+class Refused(ConfigurationError, HorovodInternalError):
+    """An operation cannot be done with these arguments; Horovod calls this an internal error."""
+
+
+class NotOffered(RankwiseError, NotImplementedError):
+    """A part of Horovod that is not offered; ``do`` names a replacement."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -33,3 +51,8 @@ class HorovodVersionMismatchError(ImportError):
         super().__init__(f"{name} is {version}, and Horovod was built for {installed_version}", name=name)
         self.version = version
         self.installed_version = installed_version
+
+
+def not_initialized() -> ConfigurationError:
+    """Return the error of a call that needs a world."""
+    return ConfigurationError("Horovod's functions need hvd.init() first.", do="call hvd.init() first")

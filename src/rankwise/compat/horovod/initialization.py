@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +19,17 @@ from rankwise.comm import optimizer_steps
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.join import join, leave
 from rankwise.comm.session import current, current_or_none
-from rankwise.compat.horovod.errors import not_initialized
-from rankwise.compat.horovod.negotiation.queue import (
+from rankwise.comm.timeline import Timeline
+from rankwise.compat.horovod.exceptions import not_initialized
+from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
+from rankwise.compat.horovod.queue import (
     MachinePosition,
     OperationQueue,
     current_queue,
     current_queue_or_none,
     set_current_queue,
 )
-from rankwise.compat.horovod.negotiation.request import SetMembers
-from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
-from rankwise.compat.horovod.timeline import start_timeline
+from rankwise.compat.horovod.request import SetMembers
 from rankwise.errors import ConfigurationError
 from rankwise.log import log, logger
 from rankwise.world.device import accelerator
@@ -37,6 +38,7 @@ from rankwise.world.environments import process
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rankwise.comm.session import Session
     from rankwise.compat.horovod.process_sets import ProcessSet
     from rankwise.world.facts import World
 
@@ -316,3 +318,50 @@ def _seconds(text: str) -> float | None:
     if not text.isdecimal():
         raise ConfigurationError(f"{LIMIT}={text!r} is not a number of seconds.", do="set it to 600, for example")
     return float(text) or None
+
+
+class _Timelines:
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._under_way: Timeline | None = None
+        self._number = 0
+        session.on_leave(self.stop)
+
+    def start(self, path: Path) -> None:
+        if self._under_way is None:
+            self._number += 1
+            self._under_way = Timeline(self._session, path, self._number, current_queue().seat.hostnames)
+
+    def stop(self) -> None:
+        if self._under_way is not None:
+            timeline, self._under_way = self._under_way, None
+            timeline.stop()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002 - Horovod's arguments
+    """Record every step and collective of all ranks, until :func:`stop_timeline` or the end of the world.
+
+    Called by: every rank. Does nothing if a timeline has been started already.
+
+    Args:
+        file_path: what rank 0 writes at the end: trace events, for ui.perfetto.dev and chrome://tracing.
+        mark_cycles: ignored: there is no background thread with cycles.
+
+    Raises:
+        ConfigurationError: :func:`init` has not been called, the file cannot be written, or steps are not measured.
+
+    Source: rankwise.comm.timeline.
+    """
+    del mark_cycles
+    current_queue().session.once(_Timelines).start(Path(file_path))
+
+
+def stop_timeline() -> None:
+    """Write the timeline, if one has been started; rank 0 waits for the parts of the other ranks.
+
+    Called by: every rank.
+
+    Raises:
+        ConfigurationError: :func:`init` has not been called.
+    """
+    current_queue().session.once(_Timelines).stop()

@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise.compat.horovod.errors import NotOffered
+from rankwise.compat.horovod.exceptions import NotOffered
 from rankwise.errors import ConfigurationError
 from rankwise.launch.function.launch import launch
 from rankwise.launch.hosts import host_list
@@ -98,23 +98,7 @@ def run(  # noqa: PLR0917 - as people write and call it
     num_proc = _newer("num_proc", num_proc, "np", np, default=1)
     min_num_proc = _newer("min_num_proc", min_num_proc, "min_np", min_np, default=None)
     max_num_proc = _newer("max_num_proc", max_num_proc, "max_np", max_np, default=None)
-    if hosts is not None and hostfile is not None:
-        raise ConfigurationError(
-            "hosts and hostfile were both given.", evidence=f"hosts={hosts!r}, hostfile={hostfile!r}", do="pass one"
-        )
-    if use_gloo and use_mpi:
-        raise ConfigurationError("use_gloo and use_mpi were both given.", do="omit both: they have no effect here")
-    if mpi_args is not None:
-        raise NotOffered(
-            "hvd.run() does not take mpi_args: it does not use mpirun.",
-            do="start a script with mpirun itself: mpirun ... python -m rankwise.compat.horovod train.py",
-        )
-    if executable is not None and executable != sys.executable:
-        raise NotOffered(
-            f"hvd.run() starts ranks with the Python that runs this process, not {executable}.",
-            evidence=f"this process runs under {sys.executable}",
-            do="run the script with the other Python, and omit executable",
-        )
+    _check_start(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args, executable=executable)
     offered = _offered(hosts, hostfile)
     num_ranks = _num_ranks(num_proc, min_num_proc, max_num_proc, offered)
     without_effect = {
@@ -139,6 +123,22 @@ def run(  # noqa: PLR0917 - as people write and call it
     )
 
 
+def _check_start(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: str | None, executable: str | None) -> None:
+    if use_gloo and use_mpi:
+        raise ConfigurationError("use_gloo and use_mpi were both given.", do="omit both: they have no effect here")
+    if mpi_args is not None:
+        raise NotOffered(
+            "hvd.run() does not take mpi_args: it does not use mpirun.",
+            do="start a script with mpirun itself: mpirun ... python -m rankwise.compat.horovod train.py",
+        )
+    if executable is not None and executable != sys.executable:
+        raise NotOffered(
+            f"hvd.run() starts ranks with the Python that runs this process, not {executable}.",
+            evidence=f"this process runs under {sys.executable}",
+            do="run the script with the other Python, and omit executable",
+        )
+
+
 def _newer(name: str, value: N, old_name: str, old: int | None, *, default: N) -> N | int:
     """Return the value of an argument, or of its older name if it was passed by that name."""
     if old is None:
@@ -152,6 +152,10 @@ def _newer(name: str, value: N, old_name: str, old: int | None, *, default: N) -
 
 def _offered(hosts: str | None, hostfile: str | None) -> Slots:
     """Return the hosts, which are all this machine, and their slots; none if none were named."""
+    if hosts is not None and hostfile is not None:
+        raise ConfigurationError(
+            "hosts and hostfile were both given.", evidence=f"hosts={hosts!r}, hostfile={hostfile!r}", do="pass one"
+        )
     if hosts is None and hostfile is None:
         return []
     offered = host_list.read_slots(hostfile) if hostfile is not None else host_list.parse_slots(hosts or "", "hosts=")

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.compat.horovod.errors import Refused, not_initialized
-from rankwise.compat.horovod.negotiation.queue import announce, current_queue, current_queue_or_none
+from rankwise.compat.horovod.exceptions import Refused, not_initialized
+from rankwise.compat.horovod.queue import announce, current_queue, current_queue_or_none
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rankwise.comm.collectives import Group
-    from rankwise.compat.horovod.negotiation.request import SetMembers
+    from rankwise.compat.horovod.request import SetMembers
 
 
 class ProcessSet:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
+from rankwise.compat.horovod.collectives import allgather
 from rankwise.compat.horovod.initialization import size
-from rankwise.compat.horovod.operations.collectives import allgather
-from rankwise.compat.horovod.operations.reducing import allreduce
-from rankwise.compat.horovod.reduce_ops import Sum
+from rankwise.compat.horovod.reducing import allreduce
+from rankwise.compat.horovod.request import Sum
 from rankwise.replicate import global_statistics
 from rankwise.torch_private.modules import AnySizeBatchNorm, check_input_dim
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rankwise.compat.megengine.not_offered import refused
+from rankwise.compat.megengine.alias import provide, refused
 
 _ROOMS = ("autodiff", "data", "device", "distributed", "functional", "module", "optimizer")
 _OF_TENSORS = ("Parameter", "tensor")
@@ -30,10 +30,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _OF_TENSORS:
         return getattr(importlib.import_module(f"{__name__}.tensors"), name)
-    if name == "provide":
-        return importlib.import_module(f"{__name__}.alias").provide
     raise refused("megengine", name, __dir__(), _NOT_OFFERED.get(name))
 
 
 def __dir__() -> list[str]:
-    return [*_ROOMS, *_OF_TENSORS, "provide"]
+    return [*_ROOMS, *_OF_TENSORS, provide.__name__]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from rankwise.compat.megengine.not_offered import refusing
+from rankwise.compat.megengine.alias import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

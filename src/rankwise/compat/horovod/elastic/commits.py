@@ -143,7 +143,7 @@ class Commits:
 _run_numbers = itertools.count()
 
 
-def opened() -> Commits | None:
+def open_commits() -> Commits | None:
     """Return the commits of the next ``elastic.run``; ``None`` if no launcher would restart this job.
 
     Called by: every rank, once for each ``elastic.run``.

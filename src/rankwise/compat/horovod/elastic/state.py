@@ -12,7 +12,7 @@ from torch import nn
 from rankwise.comm.session import current_or_none
 from rankwise.compat.horovod.elastic.sampler import ElasticSampler
 from rankwise.compat.horovod.initialization import rank
-from rankwise.compat.horovod.operations.functions import (
+from rankwise.compat.horovod.objects_and_state import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,

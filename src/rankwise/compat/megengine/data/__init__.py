@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from rankwise.compat.megengine.alias import refusing
 from rankwise.compat.megengine.data import dataset, transform
-from rankwise.compat.megengine.data.collator import Collator
-from rankwise.compat.megengine.data.dataloader import DataLoader
+from rankwise.compat.megengine.data.dataloader import Collator, DataLoader
 from rankwise.compat.megengine.data.sampler import (
     Infinite,
     MapSampler,
@@ -15,7 +15,6 @@ from rankwise.compat.megengine.data.sampler import (
     SequentialSampler,
     StreamSampler,
 )
-from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = [
     "Collator",

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from rankwise.compat.megengine import device as helper
+from rankwise.compat.megengine.alias import refusing
 from rankwise.compat.megengine.distributed import functional
 from rankwise.compat.megengine.distributed.client import Client, get_client
-from rankwise.compat.megengine.distributed.gradients import AllreduceCallback, bcast_list_, make_allreduce_cb
+from rankwise.compat.megengine.distributed.group_collectives import AllreduceCallback, bcast_list_, make_allreduce_cb
 from rankwise.compat.megengine.distributed.groups import (
     WORLD,
     Group,
@@ -20,7 +21,6 @@ from rankwise.compat.megengine.distributed.groups import (
     synchronized,
 )
 from rankwise.compat.megengine.distributed.starting import Server, init_process_group, launcher
-from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = [
     "WORLD",

@@ -7,6 +7,7 @@ Every rank's backward must therefore reach each of them, in the same order. Impo
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +18,6 @@ from rankwise.comm.session import current
 from rankwise.compat.megengine.distributed import group_collectives
 from rankwise.compat.megengine.distributed.group_collectives import checked_axis, refuse_device, through
 from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
-from rankwise.compat.megengine.recording import keep_beginning, keep_end, recordings
 from rankwise.compat.megengine.tensors import dtype_of
 from rankwise.errors import ConfigurationError
 
@@ -38,6 +38,37 @@ __all__ = [
     "remote_send",
     "scatter",
 ]
+
+
+@dataclass(eq=False)
+class Recording:
+    """What backward of one recording GradManager must reach, besides the losses that are passed to it.
+
+    No loss of a rank depends on the tensors it sends, and those it receives depend on no tensor of the rank.
+    """
+
+    ends: list[torch.Tensor] = field(default_factory=list)
+    """Scalars with the value zero, from which backward starts as from a loss."""
+    beginnings: list[torch.Tensor] = field(default_factory=list)
+    """Leaves that backward must reach, since its path to them communicates."""
+
+
+recordings: list[Recording] = []
+"""The active ones of this process."""
+
+
+def keep_end(zero: torch.Tensor) -> None:
+    """Make backward start from ``zero`` too."""
+    if zero.requires_grad:
+        for recording in recordings:
+            recording.ends.append(zero)
+
+
+def keep_beginning(leaf: torch.Tensor) -> None:
+    """Make backward reach ``leaf`` too."""
+    if leaf.requires_grad:
+        for recording in recordings:
+            recording.beginnings.append(leaf)
 
 
 def reduce_sum(inp: torch.Tensor, group: Group = WORLD, device: str | None = None) -> torch.Tensor | None:

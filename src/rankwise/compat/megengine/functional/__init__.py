@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from rankwise.compat.megengine.alias import refusing
 from rankwise.compat.megengine.functional import distributed, loss, nn
-from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = ["distributed", "flatten", "loss", "matmul", "nn"]
 

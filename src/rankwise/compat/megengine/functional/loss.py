@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from rankwise.compat.megengine.not_offered import refusing
+from rankwise.compat.megengine.alias import refusing
 from rankwise.errors import ConfigurationError
 
 __all__ = ["cross_entropy"]

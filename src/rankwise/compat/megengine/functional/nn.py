@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from rankwise.compat.megengine.alias import refusing
 from rankwise.compat.megengine.functional.loss import cross_entropy
-from rankwise.compat.megengine.not_offered import refusing
 
 __all__ = ["cross_entropy"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rankwise.compat.megengine.not_offered import refusing
+from rankwise.compat.megengine.alias import refusing
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from rankwise.compat.megengine.not_offered import refusing
+from rankwise.compat.megengine.alias import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.compat.horovod.errors import Refused
-from rankwise.compat.horovod.negotiation.queue import OperationQueue, current_queue
-from rankwise.compat.horovod.negotiation.request import POLLS, ROWS_MAY_DIFFER, OperationRequest, PendingOperation
+from rankwise.compat.horovod.exceptions import Refused
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
+from rankwise.compat.horovod.queue import OperationQueue, current_queue
+from rankwise.compat.horovod.request import POLLS, ROWS_MAY_DIFFER, OperationRequest, PendingOperation
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

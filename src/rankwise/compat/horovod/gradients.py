@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rankwise.comm.collectives import exchange_of, gather_json
+from rankwise.compat.horovod import queue
+from rankwise.compat.horovod.api import synchronize
+from rankwise.compat.horovod.collectives import sparse_allreduce_async
 from rankwise.compat.horovod.compression import Compression
-from rankwise.compat.horovod.negotiation import queue
-from rankwise.compat.horovod.operations.api import synchronize
-from rankwise.compat.horovod.operations.collectives import sparse_allreduce_async
-from rankwise.compat.horovod.operations.reducing import allreduce_async_
-from rankwise.compat.horovod.optimizer.wrapped_optimizer import PassCounter
-from rankwise.compat.horovod.reduce_ops import Average, Sum
+from rankwise.compat.horovod.reducing import allreduce_async_
+from rankwise.compat.horovod.request import Average, Sum
 from rankwise.compress.methods import Narrow
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.bucket import Weights
-from rankwise.replicate.gradient_buckets import GradientBuckets
+from rankwise.replicate.gradient_buckets import GradientBuckets, call_when_accumulated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -58,6 +57,70 @@ class GradientReduction(NamedTuple):
         """Return the weight of every rank's gradients: a sum is a mean whose weights add up to one."""
         share = 1.0 / self.predivide_factor
         return Weights(share, share if self.op == Average else 1.0 / num_ranks)
+
+
+class GradientOrderError(ConfigurationError, AssertionError):
+    """Backward, ``step`` and ``zero_grad`` were called in an order that would lose gradients."""
+
+
+class PassCounter:
+    """Counts the gradients of some parameters; calls ``complete(number)`` after ``num_passes``, while backward runs."""
+
+    def __init__(self, num_passes: int, complete: Callable[[int], None]) -> None:
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self._num_passes = num_passes
+        self._expected: list[int] = []
+        """For each gradient, the number of passes of this step after which it is complete."""
+        self._left: list[int] = []
+        self._complete = complete
+        self.is_pending = False
+        """Whether there are gradients that no step has used."""
+
+    def follow(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Count the gradients of more parameters."""
+        for name, parameter in zip(names, parameters, strict=True):
+            call_when_accumulated(parameter, self, PassCounter._count, len(self.parameters))
+            self.names.append(name)
+            self.parameters.append(parameter)
+            self._expected.append(self._num_passes)
+            self._left.append(self._num_passes)
+
+    def expect(self, num_passes: int) -> None:
+        """Expect ``num_passes`` before each step, from now on; complete gradients of this step remain complete."""
+        self._num_passes = num_passes
+        for number, left in enumerate(self._left):
+            if left > 0:
+                self._expected[number] += num_passes - left
+                self._left[number] = num_passes
+
+    def start_over(self) -> None:
+        """Begin a step."""
+        self._expected = [self._num_passes] * len(self.parameters)
+        self._left = self._expected.copy()
+        self.is_pending = False
+
+    def _count(self, number: int) -> None:
+        left = self._left[number]
+        if left <= 0:
+            expected = self._expected[number]
+            late = f", complete before set_backward_passes_per_step({self._num_passes})" * (expected < self._num_passes)
+            raise GradientOrderError(
+                "backward() ran more than backward_passes_per_step times before step().",
+                evidence=f"{self.names[number]}: pass {expected + 1} of {expected}{late}",
+                do="set backward_passes_per_step to the number of backward passes between two steps, before the first",
+            )
+        gradient = self.parameters[number].grad
+        if gradient is not None and gradient.requires_grad:
+            raise GradientOrderError(
+                "Gradients that backward(create_graph=True) leaves in parameters of a DistributedOptimizer cannot be "
+                "differentiated again.",
+                do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
+            )
+        self.is_pending = True
+        self._left[number] = left - 1
+        if left == 1:
+            self._complete(number)
 
 
 class Gradients:

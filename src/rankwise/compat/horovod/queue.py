@@ -17,31 +17,34 @@ import torch
 
 from rankwise.comm.collectives import gather_json, new_group
 from rankwise.comm.session import current_or_none
-from rankwise.compat.horovod.errors import HorovodInternalError, Refused, not_initialized
-from rankwise.compat.horovod.negotiation.executor import (
+from rankwise.compat.horovod.exceptions import HorovodInternalError, Refused, not_initialized
+from rankwise.compat.horovod.executor import (
     carry_out,
     fits_a_note,
     input_of,
     reduced_from_notes,
     zeros_for,
 )
-from rankwise.compat.horovod.negotiation.matching import Decision, RankState, decide, stalled, state_from_json
-from rankwise.compat.horovod.negotiation.request import (
+from rankwise.compat.horovod.request import (
     ANNOUNCED,
     HAS_JOINED,
     LEAVES,
     POLLS,
     WAITS,
+    Decision,
     Key,
     OperationRequest,
     PendingOperation,
+    RankState,
     SetMembers,
     called,
+    decide,
     digest_of,
+    stalled,
+    state_from_json,
     waits_for,
 )
-from rankwise.compat.horovod.negotiation.set_decisions import EventOutcome, WaitEvent
-from rankwise.compat.horovod.negotiation.set_log import SetLog
+from rankwise.compat.horovod.set_log import EventOutcome, SetLog, WaitEvent
 from rankwise.errors import PeerMissing
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from rankwise.comm.collectives.signed import SignedCall
+from rankwise.compat.horovod.api import synchronize
+from rankwise.compat.horovod.collectives import allgather, broadcast, broadcast_async_
+from rankwise.compat.horovod.distributed_optimizer import WrappedOptimizer
 from rankwise.compat.horovod.initialization import rank
-from rankwise.compat.horovod.negotiation.queue import current_queue
-from rankwise.compat.horovod.operations.api import synchronize
-from rankwise.compat.horovod.operations.collectives import allgather, broadcast, broadcast_async_
-from rankwise.compat.horovod.optimizer.wrapped_optimizer import WrappedOptimizer
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
+from rankwise.compat.horovod.queue import current_queue
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

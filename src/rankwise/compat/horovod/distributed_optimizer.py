@@ -6,30 +6,128 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, cast
 
 import torch
 
+from rankwise.compat.horovod.api import synchronize
 from rankwise.compat.horovod.compression import Compression
-from rankwise.compat.horovod.errors import NotOffered
+from rankwise.compat.horovod.exceptions import NotOffered
+from rankwise.compat.horovod.gradients import GradientOrderError, GradientReduction, Gradients, PassCounter
 from rankwise.compat.horovod.initialization import size
-from rankwise.compat.horovod.operations.api import synchronize
-from rankwise.compat.horovod.operations.reducing import allreduce_async_
-from rankwise.compat.horovod.optimizer.gradients import GradientReduction, Gradients
-from rankwise.compat.horovod.optimizer.wrapped_optimizer import (
-    GradientOrderError,
-    PassCounter,
-    WrappedOptimizer,
-    wrapped,
-)
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
-from rankwise.compat.horovod.reduce_ops import Adasum, Average, known_op
+from rankwise.compat.horovod.reducing import allreduce_async_
+from rankwise.compat.horovod.request import Adasum, Average, known_op
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from torch import nn
+
+W = TypeVar("W", bound="WrappedOptimizer")
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """The first base of a class that is otherwise the wrapped optimizer's own."""
+
+    backward_passes_per_step: int
+    _parameter_names: dict[nn.Parameter, str]
+    """Named as in Horovod's optimizers, since subclasses and scripts read it."""
+    _passes: PassCounter | None = None
+    """``None`` if there are no other ranks to combine with."""
+    _frozen: list[nn.Parameter]
+    _synchronized = False
+    _should_synchronize = True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self._passes is not None and self._passes.is_pending
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise: a copy would not correspond to an optimizer on the other ranks."""
+        raise ConfigurationError(
+            "A DistributedOptimizer cannot be pickled or copied.",
+            do="save optimizer.state_dict(), and load it into a newly wrapped optimizer",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, and combine their gradients too."""
+        super().add_param_group(param_group)
+        known = {*map(id, self._parameter_names)}
+        index = len(self.param_groups) - 1
+        for number, parameter in enumerate(self.param_groups[index]["params"]):
+            if id(parameter) not in known:
+                self._parameter_names[parameter] = f"allreduce.noname.{index}.{number}"
+        self._follow(self.param_groups[index]["params"])
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Expect this number of backward passes before each step, from now on.
+
+        Complete gradients of the current step remain complete, since they may be being sent already: the next backward
+        that adds to one before ``step()`` raises a GradientOrderError. The others get ``passes`` more.
+        """
+        self.backward_passes_per_step = passes
+        if self._passes is not None:
+            self._passes.expect(passes)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state; gradients that were not combined yet are discarded."""
+        self._synchronized = False
+        self._should_synchronize = True
+        # A single rank may load: if nothing is being sent, its channels must remain as on the others.
+        if self.is_pending:
+            self.forget_gradients()
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        # Keep the same dicts: a scheduler that was created before the optimizer was wrapped refers to them.
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Clear the gradients.
+
+        Raises:
+            GradientOrderError: no step has used them yet. It is an ``AssertionError`` too.
+        """
+        if self.is_pending:
+            raise GradientOrderError(
+                "zero_grad() was called after backward() and before step() or synchronize(): gradients that are "
+                "already being reduced would be lost.",
+                do="call zero_grad() before the first backward() of a step, or after step()",
+            )
+        super().zero_grad(set_to_none)
+
+    def _follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Count the gradients of parameters; of frozen ones, once they are no longer frozen."""
+        if self._passes is not None:
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            self._passes.follow([self._parameter_names[parameter] for parameter in trained], trained)
+            self._frozen += [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def _follow_unfrozen(self) -> None:
+        if any(parameter.requires_grad for parameter in self._frozen):
+            were_frozen, self._frozen = self._frozen, []
+            self._follow(were_frozen)
+
+    def forget_gradients(self) -> None:
+        """Discard gradients that were computed but not combined."""
+        if self._passes is not None:
+            self._passes.start_over()
+
+
+def wrapped(kind: type[W], optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], passes: int) -> W:
+    """Return an optimizer with the class and the state of ``optimizer``, which is a ``kind`` too."""
+    own = type(optimizer)
+    both = type(own.__name__, (kind, own), {"__doc__": own.__doc__, "__module__": own.__module__})
+    result = object.__new__(both)
+    vars(result).update(vars(optimizer), backward_passes_per_step=passes, _parameter_names=names, _frozen=[])
+    # A scheduler may have stored the optimizer's own step here.
+    vars(result).pop("step", None)
+    return cast("W", result)
 
 
 def DistributedOptimizer(  # noqa: N802, PLR0917 - as people write and call it

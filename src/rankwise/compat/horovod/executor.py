@@ -16,13 +16,13 @@ import torch
 
 from rankwise.comm.backends.protocol import NOTE_BYTES
 from rankwise.comm.collectives import all_gather, all_gather_uneven, all_to_all, broadcast, exchange_of, reduce_scatter
-from rankwise.compat.horovod.reduce_ops import ReduceOp
+from rankwise.compat.horovod.request import ReduceOp
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.compat.horovod.negotiation.request import OperationRequest, PendingOperation
+    from rankwise.compat.horovod.request import OperationRequest, PendingOperation
 
 
 FUSED_BYTES = 2**20

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``allgather``, ``broadcast``, ``alltoall``, ``reducescatter`` and the sparse ``allreduce``, in all their forms.
 
-Their gradients are built on :func:`rankwise.compat.horovod.operations.reducing.allreduce`.
+Their gradients are built on :func:`rankwise.compat.horovod.reducing.allreduce`.
 """
 
 # ruff: noqa: PLR0917 - the order of the arguments is Horovod's, and scripts pass them by it
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.compat.horovod.api import check, check_group, only, submit, synchronize, with_gradients
 from rankwise.compat.horovod.compression import Compression, Compressor, compressed_all
-from rankwise.compat.horovod.errors import Refused
-from rankwise.compat.horovod.negotiation.queue import current_queue
-from rankwise.compat.horovod.operations.api import check, check_group, only, submit, synchronize, with_gradients
-from rankwise.compat.horovod.operations.reducing import Reduction, allreduce, begin_reduction, grouped_allreduce
+from rankwise.compat.horovod.exceptions import Refused
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
-from rankwise.compat.horovod.reduce_ops import Average, Sum
+from rankwise.compat.horovod.queue import current_queue
+from rankwise.compat.horovod.reducing import Reduction, allreduce, begin_reduction, grouped_allreduce
+from rankwise.compat.horovod.request import Average, Sum
 from rankwise.errors import ConfigurationError, fold_ranks
 from rankwise.torch_private.tensors import sparse_indices, sparse_values
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rankwise.compat.horovod.api import check, check_group, only, submit, synchronize, with_gradients
 from rankwise.compat.horovod.compression import Compression, Compressor, compressed_all
-from rankwise.compat.horovod.errors import HorovodInternalError, NotOffered
-from rankwise.compat.horovod.negotiation.queue import current_queue
-from rankwise.compat.horovod.operations.api import check, check_group, only, submit, synchronize, with_gradients
+from rankwise.compat.horovod.exceptions import HorovodInternalError, NotOffered
 from rankwise.compat.horovod.process_sets import ProcessSet, global_process_set
-from rankwise.compat.horovod.reduce_ops import Adasum, Average, Sum, chosen_op, known_op
+from rankwise.compat.horovod.queue import current_queue
+from rankwise.compat.horovod.request import Adasum, Average, Sum, chosen_op, known_op
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MegEngine's GradManager on torch's autograd: tensors that get gradients, and the callbacks of each gradient."""
+"""``megengine.autodiff``: the GradManager on torch's autograd: tensors that get gradients, and callbacks of each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import nn
 
 from rankwise.comm.collectives import exchange_of
 from rankwise.comm.optimizer_steps import account_for_part
-from rankwise.compat.megengine.distributed.gradients import AllreduceCallback
-from rankwise.compat.megengine.recording import Recording, recordings
+from rankwise.compat.megengine.alias import refusing
+from rankwise.compat.megengine.distributed.functional import Recording, recordings
+from rankwise.compat.megengine.distributed.group_collectives import AllreduceCallback
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.accumulation import add_back, restore, set_aside
 from rankwise.replicate.gradient_buckets import GradientBuckets, call_when_accumulated
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.replicate.bucket import Weights
+
+__all__ = ["GradManager", "NotRecording"]
 
 GradCallback = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -343,3 +346,6 @@ def _listed(given: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.T
     if given is None:
         return []
     return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+__getattr__ = refusing("megengine.autodiff", __all__, {"Function": "torch.autograd.Function"}.get)
