@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from rankwise.comm.collectives.signed import SignedCall
+from rankwise.comm.collectives.objects import SignedCall
 from rankwise.compat.horovod.initialization import rank
 from rankwise.compat.horovod.negotiation.queue import current_queue
 from rankwise.compat.horovod.operations.api import synchronize
