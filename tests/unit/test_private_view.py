@@ -9,8 +9,7 @@ import os
 import pytest
 import torch
 
-from rankwise.comm.backends.mapping import Mapping
-from rankwise.comm.backends.private_view import PrivateView, can_see_writes
+from rankwise.comm.backends.mapping import Mapping, PrivateView, can_see_writes
 from rankwise.health.fork_safety import threads_are_known
 
 PAGE = mmap.PAGESIZE

@@ -13,10 +13,9 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline import micro_batches
-from rankwise.pipeline.cost import block_costs
-from rankwise.pipeline.executor import Span
-from rankwise.pipeline.measured_step import MeasuredStep, write_picture
+from rankwise.pipeline.executor import MeasuredStep, Span, write_picture
 from rankwise.pipeline.pipeline import checked_count
+from rankwise.pipeline.plan import block_costs
 from rankwise.pipeline.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rankwise.pipeline.program import Program
+    from rankwise.pipeline.stages import Program
 
 CPU = torch.device("cpu")
 

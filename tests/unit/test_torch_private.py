@@ -37,14 +37,12 @@ from rankwise.torch_private import (
     compiler,
     dtensor,
     foreach,
-    gradient_totals,
     groups,
     kernels,
     loader,
     modules,
     pipelining,
     rendezvous,
-    saving,
     tensors,
     tree,
 )
@@ -826,13 +824,13 @@ def check_gradient_totals() -> None:
     begun: list[bool] = []
     found: list[float] = []
 
-    def complete(given: torch.optim.Optimizer, by_device: gradient_totals.Found) -> gradient_totals.Found:
+    def complete(given: torch.optim.Optimizer, by_device: modules.Found) -> modules.Found:
         assert given is optimizer
         found.append(float(by_device[weight.device]))
         return {weight.device: torch.ones(())}
 
-    gradient_totals.replace_norm(lambda tensors, *_: gradient_totals.total_norm(tensors) * 2)
-    gradient_totals.replace_scaler(complete, lambda one: begun.append(gradient_totals.has_scaled(one)))
+    modules.replace_norm(lambda tensors, *_: modules.total_norm(tensors) * 2)
+    modules.replace_scaler(complete, lambda one: begun.append(modules.has_scaled(one)))
     try:
         assert clip_grad_norm_([weight], 5.0).item() == nn.utils.get_total_norm([torch.tensor(10.0)]).item() / 2 == 10
         torch.testing.assert_close(weight.grad, torch.tensor([1.5, 2.0]))
@@ -846,7 +844,7 @@ def check_gradient_totals() -> None:
         assert scaler.get_scale() == 4
         assert (begun, found) == ([False, True, True, True], [0.0])
     finally:
-        gradient_totals.restore()
+        modules.restore_totals()
     assert nn.utils.get_total_norm([torch.tensor(10.0)]).item() == 10
     scaler.step(optimizer)
     assert len(begun) == 4
@@ -859,7 +857,7 @@ def check_gradient_totals() -> None:
 @canary("torch.serialization._open_zipfile_writer_file")
 def check_saving() -> None:
     opened: list[str] = []
-    stop = saving.on_save(opened.append)
+    stop = rendezvous.on_save(opened.append)
     try:
         with tempfile.TemporaryDirectory() as folder:
             value = {"a": torch.arange(3)}

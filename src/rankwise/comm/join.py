@@ -26,9 +26,8 @@ import torch.distributed as dist
 from rankwise.comm import optimizer_steps, step_measuring, transport_interface
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
-from rankwise.comm.collectives.signed import agree_on_key
-from rankwise.comm.point_to_point.endpoint import current_endpoint
-from rankwise.comm.point_to_point.ring import watch_ring
+from rankwise.comm.collectives.objects import agree_on_key
+from rankwise.comm.point_to_point.endpoint import current_endpoint, watch_ring
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
 from rankwise.comm.world_group import is_opening, open_group, open_group_of_one
 from rankwise.errors import ConfigurationError, RankwiseError

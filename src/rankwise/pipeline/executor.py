@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a pipeline on this rank: runs its actions in order, and notes when each ran.
+"""One step of a pipeline on this rank: runs its actions in order, and notes when each ran; a measured step's picture.
 
 The actions come from schedule; a stage is computed by stage_executor. Used by step_api.
 """
@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise.charts.schedule import schedule_legend, schedule_rows
+from rankwise.charts.shapes import picture_of, spans
+from rankwise.charts.units import duration
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline import schedule as kinds
 from rankwise.pipeline.stage_executor import BoundStage, HeldActivations, received_like
@@ -23,11 +26,13 @@ from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
+    from pathlib import Path
 
+    from rankwise.charts.schedule import Measured
     from rankwise.comm.backends.protocol import Amount
     from rankwise.pipeline.link import PipelineLink, Transfer
     from rankwise.pipeline.schedule import Action
-    from rankwise.pipeline.stage_draws import StageDraws
+    from rankwise.pipeline.stage_executor import StageDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,3 +273,59 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A measured step."""
+
+    schedule: str
+    num_stages: int
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the meeting of the ranks to the end of the last one."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks took part."""
+        return 1 + max((span.rank for span in self.spans), default=-1)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they computed nothing."""
+        whole = self.seconds * self.num_ranks
+        return 1.0 - sum(span.end - span.start for span in self.spans) / whole if whole else 0.0
+
+    @property
+    def title(self) -> str:
+        """What was measured, in one line."""
+        num_micro_batches = 1 + max((span.micro_batch for span in self.spans), default=-1)
+        return (
+            f"{self.schedule}: {self.num_stages} stages on {self.num_ranks} ranks, {num_micro_batches} micro-batches, "
+            f"{duration(self.seconds)}, bubble {self.bubble:.0%}"
+        )
+
+    @property
+    def rows(self) -> list[Measured]:
+        """The spans as they are drawn and recorded."""
+        return [astuple(span) for span in self.spans]
+
+
+def write_picture(step: MeasuredStep, path: Path) -> None:
+    """Write the picture of a step as SVG.
+
+    Raises:
+        ConfigurationError: ``path`` does not end in ``.svg``, or its folder does not exist.
+    """
+    if path.suffix.lower() != ".svg":
+        raise ConfigurationError(
+            f"draw() writes .svg, not {str(path)!r}.",
+            do='pass "schedule.svg"; for a page, rankwise run --report DIR and rankwise show DIR',
+        )
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"The folder {str(path.parent)!r} of draw() does not exist.", do="create it first")
+    chart = spans(schedule_rows(step.rows), step.title, duration)
+    path.write_text(picture_of(chart, step.title, schedule_legend(step.rows)), encoding="utf-8")

@@ -19,10 +19,9 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
 from rankwise.pipeline import micro_batches as parts
-from rankwise.pipeline.first_step_checks import FirstSteps
 from rankwise.pipeline.plan import StagedModel, plan_of
 from rankwise.pipeline.schedule import schedule_of
-from rankwise.pipeline.stage_tensors import hold_own_stages
+from rankwise.pipeline.stage_tensors import FirstSteps, hold_own_stages
 from rankwise.pipeline.step_api import Pipeline
 from rankwise.pipeline.whole_model import cover_all_stages
 from rankwise.replicate.batchnorm import take_torchs_batchnorm

@@ -18,14 +18,13 @@ from rankwise.health.event_log import Failed, post
 from rankwise.health.step_meter import note_layout
 from rankwise.log import warn
 from rankwise.pipeline import micro_batches as parts
-from rankwise.pipeline.executor import MicroBatch, Span, StepRun, now
+from rankwise.pipeline.executor import MeasuredStep, MicroBatch, Span, StepRun, now, write_picture
 from rankwise.pipeline.link import PipelineLink
 from rankwise.pipeline.loss_on_stages import LossOnStages
-from rankwise.pipeline.measured_step import MeasuredStep, write_picture
 from rankwise.pipeline.micro_batch_losses import MicroBatchLosses
-from rankwise.pipeline.program import Ref
 from rankwise.pipeline.schedule import Action, predicting_order, training_order
-from rankwise.pipeline.stage_draws import StageDraws
+from rankwise.pipeline.stage_executor import StageDraws
+from rankwise.pipeline.stages import Ref
 from rankwise.pipeline.step_gradients import StepGradients
 from rankwise.pipeline.step_weight import StepWeight
 from rankwise.replicate.buffers import BufferSync
@@ -45,9 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
-    from rankwise.pipeline.first_step_checks import FirstSteps
     from rankwise.pipeline.plan import StagedModel, StagePlan, StageReport
-    from rankwise.pipeline.program import Program
+    from rankwise.pipeline.stage_tensors import FirstSteps
+    from rankwise.pipeline.stages import Program
     from rankwise.store.values import Store
 
 

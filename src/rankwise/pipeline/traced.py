@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError
-from rankwise.pipeline.program import Program, Ref, TensorKind, TracedCall
+from rankwise.pipeline.stages import TARGET_WORDS, Program, Ref, TensorKind, TracedCall
 from rankwise.replicate.loss.batch_statistics import StatisticsTracer
 from rankwise.replicate.random_numbers.batch_tracer import KnownLayout, is_random
 from rankwise.replicate.random_numbers.meeting_tracer import MeetingTracer
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from rankwise.torch_private.fake import FakeTensorMode
     from rankwise.torch_private.kernels import Operator
 
-TARGET_WORDS = "move this part of forward into a module of its own: a block runs unchanged"
 MOST_DEPTH = 4
 """Depth to which objects other than trees are searched for tensors."""
 

@@ -45,10 +45,8 @@ from rankwise.replicate.strategy_registry import (
     check_unregistered,
     register,
 )
-from rankwise.shard.activation_checkpointing import recompute_block
-from rankwise.shard.blocks import Blocks, block_names, grouped
-from rankwise.shard.sharded_gradients import ShardSync
-from rankwise.shard.watched_collectives import WatchedAllGather, WatchedReduceScatter
+from rankwise.shard.blocks import Blocks, block_names, grouped, recompute_block
+from rankwise.shard.sharded_gradients import ShardSync, WatchedAllGather, WatchedReduceScatter
 from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import in_backward, is_view

@@ -56,7 +56,7 @@ NAMES = {
     "torch.autograd.graph.Node._saved_other": "the factor or divisor of a term of a loss",
     "torch.autograd.graph.Node._saved_self": "the factor, where it comes first",
     "torch.autograd.graph.Node._saved_condition": "the mask of torch.where",
-    # gradient_totals
+    # modules, totals of gradients
     "torch.nn.utils.clip_grad._get_total_norm": "have clip_grad_norm_ cover the stages of other ranks",
     "torch.amp.GradScaler._unscale_grads_": "have a GradScaler cover the gradients of other ranks",
     "torch.amp.GradScaler._check_scale_growth_tracker": "the first call of a GradScaler's methods",
@@ -116,7 +116,7 @@ NAMES = {
     "torch.optim.Optimizer._optimizer_step_post_hooks": "run a hook first after a step",
     # rendezvous
     "torch.distributed.rendezvous._rendezvous_handlers": "serve env:// from the job's store",
-    # saving
+    # rendezvous, files
     "torch.serialization._open_zipfile_writer_file": "detect which files torch.save opens",
     # tensors
     "torch.UntypedStorage._cdata": "identify memory that has no data pointer",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's own rendezvous by URL, and its start of processes. Imports torch when it is called."""
+"""Torch's rendezvous by URL, its start of processes and its writer of files, replaced. Imports torch when called."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ def follow_spawns(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> N
 
     exported: Any = importlib.import_module("torch.multiprocessing")
     spawning.start_processes = exported.start_processes = start
+
+
+def on_save(notify: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``notify`` with the path of each file that torch.save opens by name; return a function that stops this."""
+    # A writer in C++, which Python does not see.
+    writer: Any = importlib.import_module("torch.serialization")._open_zipfile_writer_file  # noqa: SLF001
+    opens = writer.__init__
+
+    @functools.wraps(opens)
+    def noted(self: Any, name: Any, *args: Any, **kwargs: Any) -> None:
+        notify(name)
+        opens(self, name, *args, **kwargs)
+
+    def stop() -> None:
+        writer.__init__ = opens
+
+    writer.__init__ = noted
+    return stop

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.comm.backends.engine import HostMemory
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
-from rankwise.comm.backends.hierarchical import CrossHostGroup, TwoLevelChannel
 from rankwise.comm.backends.mapping import PAGE_BYTES, open_together, rounded_up
-from rankwise.comm.backends.meeting import HostMemory
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
 from rankwise.comm.backends.reducing import can_reduce
-from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, lay_out
+from rankwise.comm.backends.shared_channel import ChannelLayout, CrossHostGroup, SharedChannel, TwoLevelChannel, lay_out
 from rankwise.comm.backends.staging import CallsDiffer, Staging
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import warn

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from rankwise.comm.backends.engine import Awaited
-    from rankwise.comm.backends.hierarchical import CrossHostGroup
     from rankwise.comm.backends.mapping import Mapping
+    from rankwise.comm.backends.shared_channel import CrossHostGroup
 
     Take = Callable[[list[torch.Tensor], int, int, int], Generator[Awaited] | None]
     """Reads a piece from the slots of all ranks: its round, its first element and the one after its last. What it

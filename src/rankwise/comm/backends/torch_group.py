@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
-from rankwise.comm.backends.half_channel import HALF_PRECISION, HalfChannel
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
-from rankwise.comm.backends.torch_channel import TorchChannel
+from rankwise.comm.backends.torch_channel import HALF_PRECISION, HalfChannel, TorchChannel
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
 from rankwise.health.queued_collectives import order_stream

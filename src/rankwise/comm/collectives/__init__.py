@@ -12,9 +12,8 @@ from rankwise.comm.collectives.data_movement import (
     broadcast,
     whole_batch,
 )
-from rankwise.comm.collectives.group import Group, exchange_of
-from rankwise.comm.collectives.group_creation import new_group
-from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object, gather_json
+from rankwise.comm.collectives.group import Group, exchange_of, gather_json, new_group
+from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object
 from rankwise.comm.collectives.reductions import all_reduce, mean, reduce_scatter
 
 __all__ = [

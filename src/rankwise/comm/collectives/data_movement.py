@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rankwise.comm.collectives.group import agreed, exchange_of, rank_in_group, size_of, source_in_group
-from rankwise.comm.collectives.objects import gather_json, gather_rows
+from rankwise.comm.collectives.group import (
+    agreed,
+    exchange_of,
+    gather_json,
+    gather_rows,
+    rank_in_group,
+    source_in_group,
+)
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, dtypes, flattened, kinds, sent_as_bytes
 from rankwise.torch_private import tree as pytree
@@ -81,7 +88,7 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
     else:
         rows = sent_as_bytes(sent, partial(exchange.all_gather, what=words), exchange.world_size)
     gathered = [[back(leaf, row) for row in parts.unbind(0)] for leaf, parts in zip(leaves, rows, strict=True)]
-    return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
+    return _by_rank(gathered, spec, 1 if exchange is None else exchange.world_size)
 
 
 def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
@@ -108,16 +115,24 @@ def all_gather_uneven(value: T, *, group: Group | None = None) -> list[T]:
     gathered: list[list[object]] = []
     for number, (leaf, tensor) in enumerate(zip(leaves, tensors, strict=True)):
         data = bytes_of(as_sent(tensor))
-        sizes = [_num_bytes(of_rank[number], tensor) for of_rank in shapes]
-        rows = [data.clone()] if exchange is None else gather_rows(exchange, data, sizes, what)
-        # Each in its own memory: a rank that keeps one need not keep all.
-        gathered.append(
-            [
-                back(leaf, row.clone().view(tensor.dtype).view(of_rank[number]))
-                for row, of_rank in zip(rows, shapes, strict=True)
-            ]
-        )
-    return [pytree.tree_unflatten([parts[place] for parts in gathered], spec) for place in range(size_of(group))]
+        sizes = [tensor.element_size() * prod(of_rank[number]) for of_rank in shapes]
+        rows = [data] if exchange is None else gather_rows(exchange, data, sizes, what)
+        gathered.append(_of_bytes(leaf, tensor, rows, [of_rank[number] for of_rank in shapes]))
+    return _by_rank(gathered, spec, len(shapes))
+
+
+def _of_bytes(
+    leaf: object, like: torch.Tensor, rows: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+) -> list[object]:
+    """Return the values that ranks sent as bytes, each in its own memory: a rank that keeps one need not keep all."""
+    return [
+        back(leaf, row.clone().view(like.dtype).view(tuple(shape))) for row, shape in zip(rows, shapes, strict=True)
+    ]
+
+
+def _by_rank(leaves: Sequence[Sequence[object]], spec: pytree.TreeSpec, size: int) -> list[Any]:
+    """Return the value of each rank, from the leaves of all: ``leaves[number][rank]``."""
+    return [pytree.tree_unflatten([parts[place] for parts in leaves], spec) for place in range(size)]
 
 
 def whole_batch(value: T, *, gradients: bool = False, group: Group | None = None) -> T:
@@ -213,7 +228,8 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
 
     Source: torch.distributed.all_to_all.
     """
-    exchange, size, own = exchange_of(group), size_of(group), rank_in_group(group)
+    exchange, own = exchange_of(group), rank_in_group(group)
+    size = 1 if exchange is None else exchange.world_size
     if isinstance(values, dict) or not hasattr(values, "__len__"):
         raise ConfigurationError(
             f"all_to_all takes a list of values, not {type(values).__name__}.", do="pass one per rank, in rank order"
@@ -238,20 +254,8 @@ def all_to_all(values: Sequence[T], *, group: Group | None = None) -> list[T]:
     received: list[list[object]] = []
     for number, (leaf, like) in enumerate(zip(leaves, first, strict=True)):
         given = torch.cat([bytes_of(as_sent(tensors[number])) for _, tensors, _ in flat])
-        sizes = [[_num_bytes(shape[number], like) for shape in of_rank] for of_rank in shapes]
+        sizes = [[like.element_size() * prod(shape[number]) for shape in of_rank] for of_rank in shapes]
         taken = given if exchange is None else exchange.all_to_all(given, sizes, what=what)
         parts = taken.split([row[own] for row in sizes])
-        received.append(
-            [
-                back(leaf, part.clone().view(like.dtype).view(of_rank[own][number]))
-                for part, of_rank in zip(parts, shapes, strict=True)
-            ]
-        )
-    return [pytree.tree_unflatten([parts[place] for parts in received], spec) for place in range(size)]
-
-
-def _num_bytes(shape: Sequence[int], like: torch.Tensor) -> int:
-    num_bytes = like.element_size()
-    for length in shape:
-        num_bytes *= length
-    return num_bytes
+        received.append(_of_bytes(leaf, like, parts, [of_rank[own][number] for of_rank in shapes]))
+    return _by_rank(received, spec, size)

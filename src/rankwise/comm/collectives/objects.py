@@ -1,36 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives without tensors: objects by pickle, JSON for rankwise's own messages, and barriers."""
+"""Collectives of objects, as signed pickles, and barriers.
+
+Unpickling runs code, so nothing is unpickled that a rank of the job has not signed: Gloo and NCCL do not authenticate
+the process at the other end of a connection. The key is drawn when the ranks join and passes through the job's store,
+mixed with the job's secret where there is one.
+"""
 
 from __future__ import annotations
 
-import json
-import operator
+import hashlib
+import hmac
 import pickle
+import secrets
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rankwise.comm.backends.protocol import NOTE_BYTES
-from rankwise.comm.collectives.group import (
-    agreed,
-    exchange_of,
-    rank_in_group,
-    ranks_of,
-    signed_call,
-    source_in_group,
-)
+from rankwise.comm.collectives.group import agreed, exchange_of, gather_bytes, group_of, rank_in_group, source_in_group
+from rankwise.comm.session import current
+from rankwise.errors import NotSigned
+from rankwise.store.wire import pack_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.collectives.group import Group
+    from rankwise.comm.session import Session
+    from rankwise.store.values import Store
+
+
+KEY = "object-key"
+DRAWN_BYTES = 32
+SIGNATURE_BYTES = 16
+
+
+def agree_on_key(store: Store, secret: bytes | None) -> bytes:
+    """Return the key by which the ranks of one world sign objects. Called by: every rank, when it joins."""
+    drawn = store.held_or_set(KEY, secrets.token_hex(DRAWN_BYTES))
+    return hmac.digest(secret or b"", drawn, "sha256")
+
+
+class SignedCall:
+    """One call of an object collective, the same on every rank that takes part.
+
+    A signature holds for one sender, one call, and the ranks of that call: what was recorded elsewhere, or before, is
+    refused.
+    """
+
+    def __init__(self, what: str, ranks: Sequence[int], group: object = 0) -> None:
+        """Describe the next call of ``what`` by ``ranks``; ``group`` distinguishes groups of the same ranks."""
+        session = current()
+        self._key, self._own, self._what = session.object_key, session.world.rank, what
+        self._numbers = session.once(_numbers)
+        self._channel = f"{what} {group} {list(ranks)}"
+
+    def sign(self, payload: bytes) -> bytes:
+        """Return ``payload`` of this rank, with its signature."""
+        return payload + self._signature(payload, self._own)
+
+    def load(self, received: bytes, sender: int) -> Any:
+        """Return the object that rank ``sender`` of the world has signed, unpickled after its signature was checked.
+
+        Raises:
+            NotSigned: it has not signed these bytes for this call. They are not unpickled.
+        """
+        payload, signature = received[:-SIGNATURE_BYTES], received[-SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(payload, sender)):
+            raise NotSigned(
+                f"The bytes that arrived as the object of rank {sender} were not signed by it, and were not unpickled.",
+                where=str(current().world),
+                evidence=f"{self._what}, call {self._numbers[self._channel] + 1}: {len(received)} bytes; another "
+                "process may have sent or changed them on the network",
+                do="use a network that only the job's machines can reach; docs/security.md",
+            )
+        return pickle.loads(payload)  # noqa: S301 - signed by a rank of this job
+
+    def end(self) -> None:
+        """Count the call: the ranks have exchanged what it sends."""
+        self._numbers[self._channel] += 1
+
+    def _signature(self, payload: bytes, sender: int) -> bytes:
+        head = pack_fields([self._channel.encode(), b"%d %d" % (sender, self._numbers[self._channel])])
+        signing = hashlib.blake2b(pack_fields([head]), key=self._key, digest_size=SIGNATURE_BYTES)
+        signing.update(payload)
+        return signing.digest()
+
+
+def _numbers(_: Session) -> Counter[str]:
+    return Counter()
+
 
 T = TypeVar("T")
-
-_LENGTH_BYTES = 8
-SHORT_BYTES = NOTE_BYTES - _LENGTH_BYTES
-"""Data up to this size is gathered in one collective, longer data in two."""
 
 
 def barrier(*, group: Group | None = None) -> None:
@@ -63,9 +124,10 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
         NotSigned: a process that is not a rank of this job has sent or changed an object.
     """
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    call = signed_call("all_gather_object()", group)
+    members = group_of(group)
+    call = SignedCall("all_gather_object()", members.ranks, members.number)
     received = gather_bytes(exchange_of(group), call.sign(payload), "all_gather_object()")
-    objects = [call.load(one, rank) for one, rank in zip(received, ranks_of(group), strict=True)]
+    objects = [call.load(one, rank) for one, rank in zip(received, members.ranks, strict=True)]
     call.end()
     return objects
 
@@ -90,7 +152,8 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
     source_rank = source_in_group(group, source, "broadcast_object")
     exchange = agreed(f"broadcast_object(source={source})", group)
     is_source = rank_in_group(group) == source_rank
-    call = signed_call("broadcast_object()", group)
+    members = group_of(group)
+    call = SignedCall("broadcast_object()", members.ranks, members.number)
     payload = call.sign(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)) if is_source else b""
     if exchange is None:
         return call.load(payload, source)  # type: ignore[no-any-return]
@@ -100,51 +163,3 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
     loaded = call.load(received.numpy().tobytes(), source)
     call.end()
     return loaded  # type: ignore[no-any-return]
-
-
-def gather_json(value: object, *, what: str, group: Group | None = None) -> list[Any]:
-    """Collect a JSON-able value from every rank, in rank order: for rankwise's own messages between ranks.
-
-    Called by: every rank of ``group``, in the same order.
-
-    Unlike :func:`all_gather_object` it runs no code that another rank has sent.
-
-    Args:
-        value: None, booleans, numbers, strings, lists and string-keyed dicts of them; tuples become lists.
-        what: the content or the call, in the words that ranks are compared by: ``"rankwise.mesh()"``.
-        group: default: all ranks.
-
-    Raises:
-        CollectiveMismatch, PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
-    """
-    # A seed or a length may be a NumPy integer.
-    payload = json.dumps(value, default=operator.index).encode()
-    return list(map(json.loads, gather_bytes(exchange_of(group), payload, what)))
-
-
-def gather_bytes(exchange: Exchange | None, payload: bytes, what: str) -> list[bytes]:
-    """Return the bytes of every rank, which may differ in length.
-
-    Called by: every rank of ``exchange``, of the call ``what``.
-    """
-    if exchange is None:
-        return [payload]
-    head = len(payload).to_bytes(_LENGTH_BYTES, "little")
-    lengths: list[int] = []
-    starts: list[bytes] = []
-    for note in exchange.gather_notes(head + payload[:SHORT_BYTES], what):
-        lengths.append(int.from_bytes(note[:_LENGTH_BYTES], "little"))
-        starts.append(note[_LENGTH_BYTES:][: lengths[-1]])
-    if max(lengths) <= SHORT_BYTES:
-        return starts
-    rest = torch.frombuffer(bytearray(payload), dtype=torch.uint8)[SHORT_BYTES:]
-    rests = gather_rows(exchange, rest, [max(0, length - SHORT_BYTES) for length in lengths], what)
-    return [b"".join((start, row.numpy().data)) for start, row in zip(starts, rests, strict=True)]
-
-
-def gather_rows(exchange: Exchange, data: torch.Tensor, sizes: Sequence[int], what: str) -> list[torch.Tensor]:
-    """Return the bytes of every rank, in rank order: ``data`` is [n] of this rank, ``sizes`` the n of every rank."""
-    padded = data.new_zeros(max(sizes))
-    padded[: data.numel()] = data
-    rows = exchange.all_gather(padded, what=f"{what}: values")
-    return [row[:size] for row, size in zip(rows, sizes, strict=True)]

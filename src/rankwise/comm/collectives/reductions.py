@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar, cast
 import torch
 
 from rankwise.comm.backends.reducing import can_reduce, reduce_into
-from rankwise.comm.collectives.group import agreed, rank_in_group, size_of
+from rankwise.comm.collectives.group import agreed, rank_in_group
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, flattened, kind, kinds, sent_by_dtype
 from rankwise.torch_private import tree as pytree
@@ -91,7 +91,7 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
     if any(tensor.ndim == 0 for tensor in tensors):
         raise ConfigurationError("reduce_scatter divides rows, but a number has none.", do="use rankwise.all_reduce()")
     exchange = agreed(f'reduce_scatter("{op}", {kinds(tensors, spec)})', group, sends=bool(tensors))
-    size = size_of(group)
+    size = 1 if exchange is None else exchange.world_size
     results: list[object] = []
     for leaf, tensor in zip(leaves, tensors, strict=True):
         whole = as_sent(tensor)

@@ -19,7 +19,7 @@ from rankwise.errors import ConfigurationError, PeerMissing
 from rankwise.torch_private.compiler import uncompiled
 
 if TYPE_CHECKING:
-    from rankwise.comm.point_to_point.queues import ReceivedMessage
+    from rankwise.comm.point_to_point.endpoint import ReceivedMessage
 
 P = ParamSpec("P")
 R = TypeVar("R")

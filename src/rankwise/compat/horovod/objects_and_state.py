@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from rankwise.comm.collectives.signed import SignedCall
+from rankwise.comm.collectives.objects import SignedCall
 from rankwise.compat.horovod.api import synchronize
 from rankwise.compat.horovod.collectives import allgather, broadcast, broadcast_async_
 from rankwise.compat.horovod.distributed_optimizer import WrappedOptimizer

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rankwise.comm.agreement import same_on_all_ranks
+from rankwise.comm.backends.engine import Meeting
 from rankwise.comm.backends.mapping import PAGE_BYTES
-from rankwise.comm.backends.meeting import Meeting
 from rankwise.comm.backends.shared_memory import SharedMemory
 from rankwise.comm.same_state.posted import Posted
 from rankwise.errors import ConfigurationError, fold_values

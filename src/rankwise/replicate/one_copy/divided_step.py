@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.autograd.graph import increment_version
 
+from rankwise.comm.backends.engine import Meeting
 from rankwise.comm.backends.mapping import PAGE_BYTES
-from rankwise.comm.backends.meeting import Meeting
 from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, follow, with_closure
 from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
     from torch.utils.hooks import RemovableHandle
 
-    from rankwise.comm.backends.meeting import HostMemory
+    from rankwise.comm.backends.engine import HostMemory
     from rankwise.comm.backends.shared_memory import SharedMemory
     from rankwise.comm.same_state.posted import Posted
     from rankwise.comm.session import Session

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.comm.backends.mapping import Mapping
-    from rankwise.comm.backends.meeting import HostMemory
-    from rankwise.comm.backends.private_view import PrivateView, ViewPart
+    from rankwise.comm.backends.engine import HostMemory
+    from rankwise.comm.backends.mapping import Mapping, PrivateView, ViewPart
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
-from rankwise.comm.collectives.objects import gather_bytes
+from rankwise.comm.collectives.group import gather_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.optim.optimizer import Optimizer
 
-    from rankwise.comm.backends.private_view import ViewPart
+    from rankwise.comm.backends.mapping import ViewPart
     from rankwise.comm.backends.shared_memory import SharedMemory
 
 _WHAT = "opening shared memory for the state of an optimizer"

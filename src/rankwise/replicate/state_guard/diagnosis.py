@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.comm.collectives.objects import gather_bytes
+from rankwise.comm.collectives.group import gather_bytes
 from rankwise.comm.same_state.collective import furthest_apart, largest_element
 from rankwise.comm.same_state.differences import first_unlike_setting, listed
 from rankwise.comm.session import current
