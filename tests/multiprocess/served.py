@@ -10,12 +10,13 @@ from unittest import mock
 
 import torch
 
-from rankwise.auto import account, connection
-from rankwise.auto.batched_backward import one_by_one
+from rankwise.auto import calls as split_calls
+from rankwise.auto import connection
 from rankwise.auto.calls import SplitCalls
 from rankwise.auto.connection import accept_servers, connect
 from rankwise.auto.module_calls import ModuleCalls
 from rankwise.auto.own_call import OwnCalls
+from rankwise.auto.replacing import one_by_one
 from rankwise.auto.server import Server
 from rankwise.auto.servers import Servers
 from rankwise.auto.signals import HeldSignals
@@ -80,7 +81,7 @@ def served(world: World, function: Callable[..., Any], *args: Any, is_shared: bo
         with Servers(accept_servers(session, store, detector), exchange, own) as servers:
             assert servers.share_memory == is_shared
             split = CountedCalls(servers, calls)
-            log = mock.patch.object(account, "log", split.run.reasons.append)
+            log = mock.patch.object(split_calls, "log", split.run.reasons.append)
             with ExitStack() as stack:
                 for one in (log, one_by_one(), split.replacing()):
                     stack.enter_context(one)

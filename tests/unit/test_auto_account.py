@@ -7,21 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankwise.auto import account
-from rankwise.auto.account import SLOWER, TOLD_AFTER_SECONDS, Account
+from rankwise.auto import calls
+from rankwise.auto.calls import SLOWER, TOLD_AFTER_SECONDS, Account
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(account, "log", found.append)
+    monkeypatch.setattr(calls, "log", found.append)
     return found
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(account.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(calls.time, "monotonic", lambda: now.seconds)
     return now
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from rankwise.auto.memory import SharedBytes, dense_strides, lay_out
+from rankwise.auto.connection import SharedBytes, dense_strides, lay_out
 
 if TYPE_CHECKING:
-    from rankwise.auto.memory import Place, Ticket
+    from rankwise.auto.connection import Place, Ticket
 
 TENSORS = [
     torch.arange(6.0).view(2, 3),

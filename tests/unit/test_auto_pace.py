@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.auto import pace
-from rankwise.auto.pace import AGAIN, NUM_TIMED, Pace
+from rankwise.auto import known
+from rankwise.auto.known import AGAIN, NUM_TIMED, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the time, which only the test moves."""
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(known.time, "perf_counter", lambda: now.seconds)
     return now
 
 

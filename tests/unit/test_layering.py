@@ -35,7 +35,6 @@ PURE = (
 )
 STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "compress")
 FACES = (
-    "auto.batched_backward",
     "auto.replacing",
     "auto.script",
     "compress.error_feedback",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Ran = dict[int, tuple[CodeType, dict[str, Any]]]
     """Code that has run, by its ``id``, and its globals."""
 
+_INSTALLED = ("site-packages", "dist-packages")
 _PLATFORM = sys.stdlib_module_names | {"torch", "rankwise"}
 
 
@@ -104,3 +105,13 @@ def functions_of(codes: Iterable[CodeType]) -> list[FunctionType]:
     wanted = {id(one): one for one in codes}
     found = gc.get_referrers(*wanted.values()) if wanted else []
     return [one for one in found if isinstance(one, FunctionType) and id(one.__code__) in wanted]
+
+
+def is_of_script(name: str) -> bool:
+    """Return whether a module is the script or one that it brings along, not an installed library."""
+    if name == "__main__":
+        return True
+    root = name.partition(".")[0]
+    file = getattr(sys.modules.get(root), "__file__", None) or getattr(sys.modules.get(name), "__file__", None)
+    is_library = root in sys.stdlib_module_names or root in {"torch", "rankwise"} or file is None
+    return not is_library and not any(folder in str(file) for folder in _INSTALLED)

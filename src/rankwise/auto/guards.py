@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rankwise.auto.caller import is_of_script
-from rankwise.auto.code_reads import functions_of, names_of
+from rankwise.auto.code_reads import functions_of, is_of_script, names_of
 from rankwise.auto.comparable import (
     CONTENTS,
     SHARED_GENERATORS,

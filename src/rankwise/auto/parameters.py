@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.auto.memory import SharedBytes, lay_out
+from rankwise.auto.connection import SharedBytes, lay_out
 from rankwise.auto.messages import TensorFacts, Values
 from rankwise.auto.proof import buffers_of, parameters_of
 from rankwise.torch_private import foreach

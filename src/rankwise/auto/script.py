@@ -59,10 +59,9 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
 
     import torch  # noqa: PLC0415
 
-    from rankwise.auto.batched_backward import one_by_one  # noqa: PLC0415
     from rankwise.auto.calls import SplitCalls  # noqa: PLC0415
     from rankwise.auto.connection import accept_servers  # noqa: PLC0415
-    from rankwise.auto.hidden_group import group_hidden  # noqa: PLC0415
+    from rankwise.auto.replacing import group_hidden, one_by_one  # noqa: PLC0415
     from rankwise.auto.servers import Servers  # noqa: PLC0415
     from rankwise.auto.signals import HeldSignals  # noqa: PLC0415
     from rankwise.log import past_the_script  # noqa: PLC0415

@@ -12,12 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rankwise.auto.messages import End, Failed, Forward, Rows
+from rankwise.auto.messages import End, Failed, Forward, Rows, dumped, dumped_tree
 from rankwise.auto.own_call import OwnArguments
 from rankwise.auto.parameters import TensorsOfModule, TensorTable, broadcast
 from rankwise.auto.rows import Share
 from rankwise.auto.settings import settings
-from rankwise.auto.shipping import dumped, dumped_tree
 from rankwise.errors import RankwiseError
 from rankwise.health.call_site import user_call_site
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
 
     from rankwise.auto.connection import Connection
     from rankwise.auto.coupling import CouplingWatch
-    from rankwise.auto.generators import GeneratorStates
     from rankwise.auto.known import Call
     from rankwise.auto.messages import Backward
     from rankwise.auto.own_call import OwnCalls
+    from rankwise.auto.settings import GeneratorStates
     from rankwise.comm.backends.protocol import Exchange
 
 

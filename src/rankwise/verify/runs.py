@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
-from rankwise.auto.batched_backward import one_by_one
+from rankwise.auto.replacing import one_by_one
 from rankwise.auto.script import AutoScript
 from rankwise.errors import RankwiseError
 from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
