@@ -293,6 +293,7 @@ class DataLoader(StepSource, EpochPosition):
         iteration = self._cursor.begin()
         position = self._cursor.start
         share_note = note_on_share(self._parts)
+        full_part = self._parts.local_part(0, self._parts.global_batch_size)
         batches = self._fetched(self._cursor.epoch, position)
         if self._is_ready:
             batches = self._divided(batches)
@@ -312,7 +313,7 @@ class DataLoader(StepSource, EpochPosition):
                 break
             batch = fetched.batch
             if session is not None:
-                session.take(*self._in_hand(position, fetched), share_note)
+                session.take(*self._in_hand(position, fetched, full_part), share_note)
             position = fetched.stop
             self._cursor.take(iteration, position)
             in_hand = None if session is None else session.batch
@@ -326,11 +327,16 @@ class DataLoader(StepSource, EpochPosition):
             session.finish_loop(self._number)
         self._cursor.finish(iteration)
 
-    def _in_hand(self, position: int, fetched: FetchedBatch) -> tuple[CurrentBatch, str | None]:
-        """Return the batch that follows a position, and a note for errors if it is a short one."""
+    def _in_hand(
+        self, position: int, fetched: FetchedBatch, full_part: tuple[int, int]
+    ) -> tuple[CurrentBatch, str | None]:
+        """Return the batch that follows a position, and a note for errors if it is a short one.
+
+        ``full_part`` is this rank's part of a full batch.
+        """
         start, stop = (position, fetched.stop) if fetched.num_given is None else (0, fetched.num_given)
-        low, high = self._parts.local_part(start, stop)
         is_full = stop - start == self._parts.global_batch_size > 0
+        first, end = full_part if is_full else self._parts.local_part(0, stop - start)
         if isinstance(self._given, GivenBatches):
             number = int(self._given.ends_of_epoch(self._cursor.epoch).searchsorted(position, side="right"))
         else:
@@ -339,9 +345,9 @@ class DataLoader(StepSource, EpochPosition):
             self._number,
             self._cursor.epoch,
             number,
-            high - low,
+            end - first,
             stop - start,
-            low - start,
+            first,
             fetched.batch,
             get_ident(),
             self._dims,

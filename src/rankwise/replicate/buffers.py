@@ -102,7 +102,12 @@ class BufferSlots:
 
     def buffers(self) -> dict[BufferSlot, torch.Tensor]:
         """Return the current buffers, but for those of synchronised BatchNorm, in the order of the model."""
-        if self._may_have_changed():
+        # All in C: a model without buffers pays this on each forward, and nothing else.
+        if (
+            self._count_seen != self._counts.buffers
+            or not all(map(is_, map(own_modules, self._parents), self._layers))
+            or list(map(len, self._layers)) != self._num_layers
+        ):
             self._walk()
         found: dict[BufferSlot, torch.Tensor] = {}
         for place in self._places:
@@ -112,14 +117,6 @@ class BufferSlots:
             if buffer is not None:
                 found[place] = buffer
         return found
-
-    def _may_have_changed(self) -> bool:
-        # All in C: a model without buffers pays this on each forward, and nothing else.
-        return (
-            self._count_seen != self._counts.buffers
-            or not all(map(is_, map(own_modules, self._parents), self._layers))
-            or list(map(len, self._layers)) != self._num_layers
-        )
 
     def _walk(self) -> None:
         self._count_seen = self._counts.buffers

@@ -165,12 +165,8 @@ def replicate(
         statistics = shared_statistics(model, SYNCHRONISED)
         guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         sync.loss.guard_by(guard)
-        hooks = ModuleHooks(model)
-        before += [
-            split.begin,
-            hooks.before_forward,
-            lambda *_: guard.before_forward(is_mid_step=sync.is_accumulating or sync.is_mid_step()),
-        ]
+        sync.report_forwards_to(guard.note_forward)
+        before += [split.begin, ModuleHooks(model).before_forward]
     model.register_forward_pre_hook(OwnHook(*before))
     model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)
