@@ -10,7 +10,7 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.pipeline.stage_tensors import find_unfilled
 from rankwise.replicate.from_meta import unfilled
-from rankwise.replicate.same_inputs import CHECKED_STEPS, digest_of_tensors
+from rankwise.replicate.same_model import CHECKED_STEPS, digest_of_tensors
 from rankwise.replicate.strategy_registry import check_no_optimizer_holds
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from rankwise.replicate.loss.amounts import multiply_, ratio
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.replicate.loss.terms import forward_call, mark_output
 from rankwise.replicate.own_hooks import OwnHook
-from rankwise.replicate.same_inputs import FirstCall, first_call_of, report_first_calls
+from rankwise.replicate.same_model import FirstCall, first_call_of, report_first_calls
 from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled

@@ -22,9 +22,8 @@ from rankwise.replicate.batchnorm import (
     undo_batchnorm,
     warn_of_own_statistics,
 )
-from rankwise.replicate.buffers import BufferSync
+from rankwise.replicate.buffers import BufferSync, DivergedBuffers
 from rankwise.replicate.copied_statistics import watch_copies
-from rankwise.replicate.diverged_buffers import DivergedBuffers
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import check_weight_function, subscribe, unsubscribe
