@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 import rankwise as rw
 from rankwise.data import shared
 from rankwise.data.loader import DataLoader
-from rankwise.data.packed import PackedList
-from rankwise.data.shared import share
+from rankwise.data.shared import PackedList, share
 from rankwise.errors import DatasetError, PeerFailed
 from rankwise.testing import kill_self, run_ranks
 

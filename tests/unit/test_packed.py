@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from rankwise.data.packed import PackedList, pack, unpack
+from rankwise.data.shared import PackedList, pack, unpack
 
 
 def there_and_back(value: Any) -> Any:

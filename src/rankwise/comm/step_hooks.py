@@ -15,6 +15,7 @@ come before all of this if they are older than the latest follower.
 
 from __future__ import annotations
 
+import threading
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -85,8 +86,17 @@ _entries: list[_Entry] = []
 _known: dict[int, _Followed] = {}
 """By the identity of the optimizer: a lookup in a dict with weak keys takes several times as long."""
 _handles: list[RemovableHandle] = []
-_parts_before: list[int] = []
-"""In which part of the step each optimizer's step has begun: some step in backward, and some call another one."""
+
+
+class _Here(threading.local):
+    """The steps that this thread is in: some step in backward, and some call another optimizer's."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, _Followed]] = []
+        """In which part of the step each has begun, and who follows it."""
+
+
+_here = _Here()
 _AT_IMPORT: Callable[..., None] = torch.autograd.backward
 _torchs_backward: Callable[..., None] | None = None
 """What was there in place of :func:`_backward`, while that is in place."""
@@ -143,7 +153,7 @@ def put_around_backward(around: Callable[..., None] | None) -> bool:
 
 def is_updating() -> bool:
     """Return whether an optimizer's step is under way, which may call the model itself in a closure."""
-    return bool(_parts_before)
+    return bool(_here.begun)
 
 
 def install() -> None:
@@ -200,10 +210,11 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _before_between_graphs(optimizer, args, kwargs)
     part = step_meter.meter.enter(OPTIMIZER)
     if part != OPTIMIZER:  # A step that has failed has left its own.
-        _parts_before.clear()
-    _parts_before.append(part)
+        _here.begun.clear()
+    followed = _followed(optimizer)
+    _here.begun.append((part, followed))
     given = None
-    for follower in _followed(optimizer).before if _entries else ():
+    for follower in followed.before:
         one = follower()
         changed = None if one is None else one.before_step(optimizer, args, kwargs)
         if changed is not None:
@@ -216,10 +227,14 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Call the followers. Called by torch after every step."""
     if torch.compiler.is_compiling():
         return _after_between_graphs(optimizer, args, kwargs)
+    part, followed = _here.begun.pop() if _here.begun else (SCRIPT, None)
     meter = step_meter.meter
     meter.note_update()
-    meter.resume(_parts_before.pop() if _parts_before else SCRIPT)
-    for follower in _followed(optimizer).after if _entries else ():
+    meter.resume(part)
+    known = _known.get(id(optimizer))
+    if followed is None or followed is not known or followed.num_groups != len(optimizer.param_groups):
+        followed = _followed(optimizer)
+    for follower in followed.after:
         one = follower()
         if one is not None:
             one.after_step(optimizer)

@@ -18,12 +18,10 @@ from torch.utils.data import default_collate, default_convert
 
 from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.session import CurrentBatch, current, current_or_none
-from rankwise.data.arguments import check_batches, check_order, check_workers, refuse
 from rankwise.data.batches import Batch, divided, pin, to_device
-from rankwise.data.epoch_position import EpochPosition
-from rankwise.data.probes import Prober
-from rankwise.data.same_data import check_same_block, check_with_peers
-from rankwise.data.sampler_order import GivenBatches, given_order
+from rankwise.data.same_data import Prober, check_same_block, check_with_peers
+from rankwise.data.sampler import EpochPosition
+from rankwise.data.sampler_order import GivenBatches, check_batches, check_order, given_order
 from rankwise.data.shards import (
     EpochCursor,
     Shards,
@@ -56,6 +54,14 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 1800.0
 """How long workers may take for one batch, by default."""
+
+_TORCH_WORDS = {
+    "batch_size": "pass global_batch_size (samples per step of all ranks together: the result does "
+    "not depend on the number of ranks), or local_batch_size (samples per step of each rank)",
+    "drop_last": 'pass remainder="drop" for drop_last=True, remainder="keep" for drop_last=False',
+    "generator": "pass seed= instead",
+    "timeout": "pass timeout_seconds=",
+}
 
 
 class DataLoader(StepSource, EpochPosition):
@@ -180,7 +186,7 @@ class DataLoader(StepSource, EpochPosition):
         if self._is_ready:
             del unknown["batch_size"]
         with all_ranks_succeed("DataLoader"):
-            refuse(unknown)
+            _refuse_unknown(unknown)
             _refuse_own(dataset)
             options = WorkerOptions(
                 num_workers=num_workers,
@@ -191,7 +197,7 @@ class DataLoader(StepSource, EpochPosition):
                 worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context,
             )
-            check_workers(options)
+            options.check()
             self._is_stream = is_stream(dataset)
             check_order(dataset, is_stream=self._is_stream, shuffle=shuffle, sampler=sampler)
             sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
@@ -293,6 +299,7 @@ class DataLoader(StepSource, EpochPosition):
         iteration = self._cursor.begin()
         position = self._cursor.start
         share_note = note_on_share(self._parts)
+        full_part = self._parts.local_part(0, self._parts.global_batch_size)
         batches = self._fetched(self._cursor.epoch, position)
         if self._is_ready:
             batches = self._divided(batches)
@@ -312,7 +319,7 @@ class DataLoader(StepSource, EpochPosition):
                 break
             batch = fetched.batch
             if session is not None:
-                session.take(*self._in_hand(position, fetched), share_note)
+                session.take(*self._in_hand(position, fetched, full_part), share_note)
             position = fetched.stop
             self._cursor.take(iteration, position)
             in_hand = None if session is None else session.batch
@@ -326,11 +333,16 @@ class DataLoader(StepSource, EpochPosition):
             session.finish_loop(self._number)
         self._cursor.finish(iteration)
 
-    def _in_hand(self, position: int, fetched: FetchedBatch) -> tuple[CurrentBatch, str | None]:
-        """Return the batch that follows a position, and a note for errors if it is a short one."""
+    def _in_hand(
+        self, position: int, fetched: FetchedBatch, full_part: tuple[int, int]
+    ) -> tuple[CurrentBatch, str | None]:
+        """Return the batch that follows a position, and a note for errors if it is a short one.
+
+        ``full_part`` is this rank's part of a full batch.
+        """
         start, stop = (position, fetched.stop) if fetched.num_given is None else (0, fetched.num_given)
-        low, high = self._parts.local_part(start, stop)
         is_full = stop - start == self._parts.global_batch_size > 0
+        first, end = full_part if is_full else self._parts.local_part(0, stop - start)
         if isinstance(self._given, GivenBatches):
             number = int(self._given.ends_of_epoch(self._cursor.epoch).searchsorted(position, side="right"))
         else:
@@ -339,9 +351,9 @@ class DataLoader(StepSource, EpochPosition):
             self._number,
             self._cursor.epoch,
             number,
-            high - low,
+            end - first,
             stop - start,
-            low - start,
+            first,
             fetched.batch,
             get_ident(),
             self._dims,
@@ -417,4 +429,19 @@ def _refuse_own(dataset: object) -> None:
             "The dataset is a rankwise.DataLoader, which already yields this rank's part of each global batch.",
             do="pass torch.utils.data.DataLoader(dataset, batch_size=...) as the dataset: its batches are divided "
             "among the ranks by rows with batch_size=None, and kept whole with global_batch_size=",
+        )
+
+
+def _refuse_unknown(unknown: dict[str, object]) -> None:
+    """Raise for keywords that the loader does not have, naming what to use instead of torch's."""
+    for name in unknown:
+        if name in _TORCH_WORDS:
+            raise ConfigurationError(f"rankwise.DataLoader does not support {name}=.", do=_TORCH_WORDS[name])
+    if unknown:
+        names = ", ".join(unknown)
+        raise ConfigurationError(
+            f"rankwise.DataLoader has no argument {names}.",
+            do="use one of global_batch_size, local_batch_size, shuffle, sampler, batch_sampler, seed, remainder, "
+            "num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, device, "
+            "worker_init_fn, multiprocessing_context, timeout_seconds, compare_samples",
         )

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an epoch from the user's sampler, seeded by epoch and so the same on every rank. Reads no sample."""
+"""The order of an epoch from the user's sampler, seeded by epoch and so the same on every rank. Reads no sample.
+
+Also which arguments cannot decide the order or the batches together.
+"""
 
 from __future__ import annotations
 
@@ -206,6 +209,57 @@ class GivenBatches(GivenOrder):
             raise DatasetError("The batch sampler yields no batch.", do="make it yield at least one list of indices")
         self._ends = np.array(ends, dtype=np.int64)
         return taken
+
+
+def check_batches(dataset: object, *, is_stream: bool, is_ready: bool, batch_sampler: object, **others: object) -> None:
+    """Raise if batches are formed in two ways.
+
+    Args:
+        dataset: for the error.
+        is_stream: whether the dataset can only be iterated.
+        is_ready: whether it returns batches.
+        batch_sampler: as the loader was given it.
+        others: further arguments that form batches; false ones were not given.
+
+    Raises:
+        ConfigurationError: see above.
+    """
+    if batch_sampler is not None and is_stream:
+        raise ConfigurationError(
+            f"batch_sampler= needs a dataset that can be indexed, but a {type(dataset).__name__} can only be iterated.",
+            do="leave batch_sampler= out, or make the dataset map-style",
+        )
+    ways = ["batch_sampler="] * (batch_sampler is not None) + ["batch_size=None"] * is_ready
+    ways += [f"{name}=" for name, given in others.items() if given and ways]
+    if len(ways) > 1:
+        raise ConfigurationError(
+            f"{ways[0]} was given together with {', '.join(ways[1:])}, but it determines the batches alone.",
+            do=f"pass {ways[0]} without {', '.join(ways[1:])}",
+        )
+
+
+def check_order(dataset: object, *, is_stream: bool, shuffle: bool, sampler: object) -> None:
+    """Raise if the order of an epoch is given twice, or is given for a dataset that can only be iterated.
+
+    Raises:
+        ConfigurationError: see above.
+    """
+    if sampler is not None and shuffle:
+        raise ConfigurationError(
+            "Both shuffle=True and sampler= were given, and each decides the order of an epoch.",
+            do="pass one of them",
+        )
+    if is_stream and sampler is not None:
+        raise ConfigurationError(
+            f"sampler= needs a dataset that can be indexed, but a {type(dataset).__name__} can only be iterated.",
+            do="leave sampler= out, or make the dataset map-style",
+        )
+    if is_stream and shuffle:
+        raise ConfigurationError(
+            f"shuffle=True needs a dataset that can be indexed, but a {type(dataset).__name__} can only be iterated.",
+            do="shuffle inside the dataset's __iter__ (its generators are seeded the same on "
+            "every rank), or make the dataset map-style",
+        )
 
 
 def given_order(sampler: Any, batch_sampler: Any, num_samples: int, seed: int) -> GivenOrder | None:

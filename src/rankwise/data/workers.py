@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rankwise.data.sources import FetchedBatch, MapSource, StreamSource
-from rankwise.errors import DatasetError
+from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.health.fork_safety import threads_are_known
 from rankwise.torch_private.loader import end_workers, forget_iterator, show_worker, workers_of
 
@@ -54,6 +54,24 @@ class WorkerOptions(NamedTuple):
     timeout_seconds: float
     worker_init_fn: Callable[[int], None] | None
     multiprocessing_context: Any
+
+    def check(self) -> None:
+        """Raise for invalid options, and for those that need workers if there are none.
+
+        Raises:
+            ConfigurationError: see above.
+        """
+        if self.num_workers < 0:
+            raise ConfigurationError(
+                f"num_workers must be at least 0, got {self.num_workers}.",
+                do="pass 0 to read in this process, or a positive number",
+            )
+        for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
+            if getattr(self, name) and self.num_workers == 0:
+                raise ConfigurationError(
+                    f"{name} is for worker processes, but num_workers=0.",
+                    do="pass num_workers=1 or more, or leave it out",
+                )
 
 
 class WorkerFailure(NamedTuple):

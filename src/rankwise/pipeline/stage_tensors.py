@@ -17,7 +17,7 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.pipeline.traced import tensor_places
 from rankwise.replicate.from_meta import fill, is_as_filled, unfilled
-from rankwise.replicate.same_inputs import CHECKED_STEPS, digest_of_tensors
+from rankwise.replicate.same_model import CHECKED_STEPS, digest_of_tensors
 from rankwise.replicate.strategy_registry import check_no_optimizer_holds
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like

@@ -33,7 +33,7 @@ from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.loss.amounts import amount_of, ratio
 from rankwise.replicate.loss.batch_statistics import FollowedLoss
 from rankwise.replicate.loss.not_finite import forget_losses, look_at_losses
-from rankwise.replicate.same_inputs import describe_arguments
+from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part

@@ -78,8 +78,7 @@ class StepGradients:
         total = step.divisor
         if self._buckets is not None:
             self._buckets.send_rest(Weights(step.share, step.divisor))
-            self._buckets.take_back()
-            total = self._buckets.total()
+            total = self._buckets.take_back()
             add_back(self._earlier)
         elif isinstance(step.factor, torch.Tensor) or step.factor != 1.0:
             self._scale(step.factor)

@@ -76,9 +76,10 @@ class WeightUnit:
             self.is_open = False
 
     def adjust(self, mean: float) -> None:
-        """Use the mean weight of the ranks' last step, in units, for the next steps."""
-        self.size = power_near(self.size * mean)
-        self.scale = 1.0
+        """Use the mean weight of the ranks' last step, in units, for the next steps, unless it is zero."""
+        if mean > 0:
+            self.size = power_near(self.size * mean)
+            self.scale = 1.0
 
 
 def power_near(weight: float) -> float:
@@ -121,10 +122,10 @@ class Bucket:
         if not self._is_coarse and self._result is not channel.body:
             self._flat = scratch.like(channel.body)
             self._pieces = _views(self._flat, self.parameters)
-        self.num_missing = len(self.parameters)
-        """Gradients that are not complete yet; less than 0 if one was completed twice."""
         self._num_absent = 0
         self._stream_now = stream_query(channel.body.device)
+        self.follows_streams = self._stream_now is not None
+        """Whether :meth:`note_stream` must be called for each complete gradient."""
         self._streams: set[torch.Stream] = set()
         """The streams that this step's gradients were computed on."""
 
@@ -132,32 +133,28 @@ class Bucket:
         """Return the shapes of the gradients that fit the channel."""
         return [body.shape for body in self._bodies]
 
-    def start_over(self) -> None:
-        """Begin a step: no gradient has arrived."""
-        self.num_missing = len(self.parameters)
-        self._streams.clear()
-
-    def note_arrival(self) -> int:
-        """Note that a gradient is complete, and return how many are not; less than 0 if one was completed twice."""
-        self.num_missing = missing = self.num_missing - 1
+    def note_stream(self) -> None:
+        """Note that a gradient is complete, computed on the current stream."""
         if self._stream_now is not None:
             self._streams.add(self._stream_now())
-        return missing
 
-    def refuse_late(self) -> None:
-        """Count a gradient that arrives from now on in this step as one too many."""
-        self.num_missing = 0
+    def forget_streams(self) -> None:
+        """Begin a step: no gradient has arrived."""
+        self._streams.clear()
 
     @torch.no_grad()
     def send(self, weights: Weights) -> None:
         """Copy the gradients into the channel and start it. A parameter without a gradient counts as zero."""
         self.channel.claim()
-        gradients = [parameter.grad for parameter in self.parameters]
-        if self._is_split:
-            gradients = [own_gradient(parameter) for parameter in self.parameters]
+        gradients: list[torch.Tensor | None] = []
+        absent: list[int] = []
+        for index, parameter in enumerate(self.parameters):
+            gradient = own_gradient(parameter) if self._is_split else parameter.grad
+            gradients.append(gradient)
+            if gradient is None:
+                absent.append(index)
         if self._streams:
             self._follow_streams(gradients)
-        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         share, weight = cast("float", weights.share), cast("float", weights.weight)
         if not is_zero(share):
             for index in absent:
@@ -195,13 +192,14 @@ class Bucket:
                 if gradient is not None:
                     torch.mul(gradient, factor, out=body)
             return
-        pairs = [
-            (place, gradient)
-            for place, gradient in zip(self._pieces, gradients, strict=True)
-            if gradient is not None and gradient is not place
-        ]
-        if pairs:
-            foreach.copy_([place for place, _ in pairs], [gradient for _, gradient in pairs])
+        places: list[torch.Tensor] = []
+        given: list[torch.Tensor] = []
+        for place, gradient in zip(self._pieces, gradients, strict=True):
+            if gradient is not None and gradient is not place:
+                places.append(place)
+                given.append(gradient)
+        if places:
+            foreach.copy_(places, given)
         torch.mul(self._flat, factor, out=self.channel.body)
 
     def _copy_in_for_others(
@@ -236,7 +234,7 @@ class Bucket:
             # The flag is only read if this rank had no gradient itself: reading one element is slow.
             if not self._num_absent or parameter.grad is not None or self.channel.is_flag_set(index):
                 parameter.grad = gradient_of(parameter, result) if self._is_split else result
-        self.start_over()
+        self._streams.clear()
 
     def left_out(self) -> dict[int, torch.Tensor]:
         """Return the part of each gradient that compression left out so far, by number of the parameter."""

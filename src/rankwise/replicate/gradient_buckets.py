@@ -108,11 +108,16 @@ class GradientBuckets:
             Bucket(inside, parameters, channel, scratch) for inside, channel in zip(members, channels, strict=True)
         ]
         self._sparse = SparseGradients([parameters[number] for number in in_rows], exchange, what) if in_rows else None
-        self._bucket_of: dict[int, Bucket | SparseGradients] = (
-            dict.fromkeys(in_rows, self._sparse) if self._sparse else {}
-        )
-        self._bucket_of.update({number: bucket for bucket in self._buckets for number in bucket.numbers})
+        self._place_of = {number: place for place, bucket in enumerate(self._buckets) for number in bucket.numbers}
+        """By number of a parameter, which bucket it is in; sparse ones are after the last bucket."""
+        self._place_of.update(dict.fromkeys(in_rows, len(self._buckets)))
+        self._num_members = [*(len(bucket.numbers) for bucket in self._buckets), math.inf]
+        self._num_missing = self._num_members.copy()
+        """By bucket, gradients that are not complete yet; less than 0 if one was completed twice."""
+        self._follows_streams = any(bucket.follows_streams for bucket in self._buckets)
         self._weights: Weights | None = None
+        self.num_unsent = len(self._buckets) + bool(in_rows)
+        """How many buckets are left for :meth:`send_rest` in this step; sparse gradients count as one."""
         self._num_sent = 0
         self._is_first_step = True
         self._turns: list[float] | None = None
@@ -128,7 +133,7 @@ class GradientBuckets:
 
     def carries(self, number: int) -> bool:
         """Return whether the gradient of a parameter is reduced here."""
-        return number in self._bucket_of
+        return number in self._place_of
 
     def note_arrival(self, number: int) -> bool:
         """Note that a gradient is complete; return whether a bucket can be sent now.
@@ -136,9 +141,12 @@ class GradientBuckets:
         Raises:
             ConfigurationError: it was complete before in this step, or it is sparse.
         """
-        missing = self._bucket_of[number].note_arrival()
-        if self._is_first_step:
-            self._note_first_arrival(number)
+        place = self._place_of[number]
+        self._num_missing[place] = missing = self._num_missing[place] - 1
+        if self._follows_streams and place < len(self._buckets):
+            self._buckets[place].note_stream()
+        if self._is_first_step and place < len(self._buckets):
+            self._note_first_arrival(number, self._buckets[place])
         if missing < 0:
             raise ConfigurationError(
                 f"Parameter {self._names[number]} received another gradient after its gradient was sent to the other "
@@ -171,14 +179,11 @@ class GradientBuckets:
         while self._turns is not None and self._num_sent < len(self._buckets):
             if self._turns[self._num_sent] > collective:
                 return
-            bucket = self._buckets[self._num_sent]
             self._send_next(weights())
-            bucket.refuse_late()
+            # A gradient that arrives from now on in this step is one too many.
+            self._num_missing[self._num_sent - 1] = 0
 
-    def _note_first_arrival(self, number: int) -> None:
-        bucket = self._bucket_of[number]
-        if not isinstance(bucket, Bucket):
-            return
+    def _note_first_arrival(self, number: int, bucket: Bucket) -> None:
         gradient = bucket.parameters[bucket.numbers.index(number)].grad
         if gradient is not None and gradient.layout is not torch.strided:
             raise ConfigurationError(
@@ -191,19 +196,14 @@ class GradientBuckets:
     def _can_send_next(self) -> bool:
         if self._num_sent == len(self._buckets):
             return False
-        bucket = self._buckets[self._num_sent]
         # Waiting here could deadlock: another rank may wait for this one elsewhere in its backward.
-        return bucket.num_missing <= 0 and bucket.channel.can_claim()
+        return self._num_missing[self._num_sent] <= 0 and self._buckets[self._num_sent].channel.can_claim()
 
     def send_full(self, weights: Weights) -> None:
         """Send the next bucket, and those after it as long as they are full and need not wait."""
         self._send_next(weights)
-        while self._can_send_next():
+        while self._num_sent < len(self._buckets) and self._can_send_next():
             self._send_next(weights)
-
-    def are_sent(self) -> bool:
-        """Return whether nothing is left for :meth:`send_rest` in this step."""
-        return self._num_sent == len(self._buckets) and self._sparse is None
 
     def send_rest(self, weights: Weights) -> None:
         """Send the other buckets, full or not. A parameter without a gradient counts as zero.
@@ -229,6 +229,7 @@ class GradientBuckets:
             self._check_shapes(bucket)
             raise
         self._num_sent += 1
+        self.num_unsent -= 1
 
     def _check_shapes(self, bucket: Bucket) -> None:
         """Raise if a parameter has changed its shape since the buckets were laid out."""
@@ -242,8 +243,8 @@ class GradientBuckets:
                     "the optimizer after that",
                 ) from None
 
-    def take_back(self) -> None:
-        """Wait for the results, which become the gradients. Ends the step.
+    def take_back(self) -> Amount:
+        """Wait for the results, which become the gradients; return the sum of all ranks' weights. Ends the step.
 
         A parameter that no rank had a gradient for keeps ``grad=None``.
         """
@@ -253,20 +254,23 @@ class GradientBuckets:
             except RuntimeError:
                 self._check_shapes(bucket)
                 raise
+        total = self._buckets[0].channel.total()
         if self._sparse is not None and self._weights is not None:
-            self._sparse.reduce(self._weights, self.total())
-        self._num_sent = 0
+            self._sparse.reduce(self._weights, total)
+        self._begin_step()
         self._is_first_step = False
-
-    def total(self) -> Amount:
-        """Return the sum of all ranks' weights in the latest step, after :meth:`take_back`."""
-        return self._buckets[0].channel.total()
+        return total
 
     def start_over(self) -> None:
         """Forget a step that an error interrupted: nothing has arrived."""
-        self._num_sent = 0
+        self._begin_step()
         for bucket in self._buckets:
-            bucket.start_over()
+            bucket.forget_streams()
+
+    def _begin_step(self) -> None:
+        self._num_missing[:] = self._num_members
+        self._num_sent = 0
+        self.num_unsent = len(self._buckets) + (self._sparse is not None)
 
 
 def _carry_over(old: Iterable[Bucket], new: Iterable[Bucket]) -> None:

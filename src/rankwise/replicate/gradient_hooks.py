@@ -189,7 +189,8 @@ def _is_unchanged(total: torch.Tensor, earlier: torch.Tensor | None) -> bool:
 
 
 def _is_own(hook: object) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("rankwise.")
+    of = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(of, "__module__", "")).startswith("rankwise.")
 
 
 # -- modules -------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ units that all ranks share. Used by replicate, local_sgd and the parameter serve
 from __future__ import annotations
 
 import threading
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
@@ -22,13 +24,13 @@ from rankwise.health.step_record import BACKWARD, EXCHANGE
 from rankwise.replicate.accumulation import Accumulation
 from rankwise.replicate.bucket import Weights, WeightUnit, own_gradient
 from rankwise.replicate.buffers import count_registrations
-from rankwise.replicate.gradient_buckets import GradientBuckets, call_when_accumulated
+from rankwise.replicate.gradient_buckets import GradientBuckets
 from rankwise.replicate.gradient_hooks import GradientHooks
 from rankwise.replicate.loss.amounts import multiply_, ratio
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.replicate.loss.terms import forward_call, mark_output
 from rankwise.replicate.own_hooks import OwnHook
-from rankwise.replicate.same_inputs import FirstCall, first_call_of, report_first_calls
+from rankwise.replicate.same_model import FirstCall, first_call_of, report_first_calls
 from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
@@ -86,8 +88,9 @@ class GradientSync:
         self.num_ranks = 1 if group is None else group.world_size
         """How many ranks the gradients are averaged over."""
         self._model_name = model_name
+        self.has_no_call = self.num_ranks > 1
+        """Whether the inputs of the first step, for ranks to compare, are still missing."""
         self._first_call: FirstCall | None = None
-        """The inputs of the first step, for ranks to compare."""
         self._what = f"gradients of {model_name}"
         self._num_synced = 0
         is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
@@ -106,6 +109,7 @@ class GradientSync:
         """The weight of a backward, on a device, and its share."""
         self._on_mean: Callable[[float], None] | None = None
         self._on_backward: Callable[[], None] | None = None
+        self._on_forward: Callable[[], None] | None = None
         self._in_backward = False
         self._has_gradients = False
         self._compress = compress
@@ -128,11 +132,6 @@ class GradientSync:
         self._hooks = None if group is None else GradientHooks(self.names, self.parameters)
         self.hook_new_parameters()
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether a backward is one of several before the next exact gradient."""
-        return self._accumulation.is_continued
-
     def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
         """Set whether another backward follows before the next exact gradient; return the value before."""
         if value:
@@ -151,6 +150,10 @@ class GradientSync:
         """Call ``listener`` whenever a backward begins that synchronizes, as often as on every other rank."""
         self._on_backward = listener
 
+    def report_forwards_to(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each forward pass that may be trained, unless it is one of several microsteps."""
+        self._on_forward = listener
+
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
         return self._accumulation.is_open
@@ -164,8 +167,11 @@ class GradientSync:
             return
         # torch runs the hooks of each device in a thread of its own.
         is_alone = len({parameter.device for parameter in self.parameters}) == 1
-        arrived = GradientSync._take_note if is_alone else GradientSync._take_note_in_turn
-        self._handles += [call_when_accumulated(self.parameters[n], self, arrived, n) for n in new]
+        note = GradientSync._note_gradient if is_alone else GradientSync._note_gradient_in_turn
+        # The parameter holds its hook: one that held the sync would never release the model's memory.
+        self._handles += [
+            self.parameters[n].register_post_accumulate_grad_hook(partial(note, ref(self), n)) for n in new
+        ]
         self._hooked.update(new)
         self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
         if self._group is not None:
@@ -188,7 +194,7 @@ class GradientSync:
     def before_backward(self) -> None:
         """Start over if an error interrupted the backward before, and follow layers unfrozen since.
 
-        Called by: every forward pass that backward may follow.
+        Called by: the end of every forward pass that backward may follow.
         """
         if _round:  # no backward is under way
             _abandon_round()
@@ -204,11 +210,13 @@ class GradientSync:
             )
         if self._unhooked:
             self.hook_new_parameters()
+        if self._on_forward is not None and not (self._accumulation.is_continued or self._accumulation.is_open):
+            self._on_forward()
 
     def note_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the inputs of the model's first call, if there are ranks to compare them with."""
-        if self._first_call is None and self.num_ranks > 1:
-            self._first_call = first_call_of(args, kwargs)
+        """Note the inputs of the model's first call."""
+        self.has_no_call = False
+        self._first_call = first_call_of(args, kwargs)
 
     def check_followed(self, model: nn.Module) -> None:
         """Raise unless every parameter of ``model`` is one that ``replicate`` found."""
@@ -241,8 +249,11 @@ class GradientSync:
 
     # -- while backward runs -----------------------------------------------------------------------
 
-    def begin(self, weight: Amount | None) -> None:
-        """Start a backward whose loss is a mean over ``weight`` samples. Repeated calls do nothing."""
+    def begin(self, weight: Amount | None, _gradient: object = None) -> None:
+        """Start a backward whose loss is a mean over ``weight`` samples. Repeated calls do nothing.
+
+        Also called by torch, with the gradient of an output of the model.
+        """
         if self._in_backward:
             return
         self._in_backward = True
@@ -285,8 +296,12 @@ class GradientSync:
             self._buckets.send_before(self._num_others, self._report_weights)
         self._num_others += 1
 
-    def _take_note(self, number: int) -> None:
-        """Note that the gradient of a parameter is complete. Called once per parameter and step."""
+    @staticmethod
+    def _note_gradient(reference: ref[GradientSync], number: int, _: torch.Tensor) -> None:
+        """Note that the gradient of a parameter is complete. Called by torch, once per parameter and step."""
+        self = reference()
+        if self is None:
+            return
         if not self._in_backward:
             self.begin(self.loss.forward_weight)
         self._has_gradients = True
@@ -298,10 +313,11 @@ class GradientSync:
         if self._buckets.note_arrival(number) and not is_held:
             self._buckets.send_full(self._report_weights())
 
-    def _take_note_in_turn(self, number: int) -> None:
+    @staticmethod
+    def _note_gradient_in_turn(reference: ref[GradientSync], number: int, parameter: torch.Tensor) -> None:
         """The same for hooks that may run in several threads at once."""
         with _in_turn:
-            self._take_note(number)
+            GradientSync._note_gradient(reference, number, parameter)
 
     def _report_weights(self) -> Weights:
         """Report this rank's loss to the other ranks, and return the weights of its gradients."""
@@ -317,9 +333,9 @@ class GradientSync:
 
     # -- when backward has run ---------------------------------------------------------------------
 
-    def note_others(self, num_models: int) -> None:
-        """Note how many other models this backward was of: ranks reach several in different orders."""
-        self._is_alone = self._is_alone and num_models == 0
+    def note_others(self) -> None:
+        """Note that a backward was of other models too: ranks reach several in different orders."""
+        self._is_alone = False
 
     def send_rest(self) -> None:
         """Send the buckets that are not full: this rank did not use all of their parameters."""
@@ -329,7 +345,7 @@ class GradientSync:
             self.loss.report()
             if not self.loss.is_sum_on_ranks():
                 self._unit.agree(self._group, self._accumulation.carried + self._share(), self._what)
-        if not self._buckets.are_sent():
+        if self._buckets.num_unsent:
             self._buckets.send_rest(self._report_weights())
 
     def collect(self) -> None:
@@ -355,14 +371,13 @@ class GradientSync:
         self._in_backward = False
         self._has_gradients = False
         self._num_others = 0
-        if self._hooks is not None:
+        if self._hooks is not None and self._hooks.held:
             self._hooks.end()
         self.loss.end()
 
     def _hand_back(self, group: Exchange, buckets: GradientBuckets) -> None:
-        buckets.take_back()
+        total = buckets.take_back() / self._unit.scale
         is_sum = self.loss.end_step()
-        total = buckets.total() / self._unit.scale
         if is_sum and not isinstance(total, torch.Tensor) and total != 1.0:
             # Ranks without samples sent weights as if the others' losses were no sums.
             self._multiply(total)
@@ -376,8 +391,9 @@ class GradientSync:
             self._accumulation.close()
         elif self._accumulation.is_begun:
             self._accumulation.give_back_earlier()
-        if not is_sum:
-            self._adjust_unit(total, group.world_size)
+        is_read = not isinstance(total, torch.Tensor) or self._num_synced < STEPS_OF_UNIT or self._unit.scale != 1.0
+        if is_read and not is_sum:  # Only the first steps read weights from the device: a unit rounds nothing.
+            self._unit.adjust(float(total) / group.world_size)
         if self._num_synced == 0:
             # A rank without samples was called with others' as a stand-in.
             call = self._first_call if float(self.loss.weight) > 0 else None
@@ -391,14 +407,6 @@ class GradientSync:
         elif not self._is_order_known and self._needs_one_order and self._num_others:
             buckets.send_by_turns({})
         self._is_order_known = True
-
-    def _adjust_unit(self, total: Amount, num_ranks: int) -> None:
-        is_on_device = isinstance(total, torch.Tensor)
-        if is_on_device and self._num_synced >= STEPS_OF_UNIT and self._unit.scale == 1.0:
-            return  # Only the first steps read weights from the device: a unit rounds nothing.
-        mean = float(total) / num_ranks
-        if mean > 0:
-            self._unit.adjust(mean)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [own for p in self.parameters if (own := own_gradient(p)) is not None]
@@ -478,7 +486,8 @@ def _finish_round() -> None:
     _round.clear()
     is_alone = True
     for sync in syncs:
-        sync.note_others(len(syncs) - 1)
+        if len(syncs) > 1:
+            sync.note_others()
         is_alone = is_alone and sync.num_ranks == 1
     step_meter.meter.note_arrival()
     part = BACKWARD if is_alone else step_meter.meter.enter(EXCHANGE)
@@ -532,7 +541,8 @@ class SyncAfterForward(OwnHook):
             if self._after_training is not None and module.training:
                 self._after_training()
             sync.before_backward()
-            sync.note_first_call(args, kwargs)
+            if sync.has_no_call:
+                sync.note_first_call(args, kwargs)
         call = forward_call(sync.number, self._weight, args, kwargs)
         reached = mark_output(output, call)
         amount = call.num_samples
@@ -540,4 +550,4 @@ class SyncAfterForward(OwnHook):
             return
         sync.loss.note_forward(amount)
         for one in reached:
-            one.register_hook(lambda _: sync.begin(amount))
+            one.register_hook(partial(sync.begin, amount))

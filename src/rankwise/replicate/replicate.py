@@ -22,9 +22,8 @@ from rankwise.replicate.batchnorm import (
     undo_batchnorm,
     warn_of_own_statistics,
 )
-from rankwise.replicate.buffers import BufferSync
+from rankwise.replicate.buffers import BufferSync, DivergedBuffers
 from rankwise.replicate.copied_statistics import watch_copies
-from rankwise.replicate.diverged_buffers import DivergedBuffers
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import check_weight_function, subscribe, unsubscribe
@@ -165,12 +164,8 @@ def replicate(
         statistics = shared_statistics(model, SYNCHRONISED)
         guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         sync.loss.guard_by(guard)
-        hooks = ModuleHooks(model)
-        before += [
-            split.begin,
-            hooks.before_forward,
-            lambda *_: guard.before_forward(is_mid_step=sync.is_accumulating or sync.is_mid_step()),
-        ]
+        sync.report_forwards_to(guard.note_forward)
+        before += [split.begin, ModuleHooks(model).before_forward]
     model.register_forward_pre_hook(OwnHook(*before))
     model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)

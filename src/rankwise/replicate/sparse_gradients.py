@@ -61,10 +61,6 @@ class SparseGradients:
         self._exchange = exchange
         self._what = what
 
-    def note_arrival(self) -> int:
-        """Return how many gradients are not complete: all, until backward has ended."""
-        return len(self._parameters)
-
     @torch.no_grad()
     def reduce(self, weights: Weights, total: Amount) -> None:
         """Make each gradient the weighted sum over ranks, coalesced; one that no rank has keeps ``grad=None``.

@@ -23,9 +23,8 @@ from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.log import log
 from rankwise.replicate.batchnorm import synchronise_batchnorm, take_torchs_batchnorm, warn_of_own_statistics
-from rankwise.replicate.buffers import BufferSync
+from rankwise.replicate.buffers import BufferSync, DivergedBuffers
 from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
-from rankwise.replicate.diverged_buffers import DivergedBuffers
 from rankwise.replicate.from_meta import FromMeta, check_same_meta
 from rankwise.replicate.gradient_hooks import ModuleHooks, check_hooks_kept
 from rankwise.replicate.loss.hooks import check_weight_function, subscribe
@@ -34,8 +33,7 @@ from rankwise.replicate.no_sync_and_weight import no_sync
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.random_numbers.kernels import install
 from rankwise.replicate.random_numbers.model_draws import draw_as_one_rank
-from rankwise.replicate.same_inputs import SameForward
-from rankwise.replicate.same_model import broadcast_tensors, check_same_model
+from rankwise.replicate.same_model import SameForward, broadcast_tensors, check_same_model
 from rankwise.replicate.self_check import check_torch, gradients, loss_fn
 from rankwise.replicate.sparse_gradients import check_no_sparse
 from rankwise.replicate.split_tensors import use_whole_tensors

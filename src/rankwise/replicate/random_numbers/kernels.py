@@ -15,17 +15,15 @@ from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.counter import bits, kept
 from rankwise.replicate.random_numbers.draw_warnings import forget_notices, notice, warn_of_rejection
-from rankwise.replicate.random_numbers.drawing import (
+from rankwise.replicate.random_numbers.scope import current_scope, drawing, integer_kernels, is_apart, is_drawing
+from rankwise.replicate.random_numbers.source import (
     draw_by_sample,
     draw_dropout,
     draw_from_tensors,
     fill,
-    main_of,
-)
-from rankwise.replicate.random_numbers.scope import current_scope, drawing, integer_kernels, is_apart, is_drawing
-from rankwise.replicate.random_numbers.source import (
     forget,
     generator_before,
+    main_of,
     redrawing,
     source_again,
     source_by_key,

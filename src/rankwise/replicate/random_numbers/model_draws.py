@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from rankwise.comm.same_state.collective import numbers_of_all
-from rankwise.comm.session import current_or_none
 from rankwise.log import warn
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.random_numbers.batch_tracer import BatchTracer
@@ -80,7 +79,7 @@ def draw_as_one_rank(
         return  # torch's own numbers
     if exchange is not None and randomness != "per_rank":
         agree_on_generators(exchange, torch.device(session.world.device))
-        compare_generators(exchange, torch.device(session.world.device))
+        compare_generators(exchange, session)
     if draws is not None:
         draws.draw_by(randomness)
         return
@@ -342,8 +341,8 @@ class _Since:
 _since = _Since()
 
 
-def compare_generators(exchange: Exchange, device: torch.device) -> None:
-    """Have ranks compare torch's generator while they train a model on ``device``, from a model's first draw on.
+def compare_generators(exchange: Exchange, session: Session) -> None:
+    """Have ranks compare torch's generator while they train a model, from a model's first draw on.
 
     Called by: every rank of ``exchange``, the ranks that hold copies of the model.
     """
@@ -353,11 +352,10 @@ def compare_generators(exchange: Exchange, device: torch.device) -> None:
 
     def is_short() -> bool:
         """Return whether there are ranks without samples, on which dropout draws nothing."""
-        session = current_or_none()
-        return session is not None and session.batch is not None and session.batch.num_global < exchange.world_size
+        return session.batch is not None and session.batch.num_global < exchange.world_size
 
     def repair(ranks: Exchange, *, is_expected: bool) -> None:
-        for generator in _generators(device):
+        for generator in _generators(torch.device(session.world.device)):
             _copy_of_rank_zero(generator, ranks)
         if not (is_expected or _since.has_warned):
             _since.has_warned = True

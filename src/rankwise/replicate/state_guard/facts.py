@@ -40,6 +40,7 @@ class SharedFact:
 
 
 _facts: dict[str, SharedFact] = {}
+"""In the order of their names, which is the same on every rank."""
 
 
 def add_fact(name: str, read: Callable[[], int | None], repair: Repair | str) -> None:
@@ -53,7 +54,9 @@ def add_fact(name: str, read: Callable[[], int | None], repair: Repair | str) ->
             is nothing to compare yet.
         repair: the user's fix for a difference, for the error; or a way to make it equal again without an error.
     """
-    _facts[name] = SharedFact(name, read, repair)
+    facts = {**_facts, name: SharedFact(name, read, repair)}
+    _facts.clear()
+    _facts.update(sorted(facts.items()))
 
 
 def forget_facts() -> None:
@@ -63,4 +66,4 @@ def forget_facts() -> None:
 
 def all_facts() -> list[SharedFact]:
     """Return the facts in the order of their names, which is the same on every rank."""
-    return [_facts[name] for name in sorted(_facts)]
+    return list(_facts.values())

@@ -35,7 +35,6 @@ from rankwise.tensors.checksum import (
     settings_of,
     short,
 )
-from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing
 
@@ -95,6 +94,8 @@ class StateGuard:
         self._reads_facts = reads_facts
         posted = Posted.of_exchange(exchange, session, f"rankwise/reports/{next(_numbers)}")
         self._unaveraged = WithoutBackward(model_name, self._parameters, posted)
+        self.note_forward = self._unaveraged.note_forward
+        """Called after each forward pass that may be trained, but for those of further microsteps."""
         self._used = UsedSettings(model_name, posted, session)
         self._optimizers = OptimizersOf(list(parameters.values()), self._used, self._unaveraged.note_step)
         self._names = list(parameters)
@@ -122,7 +123,7 @@ class StateGuard:
             return None
         numbers: list[int] = []
         if step >= self._settings.next:
-            self._facts = [(fact, fact.number()) for fact in self._all_facts()]
+            self._facts = [(fact, fact.number()) for fact in all_facts() if self._reads_facts]
             numbers = [
                 *(number or 0 for _, number in self._facts),
                 self._used.checksum(),
@@ -144,15 +145,6 @@ class StateGuard:
             return None
         return self._checksum.now_or_next(tensors)
 
-    def before_forward(self, *, is_mid_step: bool) -> None:
-        """Compare parameters before a forward pass that may be trained, if no backward does.
-
-        Args:
-            is_mid_step: whether earlier microsteps explain that no backward has synchronized.
-        """
-        if torch.is_grad_enabled() and not in_backward() and not is_mid_step:
-            self._unaveraged.note_forward()
-
     def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:
         """Take in the sums of all ranks' reports."""
         self._sums = sum_of_checksums, sum_of_squares
@@ -164,7 +156,7 @@ class StateGuard:
         """
         self._has_ended = True
         self._unaveraged.note_backward()
-        for fact in self._all_facts():
+        for fact in all_facts() if self._reads_facts else ():
             if isinstance(fact.repair, Repair) and fact.repair.is_expected():
                 fact.repair.apply(self._exchange, is_expected=True)
         settings = self._num_steps >= self._settings.next
@@ -217,9 +209,6 @@ class StateGuard:
         elif not is_repaired:
             # Settings that differ and mean the same, as 1 and 1.0 do.
             self._settings.be_patient(PATIENT_EVERY)
-
-    def _all_facts(self) -> list[SharedFact]:
-        return all_facts() if self._reads_facts else []
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the values that ranks compare, by name; the same on every rank."""
