@@ -62,7 +62,7 @@ def _sent_from(monkeypatch: pytest.MonkeyPatch, arrivals: list[str], sending: st
         current[0] = streams[name]
         parameter.grad = torch.ones(2).as_subclass(Gradient)
         Gradient.events = events
-        one.note_arrival()
+        one.note_stream()
     current[0] = streams[sending]
     one.send(Weights(1.0, 1.0))
     return events
