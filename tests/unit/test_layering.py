@@ -26,12 +26,15 @@ PURE = (
     "data.epoch_order",
     "data.shards",
     "checkpoint.manifest",
+    "charts",
+    "insight.html",
+    "insight.titles",
     "verify.records",
     "verify.compare",
     "verify.causes",
     "verify.mistakes",
     "verify.conclude",
-    "verify.terminal",
+    "verify.report",
 )
 STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "compress")
 FACES = (
@@ -83,10 +86,9 @@ FACES = (
     "replicate.same_model",
     "replicate.self_check",
     "replicate.strategy_registry",
-    "verify.page",
     "verify.procedure",
     "verify.runs",
-    "verify.terminal",
+    "verify.report",
 )
 """What rooms of the rest may import of launch, of a strategy and of each other."""
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "base"}

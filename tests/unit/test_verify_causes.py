@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from recorded import FLOOR, GRADIENT, LINE, one_rank, parameter, rank_run, sketch, step, two_ranks
 
-from rankwise.verify import conclude, mistakes, resumed
+from rankwise.verify import conclude, mistakes
 from rankwise.verify.conclude import Report, Verdict
-from rankwise.verify.page import page_of
 from rankwise.verify.records import Batch, Call, Last, ModuleOutput, RankRun, Run, Written, assembled
-from rankwise.verify.terminal import difference_in_words, text_of
+from rankwise.verify.report import difference_in_words, page_of, text_of
 
 
 def concluded(one: RankRun, many: Run, *, is_joined: bool = False) -> Verdict:
@@ -472,11 +471,11 @@ def test_a_run_that_is_continued() -> None:
         others = [replace(one, modules=step((3, 4)).modules) for one in others]
         return Run((rank_run(*steps), rank_run(*others, rank=1)), 0)
 
-    verdict = resumed.compared(one, continued(2), FLOOR)
+    verdict = conclude.resumed_verdict(one, continued(2), FLOOR)
     assert (verdict.status, verdict.num_steps) == ("equal", 2)
     assert "they continue after step 2" in verdict.notes[0]
-    verdict = resumed.compared(one, continued(2, hyperparameters=({"lr": 0.2},)), FLOOR)
+    verdict = conclude.resumed_verdict(one, continued(2, hyperparameters=({"lr": 0.2},)), FLOOR)
     assert verdict.cause is not None
     assert (verdict.status, verdict.cause.key) == ("differs", "resumed apart")
     assert "the state of a scheduler" in verdict.cause.words
-    assert resumed.compared(one, continued(0), FLOOR).status == "not compared"
+    assert conclude.resumed_verdict(one, continued(0), FLOOR).status == "not compared"

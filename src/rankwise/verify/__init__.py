@@ -3,5 +3,5 @@
 
 ``procedure`` orders the runs, ``runs`` runs the script on ranks, in which ``recorder`` writes ``records``. From these,
 without torch, ``compare`` finds differences, ``causes`` and ``mistakes`` their causes, and ``conclude`` the verdict,
-which ``terminal`` and ``page`` show. Nothing in the script changes.
+which ``report`` shows. Nothing in the script changes.
 """

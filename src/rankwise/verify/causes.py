@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
 from rankwise.verify.compare import COPY, PLATEAU, Cause, combined, is_close, is_near, is_same, ratio_of
+from rankwise.verify.mistakes import loaded_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -89,21 +90,6 @@ def _of_data(evidence: Evidence) -> Cause:
 def _loaded_until(step: int, ranks: Sequence[RankRun]) -> Counter[int]:
     batches = (batch for rank in ranks for one in rank.steps[:step] for batch in one.batches)
     return Counter(digest for batch in batches for digest in batch.digests)
-
-
-def loaded_apart(one: RankRun, many: Sequence[RankRun]) -> Cause | None:
-    """Return the cause if ranks load other files than one rank, or only some of them load one."""
-    if all(rank.loaded.keys() == one.loaded.keys() for rank in many):
-        return None
-    held = {"one rank": one.loaded, **{f"rank {rank.facts.rank}": rank.loaded for rank in many}}
-    return Cause(
-        "other checkpoint",
-        "ranks load other states before the first step than one rank does",
-        "load one file on every rank, whose name does not depend on the rank or the number of ranks; or load it on "
-        "rank 0 before rankwise.replicate(model), which broadcasts parameters",
-        evidence=tuple(f"{who}: {', '.join(files) or 'none'}" for who, files in held.items()),
-        line=next((line for files in held.values() for line in files.values()), ""),
-    )
 
 
 def _of_start(evidence: Evidence) -> Cause:
@@ -496,7 +482,7 @@ _OF_PHASE: Mapping[Phase, Callable[[Evidence], Cause]] = {
 }
 
 
-# -- what a script keeps, and what it chose ------------------------------------------------------------------
+# -- what a script keeps -------------------------------------------------------------------------------------
 
 
 def kept(evidence: Evidence) -> Cause | None:
@@ -525,19 +511,6 @@ def _are_parts(mine: Sketch, held: Sequence[Sketch | None]) -> bool:
     if not mine.shape or len(shapes) < len(held) or any(shape[1:] != mine.shape[1:] for shape in shapes):
         return False
     return sum(shape[0] for shape in shapes) == mine.shape[0]
-
-
-def chosen(evidence: Evidence) -> Cause | None:
-    """Return the call of rankwise's by which the script gives up equality with one rank."""
-    for call, line in evidence.many[0].facts.inexact.items():
-        return Cause(
-            "by choice",
-            f"{call} gives up equality with one rank, to wait or to send less",
-            "none is needed if that is intended; to look for other differences, verify the script without it, with "
-            "rankwise.replicate(model)",
-            line=line,
-        )
-    return None
 
 
 def _line_of_call(evidence: Evidence) -> str:

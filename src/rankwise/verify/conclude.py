@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.errors import fold_ranks
-from rankwise.verify import causes, compare
-from rankwise.verify.compare import EXACT, PHASES, Cause, Evidence
+from rankwise.verify import causes, compare, mistakes
+from rankwise.verify.compare import EXACT, PHASES, PLAUSIBLE, Cause, Evidence, Floor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rankwise.verify.compare import Difference, Floor, Gap, Phase
+    from rankwise.verify.compare import Difference, Gap, Phase
     from rankwise.verify.mistakes import Finding
     from rankwise.verify.records import RankRun, Run, Step
 
@@ -200,7 +200,7 @@ def _causes(evidence: Evidence, many: Run) -> list[Cause]:
     if any(not rank.end.startswith(_BECAUSE_OF_ANOTHER) for rank in errors):
         return [_failed(many, len(many.ranks))]
     warned = [_warned(text, told) for text in dict.fromkeys(text for rank in many.ranks for text in rank.warnings)]
-    chosen, kept = causes.chosen(evidence), causes.kept(evidence)
+    chosen, kept = mistakes.chosen(evidence.many[0]), causes.kept(evidence)
     if chosen is not None:
         return [chosen, *warned]
     if kept is None:
@@ -307,7 +307,7 @@ def without_steps(num_ranks: int, one: RankRun, many: Run) -> Verdict:
     if has_ended_well(many):
         return not_compared(num_ranks, "some rank takes no step of a torch optimizer", many)
     # What rankwise says of ranks that differ does not know of files.
-    cause = (causes.loaded_apart(one, many.ranks) if has_diverged(many) else None) or _failed(many, num_ranks)
+    cause = (mistakes.loaded_apart(one, many.ranks) if has_diverged(many) else None) or _failed(many, num_ranks)
     return Verdict(num_ranks=num_ranks, status="differs", first=First(1, "steps", cause.key), cause=cause)
 
 
@@ -383,3 +383,93 @@ def _advice(ranks: Sequence[RankRun]) -> str | None:
         if found:
             return " ".join(line.strip() for line in rest.splitlines())
     return None
+
+
+# -- runs that were interrupted and continued ------------------------------------------------------------------
+
+_LACKS = {
+    "data": ("the position of the loader", "checkpoints.save(..., loader=loader), or loader.state_dict()"),
+    "forward": (
+        "buffers of the model, or the position of a random generator",
+        "model.state_dict() with its buffers; rankwise.Checkpointer, which saves positions, or torch.get_rng_state()",
+    ),
+    "gradient": ("something that the loss follows from", "all that a step changes and a later one reads"),
+    "hyperparameters": ("the state of a scheduler", "scheduler.state_dict(), or checkpoints.save(..., scheduler=...)"),
+    "optimizer state": (
+        "the state of the optimizer",
+        "optimizer.state_dict(), or checkpoints.save(..., optimizer=...)",
+    ),
+}
+"""What a checkpoint lacks, by the phase of the first difference, and what to save."""
+
+
+def resumed_verdict(reference: RankRun, many: Run, floor: Floor) -> Verdict:
+    """Return the verdict on N ranks that continue a run which was interrupted.
+
+    Args:
+        reference: one rank, not interrupted.
+        many: the run on N ranks that continues the interrupted one.
+        floor: what counts as rounding for the reference.
+    """
+    number = len(many.ranks)
+    if not all(rank.steps for rank in many.ranks) or not has_ended_well(many):
+        return not_compared(number, f"it cannot be continued: {error_of(many)}", many)
+    done = _steps_before(reference, many.ranks)
+    if not done:
+        why = "it starts from " + ("its first step" if done == 0 else "parameters that one rank has before no step")
+        return not_compared(
+            number,
+            f"when it is run again, {why}: it has saved nothing by then, or does not load it. Have it save within the "
+            "first half of --steps, and load what it finds",
+            many,
+        )
+    before = f"uninterrupted, they are equal over {len(reference.steps)} steps"
+    one, continued = _from_step(reference, done), replace(many, ranks=tuple(_cut(many.ranks, reference, done)))
+    rest = Floor(floor.dtype, _shifted(floor, done), floor.why_assumed)
+    verdict, different = measured(one, continued.ranks, rest)
+    note = f"{before}; interrupted, they continue after step {done}, from which steps are counted"
+    verdict = replace(verdict, notes=(note,))
+    if different is not None:
+        evidence = Evidence(different.gap, one, continued.ranks)
+        return replace(verdict, cause=_lacking(evidence))
+    return ended_apart(verdict, one, continued) or verdict
+
+
+def _lacking(evidence: Evidence) -> Cause:
+    kept = causes.kept(evidence)
+    what, fix = _LACKS.get(evidence.gap.phase, (evidence.gap.name, "it, and load it again"))
+    if kept is not None and evidence.gap.phase in {"forward", "gradient"}:
+        what = kept.words.partition(" ")[0]
+        fix = "it too, a number in a dictionary: checkpoints.save(..., kept=kept) and restore(..., kept=kept)"
+    return Cause(
+        "resumed apart",
+        f"a run that is interrupted and continued is not the uninterrupted one: its checkpoint lacks {what}",
+        f"save and load {fix}",
+        line=evidence.one.step_line,
+    )
+
+
+def _steps_before(reference: RankRun, ranks: Sequence[RankRun]) -> int | None:
+    """Return how many steps of the reference precede a continued run; ``None`` if none has its parameters."""
+    first = [rank.steps[0] for rank in ranks]
+    errors = [max((gap.error for gap in compare.initial_gaps(step, first)), default=1.0) for step in reference.steps]
+    nearest = errors.index(min(errors))
+    return nearest if errors[nearest] <= PLAUSIBLE[reference.facts.dtype] else None
+
+
+def _from_step(run: RankRun, done: int) -> RankRun:
+    steps = tuple(replace(step, number=step.number - done) for step in run.steps[done:])
+    return replace(run, steps=steps)
+
+
+def _cut(ranks: Sequence[RankRun], reference: RankRun, done: int) -> list[RankRun]:
+    """Leave out the steps that the reference was not recorded for."""
+    if reference.end != "steps":
+        return list(ranks)
+    return [replace(rank, steps=rank.steps[: len(reference.steps) - done], end="steps") for rank in ranks]
+
+
+def _shifted(floor: Floor, done: int) -> dict[tuple[int, compare.Phase], float] | None:
+    if floor.measured is None:
+        return None
+    return {(step - done, phase): error for (step, phase), error in floor.measured.items() if step > done}

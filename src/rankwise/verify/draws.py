@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional
 
 from rankwise.auto.replacing import replace_attributes
-from rankwise.data.seeds import generator_state
 from rankwise.tensors.arrays import memory_of
 from rankwise.verify.sketches import permutation
 
@@ -27,18 +26,6 @@ _DRAWING = (
     (torch, ("dropout", "randn_like", "rand_like", "bernoulli", "randn", "rand")),
 )
 """Functions of a tensor, or of a size, whose first dim may be the rows."""
-
-
-def state_digests() -> dict[str, int]:
-    """Return a digest of the state of each generator: torch's, Python's, NumPy's."""
-    python, (_, keys, position, *_), _ = generator_state()
-    return {"torch": torch_digest(), "random": hash(python), "numpy": zlib.crc32(keys.tobytes(), position)}
-
-
-def drawn_from(before: dict[str, int], after: dict[str, int]) -> str:
-    """Return the generators that were drawn from, with their states before; empty if none was."""
-    names = [name for name, state in before.items() if after[name] != state]
-    return " ".join(f"{name}:{before[name]:x}" for name in names)
 
 
 State = tuple[torch.Tensor, ...]

@@ -7,6 +7,7 @@ random numbers that they drew for it. Imported by ``recorder``.
 
 from __future__ import annotations
 
+import zlib
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from torch.utils import data
 
 from rankwise.auto.replacing import replace_attributes, replaced
 from rankwise.data import loader as own_loader
+from rankwise.data.seeds import generator_state
 from rankwise.verify import sketches
-from rankwise.verify.draws import drawn_from, state_digests
+from rankwise.verify.draws import torch_digest
 from rankwise.verify.records import Batch, Loader
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ class Loaders:
         position = 0
         try:
             while True:
-                before = state_digests()
+                before = _state_digests()
                 self._is_inside = True
                 try:
                     batch = next(batches)
@@ -99,7 +101,7 @@ class Loaders:
                 finally:
                     self._is_inside = False
                 # The first one also draws the order and the seed of the workers.
-                drawn = drawn_from(before, state_digests()) if position else ""
+                drawn = _drawn_from(before, _state_digests()) if position else ""
                 if by_workers:
                     batch, drawn = batch[0], drawn + batch[1]
                 if self._plan.float64:
@@ -162,6 +164,18 @@ def _described(loader: Any, number: int, line: str) -> Loader:
     return Loader(number, length, size, type(sampler).__name__, shuffles, line)
 
 
+def _state_digests() -> dict[str, int]:
+    """Return a digest of the state of each generator: torch's, Python's, NumPy's."""
+    python, (_, keys, position, *_), _ = generator_state()
+    return {"torch": torch_digest(), "random": hash(python), "numpy": zlib.crc32(keys.tobytes(), position)}
+
+
+def _drawn_from(before: dict[str, int], after: dict[str, int]) -> str:
+    """Return the generators that were drawn from, with their states before; empty if none was."""
+    names = [name for name, state in before.items() if after[name] != state]
+    return " ".join(f"{name}:{before[name]:x}" for name in names)
+
+
 class WorkerDraws:
     """Stands in for the ``worker_init_fn`` and the ``collate_fn`` of a loader; pickled into its workers."""
 
@@ -174,13 +188,13 @@ class WorkerDraws:
         """Stand in for ``worker_init_fn``."""
         if self._init is not None:
             self._init(worker)
-        self._states = state_digests()
+        self._states = _state_digests()
 
     def collate(self, samples: Any) -> tuple[Any, str]:
         """Stand in for ``collate_fn``: return the batch with what the worker drew for it."""
         batch = self._collate(samples)
-        before, self._states = self._states, state_digests()
-        return batch, drawn_from(before, self._states)
+        before, self._states = self._states, _state_digests()
+        return batch, _drawn_from(before, self._states)
 
 
 @contextmanager

@@ -175,3 +175,31 @@ def _loader(loaders: Sequence[Loader], step: Step) -> Loader | None:
 def _line_of_loader(loaders: Sequence[Loader], step: Step) -> str:
     loader = _loader(loaders, step)
     return "" if loader is None else loader.line
+
+
+def loaded_apart(one: RankRun, many: Sequence[RankRun]) -> Cause | None:
+    """Return the cause if ranks load other files than one rank, or only some of them load one."""
+    if all(rank.loaded.keys() == one.loaded.keys() for rank in many):
+        return None
+    held = {"one rank": one.loaded, **{f"rank {rank.facts.rank}": rank.loaded for rank in many}}
+    return Cause(
+        "other checkpoint",
+        "ranks load other states before the first step than one rank does",
+        "load one file on every rank, whose name does not depend on the rank or the number of ranks; or load it on "
+        "rank 0 before rankwise.replicate(model), which broadcasts parameters",
+        evidence=tuple(f"{who}: {', '.join(files) or 'none'}" for who, files in held.items()),
+        line=next((line for files in held.values() for line in files.values()), ""),
+    )
+
+
+def chosen(rank: RankRun) -> Cause | None:
+    """Return the call of rankwise's by which the script gives up equality with one rank."""
+    for call, line in rank.facts.inexact.items():
+        return Cause(
+            "by choice",
+            f"{call} gives up equality with one rank, to wait or to send less",
+            "none is needed if that is intended; to look for other differences, verify the script without it, with "
+            "rankwise.replicate(model)",
+            line=line,
+        )
+    return None

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rankwise.verify import compare, conclude, mistakes, resumed
+from rankwise.verify import compare, conclude, mistakes
 from rankwise.verify.compare import Floor
 from rankwise.verify.conclude import Report
 from rankwise.verify.records import Plan
@@ -130,7 +130,7 @@ class _Verification:
         words = f"{plan.num_ranks} ranks, interrupted after {half} step{'s' * (half > 1)}"
         self._run(words, replace(plan, steps=half))
         again = self._run(f"{plan.num_ranks} ranks, continued", plan, continues=True)
-        return resumed.compared(one, again, floor)
+        return conclude.resumed_verdict(one, again, floor)
 
     def _verdict(self, one: RankRun, many: Run, floor: Floor, plan: Plan) -> Verdict:
         number = plan.num_ranks

@@ -6,7 +6,6 @@ Every value is reduced to a sketch or a digest at once; nothing communicates. Im
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import sys
@@ -22,9 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 
 from rankwise.auto.replacing import replace_attributes
-from rankwise.comm.session import current, current_or_none
+from rankwise.comm.session import current_or_none
 from rankwise.comm.step_hooks import Follower, Phase, follow
-from rankwise.health.call_site import responsible_module
 from rankwise.log import logger
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
@@ -33,7 +31,16 @@ from rankwise.verify import sketches
 from rankwise.verify.draws import RowDraws, torch_state
 from rankwise.verify.kept import KeptValues
 from rankwise.verify.loaders import Loaders, StepsTaken
-from rankwise.verify.names import WRAPPERS, Names, numbered
+from rankwise.verify.models import (
+    STRATEGIES,
+    WRAPPERS,
+    Names,
+    Warnings,
+    gives_up_equality,
+    numbered,
+    takes_own_data,
+    with_rankwise,
+)
 from rankwise.verify.records import (
     Batch,
     Call,
@@ -50,18 +57,11 @@ from rankwise.verify.records import (
 from rankwise.verify.script_files import WRITTEN, ScriptLines, copy_of_link, missing_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from rankwise.verify.draws import State
 
 MOST_FILES = 1000
-_STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "local_sgd", "parameter_server")
-"""Functions of rankwise's that take a model."""
-_BETWEEN_WARNING_AND_HANDLER = ("rankwise.log", __name__)
-_ABOUT_RESULTS = (*(f"rankwise.{room}." for room in (*_STRATEGIES, "place")), "rankwise.comm.optimizer_steps")
-"""Modules whose warnings name what makes results depend on the number of ranks."""
-_ABOUT_SPEED = "rankwise.replicate.random_numbers.counter"
-"""And that of them whose warnings do not."""
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class Recorder(Follower):
         self._loaders.install()
         self._draws.install()
         package = sys.modules["rankwise"]
-        for name in _STRATEGIES:
+        for name in STRATEGIES:
             package.__dict__.pop(name, None)
         replace_attributes(package, ["__getattr__"], self._around_public_names)
         replace_attributes(nn.Module, ["__call__"], self._around_module)
@@ -166,7 +166,7 @@ class Recorder(Follower):
         follow(self, Phase.WATCH)
         on_save(self._note_file)
         sys.addaudithook(self._audit)
-        logger.addHandler(_Warnings(lambda text: self._write(warnings=text)))
+        logger.addHandler(Warnings(lambda text: self._write(warnings=text)))
 
     def _watch(
         self,
@@ -231,11 +231,11 @@ class Recorder(Follower):
         """Note that a model is called, with the batches that were taken since the last call."""
         batches = self._loaders.taken()
         self._has_loader = self._has_loader or bool(batches)
-        if _takes_own_data():
+        if takes_own_data():
             self._since.batches += [replace(batch, is_trained=is_trained) for batch in batches]
 
     def _note_inputs(self, given: Sequence[torch.Tensor]) -> None:
-        if given and _takes_own_data():
+        if given and takes_own_data():
             self._since.rows += given[0].shape[0]
             self._since.inputs += sketches.digests_of_rows(given)
 
@@ -326,7 +326,7 @@ class Recorder(Follower):
         tensors = [one for one in sketches.tensors_in(result) if one.dim() > 0 and one.is_floating_point()]
         name = self._names.of(module)
         # Ranks that hold parts of layers all compute all rows.
-        if type(module).__name__ in WRAPPERS or not tensors or name is None or not _takes_own_data(but_stages=True):
+        if type(module).__name__ in WRAPPERS or not tensors or name is None or not takes_own_data(but_stages=True):
             return
         found = ModuleOutput(name, type(module).__name__, sketches.of_rows(tensors[0]), inputs)
         earlier = self._modules.get(name)
@@ -383,7 +383,7 @@ class Recorder(Follower):
         @wraps(original)
         def find(name: str) -> Any:
             found = original(name)
-            if name in _STRATEGIES:
+            if name in STRATEGIES:
                 found = self._around_strategy(found)
                 setattr(sys.modules["rankwise"], name, found)
             return found
@@ -395,7 +395,7 @@ class Recorder(Follower):
 
         @wraps(original)
         def apply(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = [f"{key}={value!r}" for key, value in kwargs.items() if _gives_up_equality(key, value)]
+            given = [f"{key}={value!r}" for key, value in kwargs.items() if gives_up_equality(key, value)]
             if given or name == "local_sgd":
                 self._inexact[f"rankwise.{name}({', '.join(given)})"] = self._lines.running()
             if name == "pipeline" and self._plan.num_scripts == 1:
@@ -460,7 +460,7 @@ class Recorder(Follower):
         for parameter in _held_by(optimizer):
             name = self._names.parameter(parameter)
             name = name or f"parameter {len(self._stepped)} of {self._optimizers[optimizer]}"
-            self._state |= _state_of(optimizer.state.get(parameter, {}), name)
+            self._state |= sketches.of_optimizer_state(optimizer.state.get(parameter, {}), name)
             gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
             before, ranks = sketches.of_tensor(parameter), sketches.ranks_of_parts(parameter)
             self._stepped.append((parameter, Parameter(name, gradient, None, before, before, ranks)))
@@ -482,12 +482,12 @@ class Recorder(Follower):
         """Write the step."""
         # Those of a model that is called in parts, or is no module.
         self._note_use(is_trained=True)
-        hyperparameters = tuple(_numbers(group) | self._scales for group in optimizer.param_groups)
+        hyperparameters = tuple(sketches.hyperparameters_of(group) | self._scales for group in optimizer.param_groups)
         for group, own in zip(optimizer.param_groups, self._own, strict=False):
             group |= {key: value for key, value in own.items() if not isinstance(group[key], torch.Tensor)}
         self._steps += 1
         if not self._facts.uses_rankwise and current_or_none() is not None:
-            self._facts = _with_rankwise(self._facts, self._inexact)
+            self._facts = with_rankwise(self._facts, self._inexact)
             self._write(facts=self._facts)
         step = Step(
             number=self._steps,
@@ -513,78 +513,9 @@ class Recorder(Follower):
             raise StepsTaken(0)
 
 
-def _gives_up_equality(option: str, value: object) -> bool:
-    """Return whether an option of a strategy makes it give another result than one rank's."""
-    return (option, value) == ("mode", "async") or (option == "compress" and value is not None)
-
-
-def _takes_own_data(*, but_stages: bool = False) -> bool:
-    """Return whether no rank before this one takes the same samples: one of its layers, or of its pipeline."""
-    session = current_or_none()
-    if session is None or session.axes is None:
-        return True
-    rank, axes = session.world.rank, session.axes
-    return not axes.coordinate(rank, "tp") and (but_stages or not axes.coordinate(rank, "pp"))
-
-
 def _held_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters whose values this rank holds, not those of other stages of a pipeline."""
     return [one for group in optimizer.param_groups for one in group["params"] if not one.is_meta]
-
-
-def _with_rankwise(facts: Facts, inexact: Mapping[str, str]) -> Facts:
-    # In memory only if the script uses rankwise.
-    from rankwise.replicate.random_numbers.model_draws import ways_to_draw  # noqa: PLC0415
-    from rankwise.replicate.strategy_registry import strategies_by_parameter  # noqa: PLC0415
-
-    session = current()
-    rank = session.world.rank
-    return replace(
-        facts,
-        uses_rankwise=True,
-        strategies=tuple(sorted(set(strategies_by_parameter().values()))),
-        data_rank=rank if session.axes is None else session.axes.data_rank(rank),
-        randomness=tuple(sorted(ways_to_draw())),
-        inexact=inexact,
-    )
-
-
-class _Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
-    """Notes what rankwise warns of that makes results depend on the number of ranks, and shows all that it logs."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter("[rankwise] %(message)s"))
-        self._note = note
-
-    def emit(self, record: logging.LogRecord) -> None:
-        source = responsible_module(_BETWEEN_WARNING_AND_HANDLER)
-        if record.levelno >= logging.WARNING and source.startswith(_ABOUT_RESULTS) and source != _ABOUT_SPEED:
-            self._note(record.getMessage())
-        super().emit(record)
-
-
-def _state_of(held: Mapping[Any, Any], parameter: str) -> dict[str, tuple[float, float]]:
-    """Return the sum and the norm of each tensor that an optimizer holds for a parameter."""
-    found: dict[str, tuple[float, float]] = {}
-    for key, value in held.items():
-        if isinstance(value, torch.Tensor) and value.numel() and (value.is_floating_point() or value.dim() == 0):
-            wide = value.detach().double()
-            found[f"{key} of {parameter}"] = float(wide.sum()), float(wide.norm())
-    return found
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    """Return the hyperparameters of a parameter group that are numbers."""
-    found: dict[str, float] = {}
-    for key, value in group.items():
-        if key == "params":
-            continue
-        if isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            found[key] = float(value)
-        elif isinstance(value, tuple) and all(isinstance(one, int | float) for one in value):
-            found |= {f"{key}[{number}]": float(one) for number, one in enumerate(value)}
-    return found
 
 
 def _uncompiled(model: Any = None, **_: object) -> Any:

@@ -20,7 +20,7 @@ from rankwise.torch_private.dtensor import own_part
 from rankwise.verify.records import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 NUM_DIRECTIONS = 8
 WIDTH = 2**16
@@ -96,6 +96,29 @@ def _directions(size: int) -> torch.Tensor:
 @cache
 def _signs(size: int) -> torch.Tensor:
     return torch.from_numpy(_numbers(size).integers(0, 2, size) * 2.0 - 1.0)
+
+
+def of_optimizer_state(held: Mapping[Any, Any], parameter: str) -> dict[str, tuple[float, float]]:
+    """Return the sum and the norm of each tensor that an optimizer holds for a parameter."""
+    found: dict[str, tuple[float, float]] = {}
+    for key, value in held.items():
+        if isinstance(value, torch.Tensor) and value.numel() and (value.is_floating_point() or value.dim() == 0):
+            wide = value.detach().double()
+            found[f"{key} of {parameter}"] = float(wide.sum()), float(wide.norm())
+    return found
+
+
+def hyperparameters_of(group: dict[str, Any]) -> dict[str, float]:
+    """Return the hyperparameters of a parameter group that are numbers."""
+    found: dict[str, float] = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        if isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            found[key] = float(value)
+        elif isinstance(value, tuple) and all(isinstance(one, int | float) for one in value):
+            found |= {f"{key}[{number}]": float(one) for number, one in enumerate(value)}
+    return found
 
 
 def digests_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

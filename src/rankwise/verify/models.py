@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of modules, parameters and buffers, which are the same on any number of ranks. Imported by ``recorder``."""
+"""The models of a script: the names of their parts, and which strategies of rankwise they go through."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
+from rankwise.comm.session import current, current_or_none
+from rankwise.health.call_site import responsible_module
 from rankwise.verify import sketches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
     from torch import nn
 
-    from rankwise.verify.records import Sketch
+    from rankwise.verify.records import Facts, Sketch
 
+STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "local_sgd", "parameter_server")
+"""Functions of rankwise's that take a model."""
+_BETWEEN_WARNING_AND_HANDLER = ("rankwise.log", __name__)
+_ABOUT_RESULTS = (*(f"rankwise.{room}." for room in (*STRATEGIES, "place")), "rankwise.comm.optimizer_steps")
+"""Modules whose warnings name what makes results depend on the number of ranks."""
+_ABOUT_SPEED = "rankwise.replicate.random_numbers.counter"
+"""And that of them whose warnings do not."""
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 """Modules that hold the script's own module, which is recorded instead."""
 
@@ -113,3 +124,54 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while type(module).__name__ in WRAPPERS:
         module = next(iter(module.children()))
     return module
+
+
+# -- strategies ----------------------------------------------------------------------------------------------
+
+
+def gives_up_equality(option: str, value: object) -> bool:
+    """Return whether an option of a strategy makes it give another result than one rank's."""
+    return (option, value) == ("mode", "async") or (option == "compress" and value is not None)
+
+
+def takes_own_data(*, but_stages: bool = False) -> bool:
+    """Return whether no rank before this one takes the same samples: one of its layers, or of its pipeline."""
+    session = current_or_none()
+    if session is None or session.axes is None:
+        return True
+    rank, axes = session.world.rank, session.axes
+    return not axes.coordinate(rank, "tp") and (but_stages or not axes.coordinate(rank, "pp"))
+
+
+def with_rankwise(facts: Facts, inexact: Mapping[str, str]) -> Facts:
+    """Return the facts of a rank with what the script uses of rankwise; ``inexact`` is a field of them."""
+    # In memory only if the script uses rankwise.
+    from rankwise.replicate.random_numbers.model_draws import ways_to_draw  # noqa: PLC0415
+    from rankwise.replicate.strategy_registry import strategies_by_parameter  # noqa: PLC0415
+
+    session = current()
+    rank = session.world.rank
+    return replace(
+        facts,
+        uses_rankwise=True,
+        strategies=tuple(sorted(set(strategies_by_parameter().values()))),
+        data_rank=rank if session.axes is None else session.axes.data_rank(rank),
+        randomness=tuple(sorted(ways_to_draw())),
+        inexact=inexact,
+    )
+
+
+class Warnings(logging.StreamHandler):  # pyright: ignore[reportMissingTypeArgument]
+    """Notes what rankwise warns of that makes results depend on the number of ranks, and shows all that it logs."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[rankwise] %(message)s"))
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a message, and note it if it is such a warning. Called by logging."""
+        source = responsible_module(_BETWEEN_WARNING_AND_HANDLER)
+        if record.levelno >= logging.WARNING and source.startswith(_ABOUT_RESULTS) and source != _ABOUT_SPEED:
+            self._note(record.getMessage())
+        super().emit(record)
