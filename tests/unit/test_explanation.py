@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from rankwise.cli.env import as_json, as_text
+from rankwise.cli.doctor import env_as_json as as_json
+from rankwise.cli.doctor import env_as_text as as_text
 from rankwise.world.environments.table import TABLE, Explanation, explain
 
 ENV = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "gpu-00", "MASTER_PORT": "29500"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: arguments in, text and an exit code out. One module per command, no logic.
+"""The command line: arguments in, text and an exit code out. No logic.
 
 The only place that prints. Does not import torch: a mistake in a command is reported immediately.
 """
@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rankwise.cli import doctor, env, horovodrun, report, run, show, stacks, submit, top, verify
+from rankwise.cli import doctor, horovodrun, report, run, submit, top, verify
 from rankwise.cli.arguments import equivalents
 from rankwise.errors import RankwiseError
 from rankwise.version import VERSION
@@ -18,6 +18,19 @@ from rankwise.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+COMMANDS = (
+    run.COMMAND,
+    report.REPORT,
+    report.SHOW,
+    top.TOP,
+    verify.COMMAND,
+    doctor.DOCTOR,
+    doctor.ENV,
+    top.STACKS,
+    submit.COMMAND,
+    horovodrun.COMMAND,
+)
+"""In the order of ``--help``."""
 USAGE_ERROR = 2
 """Exit code if nothing was started."""
 
@@ -55,17 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rankwise {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (run, report, show, top, verify, doctor, env, stacks, submit, horovodrun):
-        command = commands.add_parser(
-            module.__name__.rpartition(".")[2],
-            help=module.HELP,
-            description=module.DESCRIPTION,
-            epilog=module.EPILOG,
-            usage=getattr(module, "USAGE", None),
+    for command in COMMANDS:
+        known = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            epilog=command.epilog,
+            usage=command.usage,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_options(command)
+        command.add_options(known)
         # An unknown option shows the usage of that command.
-        command.set_defaults(execute=module.execute, refuse=command.error)
+        known.set_defaults(execute=command.execute, refuse=known.error)
     return parser

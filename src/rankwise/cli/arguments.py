@@ -1,22 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that ranks run, which ends rankwise's own options; options as values, and their names elsewhere."""
+"""A command of ``rankwise`` and its options: built from fields of dataclasses, as values, and their names elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One command: what ``--help`` shows of it, its options, and what runs it."""
+
+    name: str
+    help: str
+    description: str
+    epilog: str
+    usage: str | None = None
+    """``None``: as argparse writes it."""
+    add_options: Callable[[argparse.ArgumentParser], None]
+    execute: Callable[[argparse.Namespace], int]
+    """Returns the exit code."""
+
 
 _OURS = {
     "nproc-per-node": "use -n, the number of ranks on this machine",
@@ -70,6 +86,31 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module")
     what = "what every rank runs, and its arguments"
     parser.add_argument("command", nargs=argparse.PARSER, metavar="script.py | module", action=TakeCommand, help=what)
+
+
+def add_option(
+    parser: argparse._ActionsContainer, kind: type[DataclassInstance], name: str, text: str, **own: Any
+) -> None:
+    """Add the option that sets a field of a dataclass: its type, its choices and its default are those of the field.
+
+    Args:
+        parser: of the command, or a group of its options.
+        kind: the dataclass.
+        name: the field.
+        text: the help.
+        own: what differs from the field: ``flag``, ``default``, and others as for ``add_argument``.
+    """
+    flag = own.pop("flag", f"--{name.replace('_', '-')}")
+    annotation = get_type_hints(kind)[name]
+    if annotation is bool:
+        parser.add_argument(flag, dest=name, action="store_true", help=text)
+        return
+    words: dict[str, Any] = {"default": next(one.default for one in fields(kind) if one.name == name)}
+    if get_origin(annotation) is Literal:
+        words["choices"] = get_args(annotation)
+    else:
+        words["type"] = next((one for one in (int, float) if one in {annotation, *get_args(annotation)}), str)
+    parser.add_argument(flag, dest=name, help=text, **words | own)
 
 
 def values_of(kind: type[T], options: argparse.Namespace, **own: object) -> T:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.cli import run
+from rankwise.cli.arguments import Command
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_command, find_script, is_python
 from rankwise.launch.hosts import host_list
@@ -20,19 +21,7 @@ if TYPE_CHECKING:
 
     from rankwise.launch.hosts.host_list import Slots
 
-USAGE = "rankwise horovodrun -np N [options] python train.py [arguments]"
-DESCRIPTION = """\
-Run a Horovod script, unchanged, on several ranks, with horovodrun's options. `import horovod.torch` imports rankwise's.
 
-Prints the equivalent `rankwise run` command."""
-
-EPILOG = """\
-examples:
-  rankwise horovodrun -np 4 python train.py --epochs 3
-  rankwise horovodrun -np 8 -H gpu-01:4,gpu-02:4 python train.py
-  rankwise horovodrun -np 8 --min-np 4 --reset-limit 3 -H gpu-01:4,gpu-02:4 python train.py"""
-
-HELP = "run a Horovod script, with horovodrun's options"
 RESTARTS = 3
 """How often an elastic job restarts if --reset-limit is not given."""
 COMPAT = "rankwise.compat.horovod"
@@ -147,7 +136,7 @@ def execute(options: argparse.Namespace) -> int:
     words = translate(options)
     for text in [*notes(options), f"equivalent command: rankwise {shlex.join(words)}"]:
         sys.stderr.write(f"[rankwise] {text}\n")
-    parser = argparse.ArgumentParser(prog="rankwise run", usage=run.USAGE, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="rankwise run", usage=run.COMMAND.usage, allow_abbrev=False)
     run.add_options(parser)
     translated = parser.parse_args(words[1:])
     if translated.hosts is None:
@@ -320,3 +309,21 @@ class _Refuse(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         parser.error(f"{option_string} is not supported: {REFUSED[str(option_string)][1]}")
+
+
+COMMAND = Command(
+    name="horovodrun",
+    usage="rankwise horovodrun -np N [options] python train.py [arguments]",
+    help="run a Horovod script, with horovodrun's options",
+    description="""\
+Run a Horovod script, unchanged, on several ranks, with horovodrun's options. `import horovod.torch` imports rankwise's.
+
+Prints the equivalent `rankwise run` command.""",
+    epilog="""\
+examples:
+  rankwise horovodrun -np 4 python train.py --epochs 3
+  rankwise horovodrun -np 8 -H gpu-01:4,gpu-02:4 python train.py
+  rankwise horovodrun -np 8 --min-np 4 --reset-limit 3 -H gpu-01:4,gpu-02:4 python train.py""",
+    add_options=add_options,
+    execute=execute,
+)

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.auto.script import AutoScript
-from rankwise.cli.arguments import add_command, refuse_misplaced_count, values_of
+from rankwise.cli.arguments import Command, add_command, add_option, refuse_misplaced_count, values_of
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_target
-from rankwise.launch.options import RENDEZVOUS_TIMEOUT_SECONDS, LaunchOptions
+from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import RecordingReporter, TerminalReporter
 from rankwise.launch.start import launch
 from rankwise.world.environments.process import REPORT_OFF, asked_report, asked_torch_store
@@ -21,113 +22,61 @@ from rankwise.world.environments.reading import parse_address
 if TYPE_CHECKING:
     from rankwise.launch.report.failure_report import Reporter
 
-USAGE = "rankwise run [options] script.py [arguments]\n       rankwise run [options] -m module [arguments]"
-DESCRIPTION = """\
-Run a training script or a module on several ranks, on this machine or on several machines.
-
-Each rank is a separate process, which behaves as under `python script.py arguments`.
-The exit code is that of the first rank to fail; its traceback is shown last."""
-
-EPILOG = """\
-examples:
-  rankwise run train.py                  every GPU here, or one rank on a machine without GPUs
-  rankwise run -n 4 train.py --epochs 3  four ranks; arguments after the script belong to it
-  rankwise run -n 2 -m pkg.train         a module, as `python -m pkg.train` runs it
-  rankwise run --nodes 2 --rendezvous gpu-01:29400 train.py
-                                         the same command on each of two machines
-  rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
-                                         once for both machines: started over ssh
-  srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
-
-output of the ranks:
-  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank
-  (with --auto, those of the script are not).
-  With one rank, nothing is changed. Rank 0 writes to a terminal directly: progress bars work.
-  With --log-dir, the terminal shows rank 0 only, and every rank has its own files.
-  stdin is empty if there are several ranks."""
-
-
-HELP = "run a script on several ranks"
-"""Options of launchers that give the number of ranks."""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "-n",
-        dest="num_ranks",
-        type=_count,
-        metavar="N",
-        help="number of ranks (default: one per GPU, else one)",
+    add = partial(add_option, parser, LaunchOptions)
+    add("num_ranks", "number of ranks (default: one per GPU, else one)", flag="-n", metavar="N", type=_count)
+    add("device", "cpu hides the GPUs from the ranks (default: auto, one GPU per rank if there are GPUs)")
+    add("log_dir", "write DIR/rank-0.out, DIR/rank-0.err and so on", metavar="DIR")
+    add("max_restarts", "restart all ranks after a failure, at most R times (default: 0)", metavar="R")
+    add("check", "have ranks compare their collectives, including gradients, before they send (RANKWISE_CHECK=1)")
+    add(
+        "guard",
+        "have the ranks of a torch.distributed script compare parameters and learning rates during training",
     )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu"),
-        default="auto",
-        help="cpu hides the GPUs from the ranks (default: auto, one GPU per rank if there are GPUs)",
+    add(
+        "controller",
+        "run an unedited script for one device on rank 0; each rank computes its models for a part of each batch",
+        flag="--auto",
     )
-    parser.add_argument("--log-dir", metavar="DIR", help="write DIR/rank-0.out, DIR/rank-0.err and so on")
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="R",
-        help="restart all ranks after a failure, at most R times (default: 0)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="have ranks compare their collectives, including gradients, before they send (RANKWISE_CHECK=1)",
-    )
-    parser.add_argument(
-        "--guard",
-        action="store_true",
-        help="have the ranks of a torch.distributed script compare parameters and learning rates during training",
-    )
-    parser.add_argument(
-        "--auto",
-        action="store_true",
-        help="run an unedited script for one device on rank 0; each rank computes its models for a part of each batch",
-    )
-    parser.add_argument(
-        "--report",
-        metavar="DIR | off",
-        help="record in DIR where the time of each step goes, for `rankwise report DIR`; off measures nothing "
+    add(
+        "report",
+        "record in DIR where the time of each step goes, for `rankwise report DIR`; off measures nothing "
         "(RANKWISE_REPORT)",
+        metavar="DIR | off",
     )
-    parser.add_argument(
-        "--progress",
-        action="store_true",
-        help="show one line about the whole job, on the machine with rank 0: its pace, the values it logs, the slowest "
-        "rank",
+    add(
+        "progress",
+        "show one line about the whole job, on the machine with rank 0: its pace, the values it logs, the slowest rank",
     )
-    parser.add_argument(
-        "--torch-store",
-        choices=("on", "off"),
-        help="whether MASTER_ADDR and MASTER_PORT point to torch's own store, which accepts every process that reaches "
+    add(
+        "torch_store",
+        "whether MASTER_ADDR and MASTER_PORT point to torch's own store, which accepts every process that reaches "
         "it (default: RANKWISE_TORCH_STORE, else, on one machine, a store for processes of this user)",
+        choices=("on", "off"),
+        default=None,
     )
-    _add_options_of_machines(parser)
+    _add_options_of_machines(parser.add_argument_group("several machines"))
     add_command(parser)
 
 
-def _add_options_of_machines(parser: argparse.ArgumentParser) -> None:
-    machines = parser.add_argument_group("several machines")
-    machines.add_argument(
-        "--nodes",
-        type=_nodes,
+def _add_options_of_machines(machines: argparse._ArgumentGroup) -> None:
+    add = partial(add_option, machines, LaunchOptions)
+    add(
+        "nodes",
+        "number of machines; with MIN:MAX the job continues if some are lost and grows when they rejoin",
         metavar="N | MIN:MAX",
-        help="number of machines; with MIN:MAX the job continues if some are lost and grows when they rejoin",
+        type=_nodes,
+        default=None,
     )
-    machines.add_argument(
-        "--rendezvous",
-        type=_address,
+    add(
+        "rendezvous",
+        "where the machines meet: an address of the first machine, the same on all",
         metavar="HOST:PORT",
-        help="where the machines meet: an address of the first machine, the same on all",
+        type=_address,
     )
-    machines.add_argument(
-        "--node-rank", type=int, metavar="R", help="number of this machine (default: in the order they join)"
-    )
+    add("node_rank", "number of this machine (default: in the order they join)", metavar="R")
     machines.add_argument(
         "--hosts",
         metavar="A,B:RANKS,...",
@@ -139,18 +88,16 @@ def _add_options_of_machines(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="the ssh command for --hosts, with its options (default: ssh)",
     )
-    machines.add_argument(
-        "--interface",
+    add(
+        "interface",
+        "network interface for traffic between ranks (default: the one that leads to the rendezvous)",
         metavar="NAME",
-        help="network interface for traffic between ranks (default: the one that leads to the rendezvous)",
     )
-    machines.add_argument(
-        "--rendezvous-timeout",
-        dest="rendezvous_timeout_seconds",
-        type=float,
-        default=RENDEZVOUS_TIMEOUT_SECONDS,
+    add(
+        "rendezvous_timeout_seconds",
+        "how long the machines wait for one another at the start (default: 600)",
+        flag="--rendezvous-timeout",
         metavar="SECONDS",
-        help="how long the machines wait for one another at the start (default: 600)",
     )
 
 
@@ -163,7 +110,7 @@ def execute(options: argparse.Namespace) -> int:
     launch_options = _launch_options(options, options.nodes or (1, 1))
     target = find_target(options.target, options.arguments, is_module=options.module)
     reporter = _reporter(launch_options.report)
-    exit_code = launch(AutoScript(target) if options.auto else target, launch_options, reporter)
+    exit_code = launch(AutoScript(target) if options.controller else target, launch_options, reporter)
     # Every rank has exited and everything is reported: Python's own shutdown, torch first, would only take longer.
     os._exit(exit_code)
 
@@ -181,7 +128,7 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
                 do=f"leave {name} out: the hosts meet at the first one, and are numbered in the order given",
             )
     command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
-    if options.auto:
+    if options.controller:
         words = (*(("-m",) if options.module else ()), options.target, *options.arguments)
         command = RemoteCommand(target="rankwise.auto", is_module=True, arguments=words)
     hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
@@ -196,7 +143,6 @@ def _launch_options(options: argparse.Namespace, nodes: tuple[int, int]) -> Laun
         nodes=nodes,
         torch_store=options.torch_store or asked_torch_store(),
         report=_report_folder(options.report or asked_report()),
-        controller=options.auto,
     )
 
 
@@ -244,3 +190,34 @@ def _address(text: str) -> tuple[str, int]:
         return parse_address(text, "--rendezvous")
     except ConfigurationError as error:
         raise argparse.ArgumentTypeError(str(error.what)) from error
+
+
+COMMAND = Command(
+    name="run",
+    usage="rankwise run [options] script.py [arguments]\n       rankwise run [options] -m module [arguments]",
+    help="run a script on several ranks",
+    description="""\
+Run a training script or a module on several ranks, on this machine or on several machines.
+
+Each rank is a separate process, which behaves as under `python script.py arguments`.
+The exit code is that of the first rank to fail; its traceback is shown last.""",
+    epilog="""\
+examples:
+  rankwise run train.py                  every GPU here, or one rank on a machine without GPUs
+  rankwise run -n 4 train.py --epochs 3  four ranks; arguments after the script belong to it
+  rankwise run -n 2 -m pkg.train         a module, as `python -m pkg.train` runs it
+  rankwise run --nodes 2 --rendezvous gpu-01:29400 train.py
+                                         the same command on each of two machines
+  rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
+                                         once for both machines: started over ssh
+  srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
+
+output of the ranks:
+  Lines on stdout are passed through unchanged, lines on stderr are prefixed with the rank
+  (with --auto, those of the script are not).
+  With one rank, nothing is changed. Rank 0 writes to a terminal directly: progress bars work.
+  With --log-dir, the terminal shows rank 0 only, and every rank has its own files.
+  stdin is empty if there are several ranks.""",
+    add_options=add_options,
+    execute=execute,
+)

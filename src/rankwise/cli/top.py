@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise top``: the pace of every rank of a running job in another terminal, and the values that it logged."""
+"""``rankwise top`` and ``rankwise stacks``: the pace of every rank of a running job, and where it is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from rankwise.cli.arguments import Command
 from rankwise.errors import LaunchError, fold_ranks
 from rankwise.launch.inspect import control_socket
 from rankwise.launch.inspect.steps import line_of, num_hosts, number_text, unanswered_line
@@ -21,22 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from rankwise.launch.inspect.control_socket import RunningJob
-
-HELP = "watch the pace of every rank of a running job"
-DESCRIPTION = """\
-Show how fast each rank of a job trains, what its time goes to, its memory, and the last values it logged, also those
-of ranks on other machines. Below are the means of these values over all ranks.
-
-Run it on any machine of the job. One that does not answer within 2 seconds is named, and its ranks are left out.
-
-The ranks notice nothing. In a terminal it is redrawn every second, with keys: s for their stacks, q to quit. Without
-a terminal it prints one line a minute."""
-EPILOG = """\
-examples:
-  rankwise top                your only job that `rankwise run` has started here
-  rankwise top --job 4711     the job whose launcher is process 4711
-  rankwise top --once         print one table and exit
-  rankwise top --json         for a program"""
 
 REDRAW_SECONDS = 1.0
 LINE_SECONDS = 60.0
@@ -51,14 +36,14 @@ _COLUMNS = ("steps", "steps/s", "step", "data", "compute", "exchange", "rest", "
 _GAP = "  "
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_top_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--job", type=int, metavar="PID", help="process id of the launcher")
     parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument("--json", action="store_true", help="print one line of JSON and exit")
 
 
-def execute(options: argparse.Namespace) -> int:
+def _run_top(options: argparse.Namespace) -> int:
     """Show the job until it ends or the user quits, and return the exit code."""
     job = control_socket.only_job(options.job, "top")
     if options.json:
@@ -213,3 +198,55 @@ def _row(rank: str, pace: dict[str, Any], names: Sequence[str], *, has_host: boo
         f"{pace['now']}, {pace['seconds_in_step']:.1f} s",
         *(number_text(pace["values"][name]) if name in pace["values"] else "" for name in names),
     )
+
+
+TOP = Command(
+    name="top",
+    help="watch the pace of every rank of a running job",
+    description="""\
+Show how fast each rank of a job trains, what its time goes to, its memory, and the last values it logged, also those
+of ranks on other machines. Below are the means of these values over all ranks.
+
+Run it on any machine of the job. One that does not answer within 2 seconds is named, and its ranks are left out.
+
+The ranks notice nothing. In a terminal it is redrawn every second, with keys: s for their stacks, q to quit. Without
+a terminal it prints one line a minute.""",
+    epilog="""\
+examples:
+  rankwise top                your only job that `rankwise run` has started here
+  rankwise top --job 4711     the job whose launcher is process 4711
+  rankwise top --once         print one table and exit
+  rankwise top --json         for a program""",
+    add_options=_add_top_options,
+    execute=_run_top,
+)
+
+
+def _add_stacks_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--job", type=int, metavar="PID", help="process id of the launcher")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def _run_stacks(options: argparse.Namespace) -> int:
+    """Ask the job, print what it answers, and return the exit code."""
+    answer = control_socket.ask(control_socket.only_job(options.job, "stacks"), {"kind": "stacks"})
+    sys.stdout.write(json.dumps(answer) + "\n" if options.json else answer["text"])
+    return 0
+
+
+STACKS = Command(
+    name="stacks",
+    help="show where every rank of a running job is",
+    description="""\
+Show what every rank of a job that runs on this machine is doing: its last collective, and its Python stack.
+
+The job continues meanwhile. A rank that cannot answer is inspected from outside.""",
+    epilog="""\
+examples:
+  rankwise stacks                your only job that `rankwise run` has started here
+  rankwise stacks --job 4711     the job whose launcher is process 4711
+  rankwise stacks --json         for a program""",
+    add_options=_add_stacks_options,
+    execute=_run_stacks,
+)

@@ -10,23 +10,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from rankwise.cli.arguments import add_command, refuse_misplaced_count
+from rankwise.cli.arguments import Command, add_command, refuse_misplaced_count
 from rankwise.launch.fork_server.entrypoint import find_target
-
-HELP = "show that N ranks of a script compute what one rank computes, or where they first differ and why"
-USAGE = "rankwise verify [options] script.py [arguments]\n       rankwise verify [options] -m module [arguments]"
-DESCRIPTION = """\
-Run a training script on one rank and on N, unchanged, and compare each step: samples, parameters, the
-output of each module, gradients, learning rates, updates and buffers. The first difference is reported
-with its cause and fix.
-
-Each run works in a copy of the working folder. Exit code: 0 if equal, 1 if they differ, 2 if they could
-not be compared."""
-EPILOG = """\
-examples:
-  rankwise verify train.py                     one rank and two, 20 steps of the optimizer
-  rankwise verify -n 2,3 --steps 50 train.py   one rank, two and three
-  rankwise verify --html report.html train.py  also a page with all steps and modules"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -125,3 +110,24 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, at least 1")
     return int(text)
+
+
+COMMAND = Command(
+    name="verify",
+    usage="rankwise verify [options] script.py [arguments]\n       rankwise verify [options] -m module [arguments]",
+    help="show that N ranks of a script compute what one rank computes, or where they first differ and why",
+    description="""\
+Run a training script on one rank and on N, unchanged, and compare each step: samples, parameters, the
+output of each module, gradients, learning rates, updates and buffers. The first difference is reported
+with its cause and fix.
+
+Each run works in a copy of the working folder. Exit code: 0 if equal, 1 if they differ, 2 if they could
+not be compared.""",
+    epilog="""\
+examples:
+  rankwise verify train.py                     one rank and two, 20 steps of the optimizer
+  rankwise verify -n 2,3 --steps 50 train.py   one rank, two and three
+  rankwise verify --html report.html train.py  also a page with all steps and modules""",
+    add_options=add_options,
+    execute=execute,
+)

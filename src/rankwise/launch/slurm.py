@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import time
+from collections.abc import Sequence  # noqa: TC003 - looked up when options are built from fields
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 SAVE_SECONDS = 120
 SLACK_SECONDS = 60
