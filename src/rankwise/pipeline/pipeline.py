@@ -173,7 +173,6 @@ def _check_functions(loss_fn: object, weight: object) -> None:
 
 
 def _checked_split(split: object) -> list[str] | None:
-    """Return the names of the modules that stages begin with."""
     if split is None:
         return None
     names = list(cast("Sequence[object]", split)) if isinstance(split, list | tuple) else [split]

@@ -74,7 +74,6 @@ class PendingCollective:
                 wait.check()
 
     def _is_done(self, seconds: float) -> bool:
-        """Wait for at most ``seconds``, and return whether the result is ready."""
         try:
             self._work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
