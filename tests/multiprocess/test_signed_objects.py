@@ -13,8 +13,8 @@ import torch
 import rankwise as rw
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.comm.collectives.group import gather_bytes, signed_call
-from rankwise.comm.collectives.objects import SIGNATURE_BYTES, SignedCall, agree_on_key
+from rankwise.comm.collectives.group import gather_bytes
+from rankwise.comm.collectives.objects import SIGNATURE_BYTES, SignedCall, agree_on_key, signed_call
 from rankwise.comm.session import current
 from rankwise.errors import NotSigned
 from rankwise.store.opening import serve

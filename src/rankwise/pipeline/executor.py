@@ -77,7 +77,7 @@ class StepRun:
     losses: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     outputs: dict[int, Any] = field(default_factory=dict[int, Any])
     _scale_of: Callable[[torch.Tensor, Any, MicroBatch], Amount] | None = None
-    _spans: list[tuple[str, int, int, float, float]] | None = None
+    _spans: list[tuple[float, float]] | None = None
     _arrived: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], list[torch.Tensor | None]] = field(default_factory=dict)
     _works: dict[tuple[str, int, int], list[Transfer | None]] = field(default_factory=lambda: defaultdict(list))
@@ -89,7 +89,7 @@ class StepRun:
         actions: Iterable[Action],
         *,
         scale_of: Callable[[torch.Tensor, Any, MicroBatch], Amount] | None = None,
-        spans: list[tuple[str, int, int, float, float]] | None = None,
+        spans: list[tuple[float, float]] | None = None,
     ) -> None:
         """Run the actions of this rank. Called by: every rank of the pipeline, with the actions of one schedule.
 
@@ -97,7 +97,7 @@ class StepRun:
             actions: in their order.
             scale_of: returns the factor of a micro-batch's loss, given the loss, the output and the micro-batch; by
                 default its share.
-            spans: is filled with (kind, stage, micro-batch, start, end).
+            spans: is filled with the start and end of each forward and backward.
         """
         self._scale_of = scale_of
         self._spans = spans
@@ -127,7 +127,7 @@ class StepRun:
         self.link.wait(self._works.pop((kinds.RECEIVE_FORWARD, stage, number), ()))
         received = self._arrived.pop((stage, number), [])
         first, num = micro_batch.first, micro_batch.num_samples
-        with self._timed(kinds.FORWARD, stage, number):
+        with self._timed():
             with self.draws.drawing(bound, micro_batch.leaves, received, first, num) as before_call:
                 sent, held = bound.forward(micro_batch.leaves, received, before_call)
             if bound.is_last:
@@ -168,18 +168,18 @@ class StepRun:
     def _backward(self, stage: int, number: int) -> None:
         gradients = self._arrived_gradients(stage, number)
         held = self._held.pop((stage, number))
-        with self._timed(kinds.BACKWARD, stage, number):
+        with self._timed():
             found = self._bound(stage, number).backward(held, gradients)
         self._return(stage, number, found)
 
     def _backward_input(self, stage: int, number: int) -> None:
         gradients = self._arrived_gradients(stage, number)
-        with self._timed(kinds.BACKWARD_INPUT, stage, number):
+        with self._timed():
             found = self._bound(stage, number).backward_input(self._held[stage, number], gradients)
         self._return(stage, number, found)
 
     def _backward_weight(self, stage: int, number: int) -> None:
-        with self._timed(kinds.BACKWARD_WEIGHT, stage, number):
+        with self._timed():
             self._bound(stage, number).backward_weight(self._held.pop((stage, number)))
 
     def _arrived_gradients(self, stage: int, number: int) -> list[torch.Tensor | None]:
@@ -247,14 +247,14 @@ class StepRun:
         self._works[kinds.RECEIVE_BACKWARD, stage, number] = [self.link.receive(place, source) for place in places]
 
     @contextmanager
-    def _timed(self, kind: str, stage: int, number: int) -> Generator[None]:
+    def _timed(self) -> Generator[None]:
         """Note when the block began and ended, if spans are wanted."""
         if self._spans is None:
             yield
             return
         start = now(self.link.device)
         yield
-        self._spans.append((kind, stage, number, start, now(self.link.device)))
+        self._spans.append((start, now(self.link.device)))
 
 
 def now(device: torch.device) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -197,14 +197,14 @@ class Waiter:
                     own.disconnect()
 
 
+@dataclass(eq=False)
 class _Wait:
-    def __init__(self, ticket: Ticket, disconnect: Callable[[], None]) -> None:
-        self.ticket = ticket
-        self.disconnect = disconnect
-        self.since = time.monotonic()
-        self.is_over = threading.Event()
-        self.breaking = threading.Lock()
-        self.reason: Exception | None = None
+    ticket: Ticket
+    disconnect: Callable[[], None]
+    since: float = field(default_factory=time.monotonic)
+    is_over: threading.Event = field(default_factory=threading.Event)
+    breaking: threading.Lock = field(default_factory=threading.Lock)
+    reason: Exception | None = None
 
 
 def _poll(waiter_reference: ref[Waiter], has_ended: threading.Event) -> None:

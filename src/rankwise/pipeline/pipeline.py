@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Exchange
+    from rankwise.pipeline.plan import StagePlan
     from rankwise.pipeline.schedule import PipelineSchedule
+    from rankwise.pipeline.stages import Program
     from rankwise.replicate.self_check import Bench, Compared
     from rankwise.world.mesh import Axes
 
@@ -138,21 +139,12 @@ def pipeline(
         if not plan.can_run:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(plan.device), (args, kwargs))
         program = plan.trace(args, kwargs)
-    costs: dict[str, float] | None = None
-    if names is None and plan.num_stages > 1:
-        with all_ranks_succeed("measuring the blocks of the model"):
-            # Ranks along tp compute together.
-            if session.world.rank == 0 or axes.tp > 1:
-                costs = plan.measure(program, args, kwargs)
-        costs = gather_json(costs, what="rankwise.pipeline()")[0]
+    costs = _measured(plan, program, args, kwargs) if names is None and plan.num_stages > 1 else None
     with all_ranks_succeed("rankwise.pipeline()"):
         plan.settle(program, names, costs)
     if session.exchange is not None:
         check_same_model(model)
-        for axis in ("pp", "dp_replicate"):
-            along = exchange_along(axis)
-            if along is not None:
-                _start_equal(model, along)
+        _start_equal(model)
     place = axes.coordinate(session.world.rank, "pp")
     before = [ref(parameter) for parameter in model.parameters()]
     empty = hold_own_stages(plan, place)
@@ -181,7 +173,6 @@ def _check_functions(loss_fn: object, weight: object) -> None:
 
 
 def _checked_split(split: object) -> list[str] | None:
-    """Return the names of the modules that stages begin with."""
     if split is None:
         return None
     names = list(cast("Sequence[object]", split)) if isinstance(split, list | tuple) else [split]
@@ -231,11 +222,24 @@ def checked_count(micro_batches: int | None, schedule: PipelineSchedule, num_ran
     return count
 
 
-def _start_equal(model: nn.Module, along: Exchange) -> None:
-    """Give every rank the parameters and buffers of the first of ``along``."""
+def _measured(plan: StagePlan, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, float]:
+    """Return the cost of each block, measured on rank 0. Called by: every rank."""
+    session = current()
+    costs: dict[str, float] | None = None
+    with all_ranks_succeed("measuring the blocks of the model"):
+        # Ranks along tp compute together.
+        if session.world.rank == 0 or (session.axes is not None and session.axes.tp > 1):
+            costs = plan.measure(program, args, kwargs)
+    return cast("dict[str, float]", gather_json(costs, what="rankwise.pipeline()")[0])
+
+
+def _start_equal(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, or its part of them along ``tp``."""
     own = [own_part(tensor).detach() for tensor in (*model.parameters(), *model.buffers())]
-    with torch.no_grad():
-        broadcast_tensors([part for part in own if not part.is_meta], along, what="parameters of rank 0")
+    for along in map(exchange_along, ("pp", "dp_replicate")):
+        if along is not None:
+            with torch.no_grad():
+                broadcast_tensors([part for part in own if not part.is_meta], along, what="parameters of rank 0")
 
 
 def _trial(schedule: str, num_stages: int, bench: Bench) -> Generator[Compared]:

@@ -128,7 +128,6 @@ class BoundStage:
         return sent, held
 
     def _checked(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        """Raise unless a value has the shape and dtype that the next stage expects."""
         kind = self.program.kinds[number]
         if tuple(value.shape) != kind.shape or value.dtype != kind.dtype:
             raise ConfigurationError(

@@ -51,7 +51,10 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """The step of a pipeline, from :func:`pipeline` until the world is left. Called like the model with its loss."""
+    """The step of a pipeline, from :func:`pipeline` until the world is left. Called like the model with its loss.
+
+    Its many fields are the parts of a step, each opened once: a step is all of them in one order.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class Pipeline:
             device=plan.device,
         )
         self._buffers = None if copies is None else BufferSync(plan.own_buffers(place), copies)
-        self._spans: list[tuple[str, int, int, float, float]] | None = None
+        self._spans: list[tuple[float, float]] | None = None
         self._measured: MeasuredStep | None = None
         self._draws = StageDraws(session, plan.model)
         self._has_warned = False
@@ -342,7 +345,6 @@ class Pipeline:
             raise
 
     def _warn_of_states(self, program: Program) -> None:
-        """Warn once about states that change per micro-batch instead of per batch."""
         model = self._plan.model
         norms = [n for n, module in model.named_modules() if isinstance(module, BatchNorm) and module.training]
         others = [name for name in program.changed_states if name.rpartition(".")[0] not in norms]
@@ -396,7 +398,6 @@ class Pipeline:
         return weight
 
     def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:
-        """Return the last stage's output on every rank."""
         whole: list[Any] = []
         for index, leaf in enumerate(program.output):
             kind = program.kinds[leaf.number] if isinstance(leaf, Ref) else None
@@ -424,7 +425,7 @@ class Pipeline:
         return now(self._plan.device)
 
     def _gathered(self, order: Sequence[Sequence[Action]], began: float) -> MeasuredStep:
-        own = [(start - began, end - began) for *_, start, end in self._spans or ()]
+        own = [(start - began, end - began) for start, end in self._spans or ()]
         rows = max(len(actions) for actions in order)
         times = torch.full((rows, 2), math.nan, dtype=torch.float64, device=self._plan.device)
         times[: len(own)] = torch.tensor(own, dtype=torch.float64)

@@ -128,8 +128,6 @@ def _depends_on_values(error: Exception, within: str | None) -> ConfigurationErr
 
 
 class _Recorder(TorchFunctionMode):
-    """Records calls while a forward pass runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.program = Program()

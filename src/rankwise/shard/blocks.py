@@ -176,8 +176,6 @@ def recompute_block(block: nn.Module) -> None:
 
 
 class _Recomputed:
-    """The replacement of a block's ``forward``."""
-
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._forward = block.forward

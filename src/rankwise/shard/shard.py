@@ -8,6 +8,7 @@ ranks before anything changes. sharded_gradients makes the gradients exact.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakMethod, ref
 
@@ -176,6 +177,20 @@ def shard(
     )
     for block in recomputed:
         recompute_block(model.get_submodule(block))
+    _follow(model, name, axes, weight, before)
+    log(f"shard: {name} in {len(groups)} blocks over {axes}")
+    return model
+
+
+def _follow(
+    model: nn.Module,
+    name: str,
+    axes: Axes,
+    weight: Callable[..., float | torch.Tensor] | None,
+    before: list[ref[nn.Parameter]],
+) -> None:
+    """Follow every forward and backward of a sharded model, which had the parameters ``before``."""
+    session = current()
     if session.exchange is not None:
         _watch_waits(model, session.exchange.detector, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
@@ -195,8 +210,6 @@ def shard(
     model.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
     model.register_forward_hook(hooks.after)
     draw_as_one_rank(model, session, within_group, "counter", needs_loader=True)
-    log(f"shard: {name} in {len(groups)} blocks over {axes}")
-    return model
 
 
 def _follow_buffers(model: nn.Module, name: str, sync: ShardSync, exchange: Exchange) -> BufferSync:
@@ -213,47 +226,42 @@ def _follow_buffers(model: nn.Module, name: str, sync: ShardSync, exchange: Exch
     return BufferSync(model, exchange, DivergedBuffers(model, exchange, name))
 
 
+@dataclass(frozen=True, eq=False)
 class _ForwardHooks:
-    def __init__(  # noqa: PLR0917 - has one caller
-        self,
-        sync: ShardSync,
-        same: SameForward,
-        weight: Callable[..., float | torch.Tensor] | None,
-        buffers: BufferSync | None,
-        replaced: list[ref[nn.Parameter]],
-        was_meta: FromMeta,
-    ) -> None:
-        self._sync = sync
-        self._same = same
-        self._weight = weight
-        self._buffers = buffers
-        self._replaced = replaced
-        self._was_meta = was_meta
+    """What runs around each forward of a sharded model."""
+
+    sync: ShardSync
+    same: SameForward
+    weight: Callable[..., float | torch.Tensor] | None
+    buffers: BufferSync | None
+    replaced: list[ref[nn.Parameter]]
+    """Parameters from before: emptied once no optimizer holds them."""
+    was_meta: FromMeta
 
     @uncompiled
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the other ranks about the call. Called by torch."""
         if in_backward():
             return
-        self._same.meet(model)
-        self._sync.forget_broken()
-        self._was_meta.check(model)
+        self.same.meet(model)
+        self.sync.forget_broken()
+        self.was_meta.check(model)
         if not torch.is_grad_enabled():
             return
-        if self._replaced:
-            check_no_optimizer_holds(self._replaced, "shard")
-            self._replaced.clear()
-        if self._buffers is not None and model.training:
-            self._buffers.before_forward((args, kwargs))
-        self._sync.before_forward(forward_call(self._sync.loss.number, self._weight, args, kwargs))
+        if self.replaced:
+            check_no_optimizer_holds(self.replaced, "shard")
+            self.replaced.clear()
+        if self.buffers is not None and model.training:
+            self.buffers.before_forward((args, kwargs))
+        self.sync.before_forward(forward_call(self.sync.loss.number, self.weight, args, kwargs))
 
     @uncompiled
     def after(self, model: nn.Module, _: object, output: object) -> None:
         """Follow the output of the call, where backward comes from. Called by torch."""
         if torch.is_grad_enabled() and not in_backward():
-            if self._buffers is not None and model.training:
-                self._buffers.after_forward()
-            self._sync.after_forward(output)
+            if self.buffers is not None and model.training:
+                self.buffers.after_forward()
+            self.sync.after_forward(output)
 
 
 def _check_axes(axes: Axes) -> None:

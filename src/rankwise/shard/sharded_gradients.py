@@ -193,7 +193,6 @@ class ShardSync:
         """Do nothing: torch's own collectives follow the order of the blocks, which is that of every rank."""
 
     def _share(self) -> Amount:
-        """Return the weight of the backward under way."""
         return 1.0 if self.loss.is_sum else self.loss.weight
 
     def _weigh(self) -> None:

@@ -141,8 +141,6 @@ def shape_of(linear: Any) -> tuple[int, int]:
 
 @dataclass
 class _Run:
-    """One run of a module."""
-
     split: Split | None = None
     whole: _Run | None = None
     """The run that this one is a part of."""

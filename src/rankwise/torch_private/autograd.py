@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,11 +64,8 @@ innermost_saved_tensors_hooks: Callable[[], Hooks | None] = partial(_hooks._top_
 """Return the pair of hooks that would be called now."""
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether autograd tracks a tensor as a view of another one."""
-    return tensor._is_view()  # noqa: SLF001
-
-
+is_view: Callable[[torch.Tensor], bool] = methodcaller("_is_view")
+"""Return whether autograd tracks a tensor as a view of another one."""
 metadata_of: Callable[[Node], dict[str, Any]] = attrgetter("metadata")
 """Returns a node's mutable metadata. Public in torch, which declares it as a function."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import FSDPModule
@@ -54,24 +55,17 @@ def call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGrou
     group.post_backward = post_backward
 
 
-def params_of(group: FSDPParamGroup) -> list[FSDPParam]:
-    """Return the parameters of a group."""
-    return group.fsdp_params
-
-
-def sharded_of(one: FSDPParam) -> nn.Parameter:
-    """Return this rank's shard of a parameter, as the optimizer sees it."""
-    return one.sharded_param
+params_of: Callable[[FSDPParamGroup], list[FSDPParam]] = attrgetter("fsdp_params")
+"""Return the parameters of a group."""
+sharded_of: Callable[[FSDPParam], nn.Parameter] = attrgetter("sharded_param")
+"""Return this rank's shard of a parameter, as the optimizer sees it."""
+reduce_dtype_of: Callable[[FSDPParam], torch.dtype | None] = attrgetter("reduce_dtype")
+"""Return the dtype that gradients are reduced in, or ``None`` for their own."""
 
 
 def whole_of(one: FSDPParam) -> nn.Parameter | None:
     """Return the unsharded parameter, which receives gradients from autograd; ``None`` before the first forward."""
     return getattr(one, "_unsharded_param", None)
-
-
-def reduce_dtype_of(one: FSDPParam) -> torch.dtype | None:
-    """Return the dtype that gradients are reduced in, or ``None`` for their own."""
-    return one.reduce_dtype
 
 
 def forget_gradient(one: FSDPParam) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import dataloader
@@ -35,14 +36,10 @@ def forget_iterator(loader: DataLoader[Any]) -> None:
     loader._iterator = None  # noqa: SLF001
 
 
-def end_workers(iterator: Iterator[Any]) -> None:
-    """End the workers of an iterator and wait for them."""
-    iterator._shutdown_workers()  # type: ignore[attr-defined] # noqa: SLF001
-
-
-def workers_of(iterator: Iterator[Any]) -> list[BaseProcess]:
-    """Return the worker processes of an iterator, in the order of their numbers."""
-    return iterator._workers  # type: ignore[attr-defined] # noqa: SLF001
+end_workers: Callable[[Iterator[Any]], None] = methodcaller("_shutdown_workers")
+"""End the workers of an iterator and wait for them."""
+workers_of: Callable[[Iterator[Any]], list[BaseProcess]] = attrgetter("_workers")
+"""Return the worker processes of an iterator, in the order of their numbers."""
 
 
 def show_worker(info: object) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -114,9 +114,8 @@ OF_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 """The names of a recurrent layer's attributes that hold its weights once more: parametrized ones, of the last call."""
 
 
-def update_flat_weights(layer: nn.RNNBase) -> None:
-    """Make a recurrent layer collect its current weights again."""
-    layer._init_flat_weights()  # noqa: SLF001
+update_flat_weights: Callable[[nn.RNNBase], None] = methodcaller("_init_flat_weights")
+"""Make a recurrent layer collect its current weights again."""
 
 
 # -- state -------------------------------------------------------------------------------------------

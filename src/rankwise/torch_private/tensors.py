@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def memory_key(tensor: torch.Tensor) -> int:
@@ -11,9 +17,8 @@ def memory_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
-def untyped_storage_of(storage: torch.storage.TypedStorage) -> torch.UntypedStorage:
-    """Return the untyped storage within a typed one; the public way warns."""
-    return storage._untyped_storage  # noqa: SLF001
+untyped_storage_of: Callable[[torch.storage.TypedStorage], torch.UntypedStorage] = attrgetter("_untyped_storage")
+"""Return the untyped storage within a typed one; the public way warns."""
 
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
@@ -21,24 +26,14 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.st
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def sparse_indices(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the indices of a sparse tensor that need not be coalesced."""
-    return tensor._indices()  # noqa: SLF001
-
-
-def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a sparse tensor that need not be coalesced."""
-    return tensor._values()  # noqa: SLF001
-
-
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor represents zeros without having memory."""
-    return tensor._is_zerotensor()  # noqa: SLF001
-
-
-def can_take_data(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Return whether ``old.data = new`` is possible, as ``nn.Module.to`` checks it."""
-    return torch._has_compatible_shallow_copy_type(old, new)  # noqa: SLF001
+sparse_indices: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_indices")
+"""Return the indices of a sparse tensor that need not be coalesced."""
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = methodcaller("_values")
+"""Return the values of a sparse tensor that need not be coalesced."""
+is_zero_tensor: Callable[[torch.Tensor], bool] = methodcaller("_is_zerotensor")
+"""Return whether a tensor represents zeros without having memory."""
+can_take_data = torch._has_compatible_shallow_copy_type  # noqa: SLF001
+"""Return whether ``old.data = new`` is possible, as ``nn.Module.to`` checks it."""
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,7 @@ from rankwise.health.collective_mismatch import CollectiveCall
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.errors import CollectiveMismatch
 
 TEXT_BYTES = 512
@@ -20,17 +21,7 @@ LONGEST_CALL_BYTES = 2**16
 WHAT_EACH_CALLED = "what each rank called"
 
 
-class SupportsAllGather(Protocol):
-    """Sends small tensors between the ranks."""
-
-    rank: int
-
-    def all_gather(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
-        """Return the tensors of all ranks in rank order."""
-        ...
-
-
-def gather_texts(exchange: SupportsAllGather, text: str, *, what: str) -> list[str]:
+def gather_texts(exchange: Exchange, text: str, *, what: str) -> list[str]:
     """Return the text of every rank, cut to ``TEXT_BYTES``.
 
     Called by: every rank.

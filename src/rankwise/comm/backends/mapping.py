@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from rankwise.comm.backends.gather_text import SupportsAllGather
+    from rankwise.comm.backends.protocol import Exchange
 
 
 _ENTRY_BYTES = 8
@@ -211,7 +211,7 @@ def rounded_up(num_bytes: int, unit_bytes: int) -> int:
 
 
 def open_together(
-    exchange: SupportsAllGather, num_bytes: int, own_parts: Sequence[tuple[int, int]], first: int
+    exchange: Exchange, num_bytes: int, own_parts: Sequence[tuple[int, int]], first: int
 ) -> tuple[Mapping | None, dict[int, str]]:
     """Open one piece of memory per host, created by its rank ``first``; the same ``num_bytes`` on every rank of a host.
 

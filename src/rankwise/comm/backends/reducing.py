@@ -25,9 +25,8 @@ _STEPS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def can_reduce(dtype: torch.dtype, op: str) -> bool:
-    """Return whether every exchange can: a limit of Gloo must not show up only on several hosts."""
-    return dtype in _REAL or dtype == torch.bool or (dtype in _COMPLEX and op == "sum")
+REDUCIBLE = {op: frozenset({*_REAL, torch.bool, *(_COMPLEX if op == "sum" else ())}) for op in _STEPS}
+"""By operation, the dtypes that every exchange can reduce: a limit of Gloo must not show up only on several hosts."""
 
 
 def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:

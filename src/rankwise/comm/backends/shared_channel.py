@@ -137,7 +137,10 @@ def lay_out(layouts: Sequence[ChannelLayout], start: int) -> tuple[int, int]:
 
 
 class SharedChannel:
-    """A channel for one bucket through shared memory. See :class:`rankwise.comm.backends.protocol.BucketChannel`."""
+    """A channel for one bucket through shared memory. See :class:`rankwise.comm.backends.protocol.BucketChannel`.
+
+    Its many fields are views of the memory, made once so that a step makes none.
+    """
 
     def __init__(
         self, layout: ChannelLayout, mapping: Mapping, rank: int, engine: Engine, *, what: str, exchange_id: int
@@ -279,7 +282,6 @@ class SharedChannel:
             self._own_sums.mul_(factors[self._rank])
 
     def _take_result(self) -> None:
-        """Show the sums of all slices in the result."""
         view = self._view
         if view is not None:
             if not view.written_pages().size:

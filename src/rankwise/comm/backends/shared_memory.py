@@ -17,7 +17,7 @@ from rankwise.comm.backends.engine import HostMemory
 from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
 from rankwise.comm.backends.mapping import PAGE_BYTES, open_together, rounded_up
 from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
-from rankwise.comm.backends.reducing import can_reduce
+from rankwise.comm.backends.reducing import REDUCIBLE
 from rankwise.comm.backends.shared_channel import ChannelLayout, CrossHostGroup, SharedChannel, TwoLevelChannel, lay_out
 from rankwise.comm.backends.staging import CallsDiffer, Staging
 from rankwise.errors import ConfigurationError, fold_values
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from rankwise.comm.backends.engine import Awaited, Engine, Operation
-    from rankwise.comm.backends.gather_text import SupportsAllGather
-    from rankwise.comm.backends.mapping import Mapping
     from rankwise.comm.backends.protocol import BucketChannel, ChannelSize, Exchange
     from rankwise.comm.backends.torch_group import TorchGroup
     from rankwise.health.flight_recorder import Ticket
@@ -146,7 +144,7 @@ class SharedMemory:
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
         """Return the reduction over all ranks, within each host in rank order."""
-        if tensor.device.type != "cpu" or not can_reduce(tensor.dtype, op):
+        if tensor.device.type != "cpu" or tensor.dtype not in REDUCIBLE[op]:
             self.barrier(what)
             return self._torch_group.all_reduce(tensor, op, what=what)
         if self._cross_host is not None and tensor.nbytes <= FLAT_BYTES:
@@ -221,25 +219,24 @@ class SharedMemory:
         if mapping is None:
             warn(f"gradients go through Gloo: no shared memory of {end / 2**20:.0f} MiB\n{fold_values(reasons)}")
             return self._torch_group.dup().channels(sizes, what)
-        channels = [self._channel(layout, mapping, name) for layout, name in zip(layouts, names, strict=True)]
+        channels = [
+            SharedChannel(layout, mapping, host_map.local_rank, self._engine, what=name, exchange_id=self._exchange_id)
+            if cross_host is None
+            else TwoLevelChannel(
+                layout,
+                mapping,
+                host_map.local_rank,
+                self._engine,
+                what=name,
+                exchange_id=self._exchange_id,
+                cross_host=cross_host,
+                world_size=self.world_size,
+            )
+            for layout, name in zip(layouts, names, strict=True)
+        ]
         for layout, channel in zip(layouts, channels, strict=True):
             channel.follow([other for laid, other in zip(layouts, channels, strict=True) if laid.overlaps(layout)])
         return list(channels)
-
-    def _channel(self, layout: ChannelLayout, mapping: Mapping, name: str) -> SharedChannel:
-        local_rank = self._host_map.local_rank
-        if self._cross_host is None:
-            return SharedChannel(layout, mapping, local_rank, self._engine, what=name, exchange_id=self._exchange_id)
-        return TwoLevelChannel(
-            layout,
-            mapping,
-            local_rank,
-            self._engine,
-            what=name,
-            exchange_id=self._exchange_id,
-            cross_host=self._cross_host,
-            world_size=self.world_size,
-        )
 
     @property
     def hosts(self) -> list[list[int]]:
@@ -298,7 +295,7 @@ class SharedMemory:
 
 
 def open_shared_memory(
-    gathers: SupportsAllGather,
+    gathers: Exchange,
     host_map: HostMap,
     torch_group: TorchGroup,
     engine: Engine,

@@ -210,12 +210,10 @@ class Staging:
                 self._consumed.post(last[0])
 
     def _publish_first(self, round_: int, what: str) -> None:
-        """Publish the first round of a call, and which call it is."""
         self._words[self._digests[self._rank][round_ % NUM_SLOTS]] = zlib.crc32(what.encode())
         self._published.post(round_)
 
     def _check_calls(self, round_: int, what: str) -> None:
-        """Raise unless every rank has reached the same call."""
         slot = round_ % NUM_SLOTS
         digest = self._words[self._digests[self._rank][slot]]
         for places in self._digests:

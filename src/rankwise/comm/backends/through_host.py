@@ -30,18 +30,8 @@ class ThroughHost:
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.detector = inner.detector
-
-    def agree(self, what: str) -> None:
-        """Check that the next collective belongs to the call ``what``."""
-        self.inner.agree(what)
-
-    def gather_notes(self, note: bytes, what: str) -> list[bytes]:
-        """Return the notes of all ranks, once they have agreed on ``what``."""
-        return self.inner.gather_notes(note, what)
-
-    def barrier(self, what: str) -> None:
-        """Return when every rank has reached ``what``."""
-        self.inner.barrier(what)
+        self.agree, self.gather_notes, self.barrier = inner.agree, inner.gather_notes, inner.barrier
+        self.close = inner.close
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, what: str) -> torch.Tensor:
         """Return the reduction over all ranks, on the tensor's own device."""
@@ -79,10 +69,6 @@ class ThroughHost:
             channel if size.device == CPU else MirrorChannel(channel, size)
             for channel, size in zip(channels, sizes, strict=True)
         ]
-
-    def close(self) -> None:
-        """Disconnect from the other ranks."""
-        self.inner.close()
 
 
 class MirrorChannel:

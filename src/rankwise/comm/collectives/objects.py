@@ -87,6 +87,12 @@ class SignedCall:
         return signing.digest()
 
 
+def signed_call(what: str, group: Group | None) -> SignedCall:
+    """Return the next call of an object collective of a group."""
+    members = group_of(group)
+    return SignedCall(what, members.ranks, members.number)
+
+
 def _numbers(_: Session) -> Counter[str]:
     return Counter()
 
@@ -124,10 +130,9 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
         NotSigned: a process that is not a rank of this job has sent or changed an object.
     """
     payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    members = group_of(group)
-    call = SignedCall("all_gather_object()", members.ranks, members.number)
+    call = signed_call("all_gather_object()", group)
     received = gather_bytes(exchange_of(group), call.sign(payload), "all_gather_object()")
-    objects = [call.load(one, rank) for one, rank in zip(received, members.ranks, strict=True)]
+    objects = [call.load(one, rank) for one, rank in zip(received, group_of(group).ranks, strict=True)]
     call.end()
     return objects
 
@@ -152,8 +157,7 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
     source_rank = source_in_group(group, source, "broadcast_object")
     exchange = agreed(f"broadcast_object(source={source})", group)
     is_source = rank_in_group(group) == source_rank
-    members = group_of(group)
-    call = SignedCall("broadcast_object()", members.ranks, members.number)
+    call = signed_call("broadcast_object()", group)
     payload = call.sign(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)) if is_source else b""
     if exchange is None:
         return call.load(payload, source)  # type: ignore[no-any-return]

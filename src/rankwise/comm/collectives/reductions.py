@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar, cast
 
 import torch
 
-from rankwise.comm.backends.reducing import can_reduce, reduce_into
+from rankwise.comm.backends.reducing import REDUCIBLE, reduce_into
 from rankwise.comm.collectives.group import agreed, rank_in_group
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, flattened, kind, kinds, sent_by_dtype
@@ -119,7 +119,7 @@ def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:
                 f"{name} cannot take the mean of {dtype}: it would be cut to an integer.",
                 do="pass a float, or use op='sum' and divide",
             )
-        if not can_reduce(dtype, "sum" if op == "mean" else op):
+        if dtype not in REDUCIBLE["sum" if op == "mean" else op]:
             raise ConfigurationError(
                 f'{name}("{op}") does not support {dtype}.',
                 do="convert it first, integers to torch.int32 or int64, floats to torch.float32; all_gather takes any",
