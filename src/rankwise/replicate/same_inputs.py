@@ -14,7 +14,7 @@ import torch
 from rankwise.comm.same_state.collective import numbers_of_all
 from rankwise.comm.session import current_or_none
 from rankwise.log import log, warn
-from rankwise.replicate.loss.terms import first_tensor
+from rankwise.replicate.loss.graph import first_tensor
 from rankwise.replicate.same_model import described
 from rankwise.tensors.arrays import memory_of
 from rankwise.torch_private import tree as pytree
