@@ -341,7 +341,6 @@ def _is_scaled_mean(term: Term) -> bool:
 
 
 def _first_sizes(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of the first tensor that the model is called with."""
     return next((tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), ())
 
 

@@ -523,7 +523,6 @@ def _two_amounts(model_name: str, where: str | None = None) -> ConfigurationErro
 
 
 def _report_calls(model_name: str, number: int) -> None:
-    """Raise for calls whose numbers are on a device, once one is known to be zero and another not."""
     raise _two_amounts(model_name, f"found after backward {number} of the model")
 
 
@@ -536,5 +535,4 @@ def _not_a_weight(weight: float, where: str | None = None) -> ConfigurationError
 
 
 def _report_weight(weight: torch.Tensor, number: int) -> None:
-    """Raise for a weight on a device, once that is known to be none."""
     raise _not_a_weight(float(weight), f"found after backward {number} of the model, which used it")

@@ -297,12 +297,7 @@ def _reading(active: int, num_rows: float, part: Sequence[float]) -> TermReading
 
 
 def _unequal_elements(num_active: int, sums: Sequence[float]) -> float | None:
-    """Return over how many elements of each sample ranks take means, on average, if samples differ in length.
-
-    Args:
-        num_active: ranks that have samples.
-        sums: of their reports of :class:`RowLengths`.
-    """
+    """Return over how many elements of each sample ranks take means, on average, if samples differ in length."""
     with_rows, losses, squares_of_losses, given, squares_of_given, scales, squares_of_scales = sums
     if round(with_rows) < num_active or not are_equal(num_active, scales, squares_of_scales):
         return None
@@ -525,13 +520,6 @@ def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
 
 
 def _unequal_lengths(rows: RowLengths | None, elements: float, place: str) -> ConfigurationError:
-    """Return the error of a mean over samples whose lengths differ between ranks.
-
-    Args:
-        rows: of this rank; ``None`` where it has no samples.
-        elements: of each sample, on average over the ranks that have some.
-        place: the line of the backward, in words.
-    """
     own = "this rank has no samples" if rows is None else f"{rows.loss:g} elements per sample on this rank"
     return ConfigurationError(
         f"The mean in the loss at {place} averages over different numbers of elements per sample on different ranks.",
