@@ -71,6 +71,20 @@ class Microsteps:
         before, self.is_continued = self.is_continued, value
         return before
 
+    def count_in(self, unit: str) -> None:
+        """Note what the weight of the microstep under way counts, in words.
+
+        Raises:
+            ConfigurationError: those of earlier ones count something else, so that they cannot be added up.
+        """
+        if self.counted_in not in (None, unit):
+            raise ConfigurationError(
+                "Microsteps of one accumulation weight their losses in different units.",
+                evidence=f"the earlier ones count {self.counted_in}; this one counts {unit}",
+                do="compute the same loss in every microstep, and use rankwise.weight() for all of them or for none",
+            )
+        self.counted_in = unit
+
     def put_earlier_gradients_aside(self) -> None:
         """Keep the current ``grad`` out of the next backward, unless torch does so itself."""
 

@@ -369,16 +369,8 @@ class LossOnRanks(LossModel):
         Called by: the end of a backward that has computed gradients, of an accumulation that is open.
         """
         counted_in = _COUNTED_IN.get(self.step.verdict.mode)
-        if counted_in is None:
-            return
-        earlier = self._accumulation.counted_in or counted_in
-        if earlier != counted_in:
-            raise ConfigurationError(
-                "Microsteps of one accumulation weight their losses in different units.",
-                evidence=f"the earlier ones count {earlier}; this one counts {counted_in}",
-                do="compute the same loss in every microstep, and use rankwise.weight() for all of them or for none",
-            )
-        self._accumulation.counted_in = counted_in
+        if counted_in is not None:
+            self._accumulation.count_in(counted_in)
 
     def report(self) -> None:
         """Report this rank's loss to the other ranks. Called by: every rank, once per step."""
