@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rankwise.replicate.loss.terms import ForwardCall, LossReader, mark_output
+from rankwise.replicate.loss.graph import ForwardCall, mark_output
+from rankwise.replicate.loss.terms import LossReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

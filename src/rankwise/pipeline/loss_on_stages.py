@@ -14,7 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
-from rankwise.pipeline.step_weight import NO_STEP, NOTHING, CopyLosses, StepLosses, StepWeight, settled
+from rankwise.pipeline.micro_batch_losses import NO_STEP, NOTHING, CopyLosses, StepWeight, settled
 from rankwise.replicate.loss.amounts import plain
 from rankwise.replicate.loss.hooks import warn_once
 from rankwise.replicate.loss.reports import Mode, TermReadings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.call_site import CallSite
-    from rankwise.pipeline.micro_batch_losses import MicroBatchLosses
+    from rankwise.pipeline.micro_batch_losses import MicroBatchLosses, StepLosses
     from rankwise.replicate.loss.batch_statistics import Statistic
     from rankwise.replicate.loss.reports import GlobalTerm
 

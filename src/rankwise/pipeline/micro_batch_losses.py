@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the loss of each micro-batch as soon as it is computed, and returns its scale. Does no communication.
+"""Reads the loss of each micro-batch as soon as it is computed, and finds the weight of a step. Sends nothing.
 
 The share of a micro-batch in the whole is known only after the last one, when gradients of the first have already gone
-to other stages. So each is scaled by the number it is a mean over relative to the first one's, and step_weight computes
-the remaining factor.
+to other stages. So each is scaled by the number it is a mean over relative to the first one's: one factor for the
+gradients of all of them remains. In order: the values; the weight of a step; the reader.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from rankwise.comm.session import current
-from rankwise.pipeline.step_weight import NOTHING, CopyLosses, times
-from rankwise.replicate.loss.amounts import ratio
+from rankwise.replicate.loss.amounts import plain, ratio
+from rankwise.replicate.loss.graph import ForwardCall, mark_output
 from rankwise.replicate.loss.loss_on_ranks import model_numbers
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
@@ -22,10 +23,11 @@ from rankwise.replicate.loss.reports import (
     Mode,
     RowLengthsInSteps,
     Verdict,
+    combine,
     report_of,
     verdict_of,
 )
-from rankwise.replicate.loss.terms import ForwardCall, LossReader, mark_output
+from rankwise.replicate.loss.terms import LossModel, LossReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,27 +35,195 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.comm.backends.protocol import Amount
+    from rankwise.health.call_site import CallSite
     from rankwise.pipeline.executor import MicroBatch
-    from rankwise.replicate.loss.reports import RowLengths
+    from rankwise.replicate.loss.reports import GlobalLoss, RowLengths, TermReadings
     from rankwise.replicate.loss.terms import Term
 
 
-class MicroBatchLosses:
+class StepWeight(NamedTuple):
+    """The weight of the gradients of a step of one copy of the pipeline."""
+
+    factor: Amount
+    """Turns the copy's loss and gradients into those of its batch."""
+    share: Amount
+    """The weight of its gradients in the sum over copies, including the factor."""
+    divisor: Amount
+    """This copy's part of the divisor of that sum."""
+    total: Amount | None
+    """The number that the gradients of all copies are the mean over; ``None``: the sum of the divisors."""
+
+
+NO_STEP = StepWeight(1.0, 0.0, 0.0, 0.0)
+"""Stands for a weight that another rank will send."""
+
+
+class CopyLosses(NamedTuple):
+    """The losses of the micro-batches of one copy of the pipeline in a step."""
+
+    counted: Amount
+    """Samples of the micro-batches, each times its scale beyond its share of the samples."""
+    num_unlike: float
+    """Micro-batches that were averaged by samples, since no single number scales all terms of their losses."""
+    num_penalties: float
+    """Micro-batches whose loss has terms of parameters alone."""
+    amounts: tuple[Amount, ...]
+    """[MOST_TERMS], the number each term is a mean over, summed over micro-batches."""
+    reports: tuple[float, ...]
+    """[REPORT_LENGTH], the sum of the reports of the micro-batches."""
+
+    @property
+    def num_samples(self) -> float:
+        """Samples of the micro-batches."""
+        return self.reports[1]
+
+    def numbers(self) -> list[float]:
+        """Return all fields as one list; a number that is on a device is NaN."""
+        known = map(plain, (self.counted, self.num_unlike, self.num_penalties, *self.amounts))
+        return [*known, *self.reports]
+
+    def on_device(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers that may be on a device: [1 + MOST_TERMS]."""
+        found = torch.zeros(1 + MOST_TERMS, dtype=torch.float64, device=device)
+        for place, amount in zip(found, (self.counted, *self.amounts), strict=True):
+            place.fill_(amount)
+        return found
+
+    def with_those(self, numbers: torch.Tensor) -> CopyLosses:
+        """Return the same with the result of :meth:`on_device`."""
+        return self._replace(counted=numbers[0], amounts=tuple(numbers[1:]))
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> CopyLosses:
+        """Return the inverse of :meth:`numbers`."""
+        counted, num_unlike, num_penalties, *rest = numbers
+        return cls(counted, num_unlike, num_penalties, tuple(rest[:MOST_TERMS]), tuple(rest[MOST_TERMS:]))
+
+
+NOTHING = CopyLosses(0.0, 0.0, 0.0, (0.0,) * MOST_TERMS, (0.0,) * REPORT_LENGTH)
+"""Of a copy without samples."""
+
+
+class StepLosses(NamedTuple):
+    """The losses of all copies together."""
+
+    combined: GlobalLoss
+    is_sum: bool
+    by_samples: bool
+    """Whether micro-batches or copies are averaged by samples, since the loss shows no better weight."""
+
+    def weight_of(self, copies: Sequence[CopyLosses], place: int) -> StepWeight:
+        """Return the weight of the step of the copy at ``place``."""
+        own, combined = copies[place], self.combined
+        if self.is_sum:
+            num_micro_batches = own.reports[2]
+            factor = num_micro_batches * own.num_samples / own.counted if own.counted else 1.0
+            # Sums over copies are divided by one.
+            share = factor if num_micro_batches else 0.0
+            return StepWeight(factor, share, float(place == 0), combined.num_samples)
+        if isinstance(own.counted, torch.Tensor):
+            return self._weight_on_device(copies, own, own.counted)
+        factor = own.num_samples / own.counted if own.counted else 1.0
+        weight, total = own.num_samples, combined.num_samples
+        if not self.by_samples:
+            # Multiples of the samples, so that a mean over samples is bitwise the same.
+            first = next((_per_sample(one) for one in copies if any(one.amounts)), None)
+            weight *= 0.0 if first is None else _times(_per_sample(own), first) or 0.0
+            total = combined.weight
+        return StepWeight(factor, factor * weight, weight, total)
+
+    def _weight_on_device(self, copies: Sequence[CopyLosses], own: CopyLosses, counted: torch.Tensor) -> StepWeight:
+        """Return the same for losses of one term, whose amounts are on a device."""
+        factor = torch.where(counted == 0, 1.0, own.num_samples / counted)
+        amounts = [cast("torch.Tensor", one.amounts[0]) for one in copies]
+        first, *others = [amount / max(one.num_samples, 1.0) for amount, one in zip(amounts, copies, strict=True)]
+        for other in others:
+            first = torch.where(first == 0, other, first)
+        weight = ratio(cast("torch.Tensor", own.amounts[0]), first)
+        return StepWeight(factor, factor * weight, weight, torch.stack(amounts).sum())
+
+
+def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSite | None) -> StepLosses | None:
+    """Return the losses of all copies together; ``None`` if they do not have the same terms.
+
+    Called by: the last stage of each copy, with the same ``copies``.
+
+    Args:
+        copies: their losses.
+        readings: of divided sums, in earlier steps.
+        place: the line of the step.
+
+    Raises:
+        ConfigurationError: a sum divided by a number is ambiguous.
+    """
+    combined = combine([sum(column) for column in zip(*(copy.reports for copy in copies), strict=True)])
+    if not combined.num_active:
+        return StepLosses(combined, is_sum=False, by_samples=True)
+    if not combined.is_alike:
+        return None
+    combined = _with_shares(combined)
+    if combined.num_active > 1:
+        readings.check(combined, place)
+    reads = {readings.of(combined, number, place) for number in range(len(combined.terms))}
+    is_sum = combined.mode is Mode.SUM or (bool(reads) and reads <= {"sum", "constant"})
+    is_mean = combined.mode is Mode.MEAN or (bool(reads) and reads <= {"mean", "share"})
+    by_samples = (
+        any(copy.num_unlike for copy in copies)
+        or (is_sum and any(copy.num_penalties for copy in copies))
+        or not (is_sum or (is_mean and _are_proportional(copies)))
+    )
+    return StepLosses(combined, is_sum and not by_samples, by_samples)
+
+
+def _with_shares(combined: GlobalLoss) -> GlobalLoss:
+    """Read a sum divided by the size of each micro-batch as a mean, unless that is the size of the whole batch too.
+
+    Micro-batches, unlike ranks, nearly always have one size, so any multiple of the batch's would be ambiguous.
+    """
+    terms = [
+        term._replace(reading="share")
+        if term.reading == "both" and not term.is_odd and term.divisor != combined.num_rows
+        else term
+        for term in combined.terms
+    ]
+    return combined._replace(terms=tuple(terms))
+
+
+def _times(amounts: Sequence[float], first: Sequence[float]) -> float | None:
+    """Return the multiple of ``first`` that all amounts are, exactly 1.0 if close to it; ``None`` if they differ."""
+    multiple = next((one / other for one, other in zip(amounts, first, strict=True) if other), 0.0)
+    if not all(math.isclose(one, other * multiple, rel_tol=1e-9) for one, other in zip(amounts, first, strict=True)):
+        return None
+    return 1.0 if math.isclose(multiple, 1.0, rel_tol=1e-12) else multiple
+
+
+def _are_proportional(copies: Sequence[CopyLosses]) -> bool:
+    if isinstance(copies[0].amounts[0], torch.Tensor):
+        return True  # amounts of several terms are read
+    active = [_per_sample(one) for one in copies if any(one.amounts)]
+    return all(_times(one, active[0]) is not None for one in active)
+
+
+def _per_sample(copy: CopyLosses) -> tuple[float, ...]:
+    amounts = cast("tuple[float, ...]", copy.amounts)
+    return tuple(amount / copy.num_samples for amount in amounts) if copy.num_samples else amounts
+
+
+class MicroBatchLosses(LossModel):
     """The losses of one copy's micro-batches, step by step."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the parameters of this rank's stages. Called by: every rank, in the order of other strategies' calls."""
-        self.number = next(model_numbers)
-        """Of the model, as :class:`rankwise.replicate.loss.terms.LossModel` has one."""
+        super().__init__(next(model_numbers), parameters)
         self.terms: tuple[Term, ...] = ()
         """Of the latest loss."""
         self.rows: RowLengths | None = None
         """Of the latest loss, where padding may count in it."""
-        self._ids = set(map(id, parameters))
         self._is_unlike = False
         """Whether terms of a loss have been means over different numbers: micro-batches are then averaged by samples,
         in all later steps too."""
-        self._copy = NOTHING
+        self.of_copy = NOTHING
+        """The losses since :meth:`begin` together."""
         self._first: tuple[float, ...] | None = None
         self._first_on_device: torch.Tensor | None = None
         self._num_samples = 0
@@ -62,26 +232,17 @@ class MicroBatchLosses:
         self._num_odd = 0
         self._rows_in_steps = RowLengthsInSteps()
 
-    def owns(self, variable: object) -> bool:
-        """Return whether something is a parameter of this rank's stages."""
-        return id(variable) in self._ids
-
     def begin(self, num_samples: int) -> None:
         """Begin a step with a batch of so many samples."""
-        self._copy, self._first, self._num_odd = NOTHING, None, 0
+        self.of_copy, self._first, self._num_odd = NOTHING, None, 0
         self._first_on_device = None
         self._num_samples = num_samples
         batch = current().latest_batch
         self._are_samples_first = batch is not None and batch.num == num_samples
 
-    @property
-    def of_copy(self) -> CopyLosses:
-        """The losses since :meth:`begin` together."""
-        return self._copy
-
     def scaled_mean(self) -> Term | None:
         """Return a mean that is multiplied by each micro-batch's number of samples, if there is one."""
-        is_always = 0 < self._num_odd == self._copy.reports[2]
+        is_always = 0 < self._num_odd == self.of_copy.reports[2]
         return next((term for term in self.terms if _is_scaled_mean(term)), None) if is_always else None
 
     def scale(self, loss: torch.Tensor, output: object, part: MicroBatch) -> Amount:
@@ -118,28 +279,24 @@ class MicroBatchLosses:
         return reader.terms
 
     def _multiple(self, amounts: tuple[Amount, ...] | None, num_samples: int) -> Amount:
-        if amounts and isinstance(amounts[0], torch.Tensor):
-            per_sample_there = amounts[0] / num_samples
-            first = per_sample_there if self._first_on_device is None else self._first_on_device
-            self._first_on_device = first = torch.where(first == 0, per_sample_there, first)
-            return ratio(per_sample_there, first)
-        return self._known_multiple(cast("tuple[float, ...] | None", amounts), num_samples)
-
-    def _known_multiple(self, amounts: tuple[float, ...] | None, num_samples: int) -> float:
-        if amounts is None or (self._is_unlike and len(amounts) > 1):
+        """Return what a micro-batch is a mean over, per sample, as a multiple of the first one's."""
+        if amounts is None or (self._is_unlike and len(amounts) != 1):
             return 1.0
+        if isinstance(amounts[0], torch.Tensor):
+            there = amounts[0] / num_samples
+            first = there if self._first_on_device is None else self._first_on_device
+            self._first_on_device = first = torch.where(first == 0, there, first)
+            return ratio(there, first)
         if not any(amounts):
             return 0.0
-        per_sample = tuple(one / num_samples for one in amounts)
+        per_sample = tuple(one / num_samples for one in cast("tuple[float, ...]", amounts))
         self._first = self._first or per_sample
         if len(per_sample) != len(self._first):
             # Losses of different terms are an error once all are known.
             return 1.0
-        multiple = times(per_sample, self._first)
-        if multiple is None:
-            self._is_unlike = True
-            return 1.0
-        return multiple
+        multiple = _times(per_sample, self._first)
+        self._is_unlike = self._is_unlike or multiple is None
+        return 1.0 if multiple is None else multiple
 
     def _note(
         self,
@@ -150,11 +307,11 @@ class MicroBatchLosses:
         *,
         has_penalty: bool,
     ) -> None:
-        before = self._copy
+        before = self.of_copy
         own = amounts or (float(num_samples),)
         report = report_of(verdict, own[0], float(num_samples), self.rows)
         is_unlike = amounts is None or (self._is_unlike and len(amounts) > 1)
-        self._copy = CopyLosses(
+        self.of_copy = CopyLosses(
             before.counted + counted,
             before.num_unlike + is_unlike,
             before.num_penalties + has_penalty,
@@ -184,7 +341,6 @@ def _is_scaled_mean(term: Term) -> bool:
 
 
 def _first_sizes(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of the first tensor that the model is called with."""
     return next((tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), ())
 
 

@@ -21,18 +21,17 @@ from rankwise.pipeline import micro_batches as parts
 from rankwise.pipeline.executor import MeasuredStep, MicroBatch, Span, StepRun, now, write_picture
 from rankwise.pipeline.link import PipelineLink
 from rankwise.pipeline.loss_on_stages import LossOnStages
-from rankwise.pipeline.micro_batch_losses import MicroBatchLosses
+from rankwise.pipeline.micro_batch_losses import MicroBatchLosses, StepWeight
 from rankwise.pipeline.schedule import Action, predicting_order, training_order
 from rankwise.pipeline.stage_executor import StageDraws
 from rankwise.pipeline.stages import Ref
 from rankwise.pipeline.step_gradients import StepGradients
-from rankwise.pipeline.step_weight import StepWeight
 from rankwise.replicate.buffers import BufferSync
 from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.loss.amounts import amount_of, ratio
 from rankwise.replicate.loss.batch_statistics import FollowedLoss
-from rankwise.replicate.loss.not_finite import forget_losses, look_at_losses
+from rankwise.replicate.loss.hooks import forget_losses, look_at_losses
 from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
 from rankwise.torch_private import tree as pytree

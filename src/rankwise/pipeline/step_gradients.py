@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.comm.backends.protocol import Amount, Exchange
-    from rankwise.pipeline.step_weight import StepWeight
+    from rankwise.pipeline.micro_batch_losses import StepWeight
 
 
 class StepGradients:

@@ -15,7 +15,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.loss.amounts import multiplied
-from rankwise.replicate.loss.loss_on_ranks import Microsteps
 from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
@@ -52,6 +51,45 @@ def restore(tensors: Iterable[torch.Tensor], earlier: Earlier) -> None:
         tensor.grad = None
     for tensor, gradient in earlier:
         tensor.grad = gradient
+
+
+class Microsteps:
+    """The microsteps since the last exact gradient."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
+        self.is_continued = False
+        """Whether another microstep follows the one under way."""
+        self.carried: Amount = 0.0
+        """The sum of the weights of the microsteps that have been added up."""
+        self.counted_in: str | None = None
+        """What their weights count, in words, after the first one that counts anything."""
+
+    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - the value to set
+        """Set whether another microstep follows the one under way; return the value before."""
+        before, self.is_continued = self.is_continued, value
+        return before
+
+    def count_in(self, unit: str) -> None:
+        """Note what the weight of the microstep under way counts, in words.
+
+        Raises:
+            ConfigurationError: those of earlier ones count something else, so that they cannot be added up.
+        """
+        if self.counted_in not in (None, unit):
+            raise ConfigurationError(
+                "Microsteps of one accumulation weight their losses in different units.",
+                evidence=f"the earlier ones count {self.counted_in}; this one counts {unit}",
+                do="compute the same loss in every microstep, and use rankwise.weight() for all of them or for none",
+            )
+        self.counted_in = unit
+
+    def put_earlier_gradients_aside(self) -> None:
+        """Keep the current ``grad`` out of the next backward, unless torch does so itself."""
+
+    def give_back_earlier(self) -> None:
+        """Add the gradients that were put aside to ``grad``."""
 
 
 class Accumulation(Microsteps):

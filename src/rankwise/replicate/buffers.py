@@ -24,7 +24,7 @@ from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
 from rankwise.replicate.batchnorm import SYNCHRONISED
-from rankwise.replicate.loss.terms import first_tensor
+from rankwise.replicate.loss.graph import first_tensor
 from rankwise.replicate.same_model import broadcast_tensors
 from rankwise.tensors.checksum import ChecksumOfAll, checksums_of_each
 from rankwise.tensors.rounding import FLOOR, tolerance

@@ -27,8 +27,8 @@ from rankwise.replicate.buffers import count_registrations
 from rankwise.replicate.gradient_buckets import GradientBuckets
 from rankwise.replicate.gradient_hooks import GradientHooks
 from rankwise.replicate.loss.amounts import multiply_, ratio
+from rankwise.replicate.loss.graph import forward_call, mark_output
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
-from rankwise.replicate.loss.terms import forward_call, mark_output
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.same_model import FirstCall, first_call_of, report_first_calls
 from rankwise.torch_private import foreach

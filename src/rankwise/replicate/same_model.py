@@ -17,7 +17,7 @@ from rankwise.comm.same_state.collective import numbers_of_all
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ModelMismatch, fold_values
 from rankwise.log import log, warn
-from rankwise.replicate.loss.terms import first_tensor
+from rankwise.replicate.loss.graph import first_tensor
 from rankwise.tensors.arrays import memory_of
 from rankwise.torch_private import foreach
 from rankwise.torch_private import tree as pytree

@@ -28,8 +28,8 @@ from rankwise.replicate.buffers import BufferSync, DivergedBuffers
 from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
 from rankwise.replicate.from_meta import FromMeta, check_same_meta
 from rankwise.replicate.gradient_hooks import ModuleHooks, check_hooks_kept
+from rankwise.replicate.loss.graph import forward_call
 from rankwise.replicate.loss.hooks import check_weight_function, subscribe
-from rankwise.replicate.loss.terms import forward_call
 from rankwise.replicate.no_sync_and_weight import no_sync
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.random_numbers.kernels import install

@@ -12,7 +12,7 @@ import torch
 
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
-from rankwise.replicate.loss.terms import outputs_of
+from rankwise.replicate.loss.graph import outputs_of
 from rankwise.replicate.same_model import SameForward, digest_of_tensors
 from rankwise.replicate.split_tensors import refuse_second_derivatives
 from rankwise.replicate.strategy_registry import check_no_optimizer_holds, is_registered

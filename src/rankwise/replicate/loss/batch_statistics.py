@@ -115,7 +115,7 @@ class StatisticsTracer(MeetingTracer):
         call = TracedCall(func, args, dict(kwargs or {}))
         if self.is_over or any(one.is_meta for one in call.tensors) or str(call.given.get("device")) == "meta":
             return func(*args, **call.given)
-        given = [(one, known) for one in call.tensors if (known := self._known(one)) is not None]
+        given = [(one, known) for one in call.tensors if (known := self.statistic(one)) is not None]
         if self.is_after and not given and all(self._layout(one) is None for one in call.tensors):
             self._num_after += 1
             self.is_over = self._num_after > MOST_AFTER
@@ -148,10 +148,6 @@ class StatisticsTracer(MeetingTracer):
         if statistic is not None:
             self._of[identity_of(tensor)] = statistic
 
-    def statistic(self, tensor: torch.Tensor) -> Statistic | None:
-        """Return the statistic that a tensor depends on, also one that is a term."""
-        return self._known(tensor)
-
     def follow(self, earlier: StatisticsTracer) -> None:
         """Take over what is known of tensors that are kept from an earlier batch."""
         earlier.forget_freed()
@@ -170,7 +166,8 @@ class StatisticsTracer(MeetingTracer):
                 self._of.pop(key, None)
         self._written = {storage: one for storage, one in self._written.items() if not storage.expired()}
 
-    def _known(self, tensor: torch.Tensor) -> Statistic | None:
+    def statistic(self, tensor: torch.Tensor) -> Statistic | None:
+        """Return the statistic that a tensor depends on, also one that is a term."""
         known = self._of.get(identity_of(tensor))
         if known is None and self._kept:
             known = self._kept.get(StorageWeakRef(tensor.untyped_storage()))
@@ -220,15 +217,12 @@ class StatisticsTracer(MeetingTracer):
 
     def _reduces_chosen(self, call: TracedCall) -> bool:
         """Return whether an operation reduces rows that were chosen by their values, of which nobody knows how many."""
-        if not call.tensors or not self._is_chosen(call.tensors[0]):
+        if not call.tensors or identity_of(call.tensors[0]) not in self._lost:
             return False
         dims = pytree.tree_leaves(call.given.get("dim", call.args[1] if len(call.args) > 1 else None))
         num_dims = max(call.tensors[0].dim(), 1)
         numbers = [dim for dim in dims if isinstance(dim, int) and not isinstance(dim, bool)]
         return not numbers or any(dim % num_dims == 0 for dim in numbers)
-
-    def _is_chosen(self, tensor: torch.Tensor) -> bool:
-        return identity_of(tensor) in self._lost
 
     def _statistic(self, call: TracedCall, given: Sequence[tuple[torch.Tensor, Statistic]]) -> Statistic | None:
         if not given or call.name in _NO_VALUES:
@@ -241,7 +235,7 @@ class StatisticsTracer(MeetingTracer):
         name, terms = call.name.rstrip("_"), [one for one, _ in given]
         keys = set(map(identity_of, terms))
         has_rows = any(
-            identity_of(one) not in keys and (self._layout(one) is not None or self._is_chosen(one))
+            identity_of(one) not in keys and (self._layout(one) is not None or identity_of(one) in self._lost)
             for one in call.tensors
         )
         are_rows = [self._layout(one) is not None for one in terms]  # rows that a term has divided

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads each loss when its backward is called, for models that need its weight.
+"""Looks at each loss when its backward is called: reads it for models that need its weight; warns unless it is finite.
 
 torch has no public hook between the call of backward and its first node, and during backward the tensors that losses
 saved are freed: this is put around backward from the first strategy call until the world is left.
+
+In order: around backward; the warnings; the first loss that is not finite, with its rank, step and samples. Gradients
+are averaged, so one rank's NaN is every rank's a moment later. Each rank looks at its own loss; the store knows which
+backward was the first. A loss on a device is read in a later step: nothing waits for it.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+import math
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -21,31 +27,42 @@ from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.replicate.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.replicate.loss.batch_statistics import FirstBatches
-from rankwise.replicate.loss.not_finite import forget_losses, look_at_losses
 from rankwise.replicate.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.replicate.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
 from rankwise.world.device import streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.autograd.graph import Node
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Amount
-    from rankwise.comm.session import Session
-    from rankwise.replicate.loss.batch_statistics import Statistic
+    from rankwise.comm.session import CurrentBatch, Session
     from rankwise.replicate.loss.loss_on_ranks import LossOnRanks
-    from rankwise.replicate.loss.reports import GlobalLoss
     from rankwise.replicate.loss.terms import Term
 
-
+_KEY_OF_LOSSES = "loss/not_finite"
+_MOST_SHOWN = 8
 _subscribers: list[ref[LossOnRanks]] = []
 """Ordered by their numbers. Not a weak set, whose iteration takes as long as reading a loss."""
 _warned: set[tuple[str, str]] = set()
-_AMOUNT: Callable[[Term], Amount] = attrgetter("amount")
-_EXPECTED: Callable[[LossOnRanks], Amount | None] = attrgetter("expected_amount")
+_AMOUNT: Callable[[Term], Amount | None] = attrgetter("amount")
+_EXPECTED: Callable[[LossOnRanks], Amount | None] = attrgetter("step.expected_amount")
+
+
+_OF_A_LOOP = (
+    "the loss ({where}) has terms of single samples, as in a loop over them: its gradients are averaged over ranks by "
+    "samples, which is exact for their mean; pass rankwise.weight(model, len(x)) if it is that, or write a sum with "
+    "reduction='sum' and no divisor"
+)
+_OF_A_STATISTIC = (
+    "combines the samples of this rank, and the loss ({where}) depends on the result otherwise than as a mean or a sum "
+    "over samples: on one rank it would combine those of the whole batch; apply it to rankwise.whole_batch(x), the "
+    "samples of all ranks, with gradients=True if the loss is computed from the result; or average a number with "
+    "rankwise.mean(value, len(x))"
+)
 
 
 def check_weight_function(weight: object, strategy: str) -> None:
@@ -89,7 +106,7 @@ def _undo() -> None:
     _subscribers.clear()
     streams.forget_checks()
     forget_losses()
-    forget_warnings()
+    _warned.clear()
 
 
 def _around_backward(
@@ -105,9 +122,12 @@ def _around_backward(
     subscribers: list[LossOnRanks] = []
     for reference in () if is_within else _subscribers:
         one = reference()
-        if one is not None and one.is_needed:
+        # Alone, it only matters what several microsteps are means over.
+        if one is not None and (one.reports is not None or one.declared.is_averaged_elsewhere or one.is_accumulated):
             subscribers.append(one)
     if subscribers:
+        if kwargs.get("inputs") is not None:
+            _check_inputs(kwargs["inputs"], subscribers)
         _weighted_backward(backward, session, first_batches, subscribers, tensors, *args, **kwargs)
     else:
         backward(tensors, *args, **kwargs)
@@ -125,38 +145,35 @@ def _weighted_backward(
     **kwargs: object,
 ) -> None:
     roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    statistic = None if first_batches is None else first_batches.statistic(roots)
     given = args[0] if args else kwargs.get("grad_tensors")
-    if kwargs.get("inputs") is not None:
-        _check_inputs(kwargs["inputs"], subscribers)
-    verdict, reader, reached = _read(roots, has_gradients=given is not None, subscribers=subscribers)
-    if statistic is not None and verdict.mode is not Mode.SAMPLES and not any(one.is_given for one in reached):
-        _warn_of_statistic(statistic)
-    with ExitStack() as scaling:
-        try:
-            for one in subscribers:
-                one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
-            look_at_losses(session, roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
-            for one in reached:
+    verdict, reader, reached = _read(roots, first_batches, has_gradients=given is not None, subscribers=subscribers)
+    handles: Sequence[RemovableHandle] = ()
+    try:
+        for one in subscribers:
+            one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
+        look_at_losses(session, roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
+        for one in reached:
+            if one.is_empty or one.declared.reports_at_start:
                 one.report_at_start()
-            if verdict.mode is Mode.TERMS:
-                combined = reached[0].exchange_terms()
-                if combined is not None:
-                    scaling.enter_context(_scaled(verdict.terms, _factors(reached[0], verdict.terms, combined)))
-            backward(tensors, *args, **kwargs)
-        except BaseException:
-            for one in subscribers:
-                one.interrupt()
-            raise
-        finally:
-            for one in subscribers:
+        if verdict.mode is Mode.TERMS:
+            handles = _scale_terms(verdict.terms, reached[0])
+        backward(tensors, *args, **kwargs)
+    except BaseException:
+        for one in subscribers:
+            one.interrupt()
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        for one in subscribers:
+            if one.step.is_expected:  # not ended by the strategy
                 one.end()
 
 
 def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
     """Raise if ``inputs`` holds sharded parameters: graphs hold the whole ones."""
     listed: Sequence[Any] = inputs if isinstance(inputs, list | tuple) else [inputs]
-    if any(sub.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
+    if any(sub.declared.reports_at_start and sub.owns(one) for sub in subscribers for one in listed):
         raise ConfigurationError(
             "backward(inputs=...) was given parameters of a sharded model, which would receive no gradients.",
             do="omit inputs=, and set requires_grad=False on the other parameters",
@@ -164,9 +181,14 @@ def _check_inputs(inputs: object, subscribers: Sequence[LossOnRanks]) -> None:
 
 
 def _read(
-    roots: Sequence[torch.Tensor], *, has_gradients: bool, subscribers: Sequence[LossOnRanks]
+    roots: Sequence[torch.Tensor],
+    first_batches: FirstBatches | None,
+    *,
+    has_gradients: bool,
+    subscribers: Sequence[LossOnRanks],
 ) -> tuple[Verdict, LossReader, list[LossOnRanks]]:
     """Return the verdict on a loss, what was read, and the models it comes from; warn if it cannot be read."""
+    statistic = None if first_batches is None else first_batches.statistic(roots)
     reader = LossReader(subscribers)
     for root in roots:
         reader.read(root)
@@ -175,8 +197,8 @@ def _read(
     for one in subscribers:
         if one.number in reader.calls:
             reached.append(one)
-            is_given = is_given or one.is_given
-            reads_amounts = reads_amounts or one.reads_amounts
+            is_given = is_given or one.declared.is_given
+            reads_amounts = reads_amounts or one.declared.device is None
     verdict = Verdict(Mode.SAMPLES)
     if not reached or is_given:
         for one in reached:
@@ -187,9 +209,12 @@ def _read(
         return verdict, reader, reached
     found = verdict_of(reader.terms)
     if found.mode is Mode.TERMS and are_of_single_samples(found.terms, _num_given()):
-        _warn_of_loop()
+        warn_once("a loop over samples", _OF_A_LOOP)
         return verdict, reader, reached
-    return _followed(found.read() if reads_amounts else found, reached), reader, reached
+    verdict = _followed(found.read() if reads_amounts else found, reached)
+    if statistic is not None and verdict.mode is not Mode.SAMPLES:
+        warn_once(statistic.place, f"{statistic.name} at {statistic.place} {_OF_A_STATISTIC}")
+    return verdict, reader, reached
 
 
 def _num_given() -> int:
@@ -203,13 +228,18 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
     """Return the verdict that the models of a loss follow; warn if the result differs from that of one rank."""
     for term in verdict.terms:
         if term.is_odd and term.kind == "mean":
-            _warn_scaled(term)
+            warn_once(
+                term.operation,
+                f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of "
+                "samples but is treated as a constant: if it is that number, write the sum with reduction='sum' or "
+                ".sum()",
+            )
     if verdict.mode is Mode.SAMPLES and verdict.terms:
         _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
     simpler = verdict
     if verdict.mode is Mode.TERMS:
         is_accumulated = any(one.is_accumulated for one in reached)
-        if is_accumulated or any(one.is_averaged_elsewhere for one in reached):
+        if is_accumulated or any(one.declared.is_averaged_elsewhere for one in reached):
             # The factors of several microsteps' terms are known only after the last one, and never elsewhere.
             simpler = as_one_sum(verdict)
         if is_accumulated and simpler.mode is Mode.SAMPLES:
@@ -221,22 +251,20 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
     return simpler
 
 
-def _factors(model: LossOnRanks, terms: Sequence[Term], combined: GlobalLoss) -> list[Amount]:
-    """Return the factor of each term that makes the mean over ranks with samples equal to one rank's result."""
-    factors: list[Amount] = []
+def _scale_terms(terms: Sequence[Term], model: LossOnRanks) -> Sequence[RemovableHandle]:
+    """Have backward scale each term so that the mean over ranks with samples is one rank's result.
+
+    Called by: every rank of the model's group, before backward. Returns what to remove after it.
+    """
+    combined = model.exchange_terms()
+    if combined is None:
+        return ()
+    handles: list[RemovableHandle] = []
+    seen: set[Node] = set()
     for number, (term, on_ranks) in enumerate(zip(terms, combined.terms, strict=True)):
         factor: Amount = combined.num_active * 1.0
         if model.reading(number) in ("mean", "share"):
             factor *= ratio(term.amount, on_ranks.amount)
-        factors.append(factor)
-    return factors
-
-
-@contextmanager
-def _scaled(terms: Sequence[Term], factors: Sequence[Amount]) -> Generator[None]:
-    handles: list[RemovableHandle] = []
-    seen: set[Node] = set()
-    for term, factor in zip(terms, factors, strict=True):
         is_on_device = isinstance(factor, torch.Tensor)
         if term.node in seen or (not is_on_device and factor == 1.0):
             continue
@@ -246,11 +274,7 @@ def _scaled(terms: Sequence[Term], factors: Sequence[Amount]) -> Generator[None]
         if is_on_device or is_zero(factor):
             # This rank may have nothing of the term, whose gradient is NaN then.
             handles.append(term.node.register_hook(lambda inward, _, by=factor: _cleared(inward, by)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return handles
 
 
 def _times(gradients: Sequence[torch.Tensor | None], factor: Amount) -> tuple[torch.Tensor | None, ...]:
@@ -263,24 +287,6 @@ def _cleared(gradients: Sequence[torch.Tensor | None], factor: Amount) -> tuple[
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
-def _warn_scaled(term: Term) -> None:
-    warn_once(
-        term.operation,
-        f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of "
-        "samples but is treated as a constant: if it is that number, write the sum with reduction='sum' or "
-        ".sum()",
-    )
-
-
-def _warn_of_loop() -> None:
-    warn_once(
-        "a loop over samples",
-        "the loss ({where}) has terms of single samples, as in a loop over them: its gradients are averaged over ranks "
-        "by samples, which is exact for their mean; pass rankwise.weight(model, len(x)) if it is that, or write a sum "
-        "with reduction='sum' and no divisor",
-    )
-
-
 def _warn_unread(because: str) -> None:
     warn_once(
         because,
@@ -289,16 +295,6 @@ def _warn_unread(because: str) -> None:
         "operation per sample, or pass the number that the loss averages over to rankwise.weight(model, "
         "amount), or compute all of it on each rank, from rankwise.whole_batch(outputs, gradients=True) and "
         "rankwise.whole_batch(targets)",
-    )
-
-
-def _warn_of_statistic(statistic: Statistic) -> None:
-    warn_once(
-        statistic.place,
-        f"{statistic.name} at {statistic.place} combines the samples of this rank, and the loss ({{where}}) depends on "
-        "the result otherwise than as a mean or a sum over samples: on one rank it would combine those of the whole "
-        "batch; apply it to rankwise.whole_batch(x), the samples of all ranks, with gradients=True if the loss is "
-        "computed from the result; or average a number with rankwise.mean(value, len(x))",
     )
 
 
@@ -316,6 +312,84 @@ def warn_once(about: str, message: str, *, all_ranks: bool = False) -> None:
         warn(message.format(where=where), all_ranks=all_ranks)
 
 
-def forget_warnings() -> None:
-    """Repeat every warning. Called when the world is left."""
-    _warned.clear()
+# -- losses that are not finite ----------------------------------------------------------------------
+
+
+class _Seen:
+    """The backward calls since the world was joined."""
+
+    num = 0
+    is_over = False
+    """Whether this rank has seen a loss that is not finite."""
+
+
+_seen = _Seen()
+
+
+def look_at_losses(
+    session: Session | None,
+    losses: Sequence[torch.Tensor],
+    amounts: Collection[Amount | None] = (),
+    *,
+    parts: Sequence[tuple[int, int]] = (),
+    advice: str = "skip such a step on all ranks by rankwise.mean(loss, len(x))",
+) -> None:
+    """Warn, once per job, on the ranks whose losses are the first ones that are not finite.
+
+    Args:
+        session: that is open.
+        losses: of this rank.
+        amounts: the numbers that they are means over. A mean of nothing is NaN, and counts nothing.
+        parts: of each loss, the first one and the number of its samples of this rank; default: all.
+        advice: how to skip such a step.
+    """
+    _seen.num += 1
+    if _seen.is_over or session is None or session.store is None:
+        return
+    number, batch = _seen.num, session.batch
+    if (batch is not None and batch.num == 0) or 0.0 in [one for one in amounts if not isinstance(one, torch.Tensor)]:
+        return
+    for place, loss in enumerate(losses):
+        if type(loss) is not torch.Tensor or loss.is_meta or not loss.numel():
+            continue
+        own = _part_of(batch, *parts[place]) if parts and batch is not None else batch
+        if loss.device.type != "cpu":
+            is_bad = ~loss.detach().isfinite().all()
+            for amount in amounts:
+                if isinstance(amount, torch.Tensor):
+                    is_bad &= (amount != 0).to(is_bad.device)
+            streams.check_later(is_bad, partial(_report_not_finite, "not finite", number, own, session, advice))
+        elif not (math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.detach().isfinite().all())):
+            _report_not_finite(str(loss.item()) if loss.dim() == 0 else "not finite", number, own, session, advice)
+
+
+def forget_losses() -> None:
+    """Look at losses again. Called when the world is left."""
+    _seen.num, _seen.is_over = 0, False
+
+
+def _part_of(batch: CurrentBatch, first: int, num: int) -> CurrentBatch:
+    indices = batch.indices
+    own = None if indices is None else lambda: list(indices())[first : first + num]
+    return replace(batch, start=batch.start + first, num=num, indices=own)
+
+
+def _report_not_finite(value: str, number: int, batch: CurrentBatch | None, session: Session, advice: str) -> None:
+    if _seen.is_over or session.store is None:
+        return
+    _seen.is_over = True
+    if session.store.held_or_set(_KEY_OF_LOSSES, str(number)) != str(number).encode():
+        return  # another rank's was, and has reached this rank with the gradients
+    of = f"backward() call {number}" if batch is None else _samples_of(batch)
+    warn(
+        f"the loss of this rank is {value} in {of}, the first one of any rank that is not finite: gradients are "
+        f"averaged, so those of all ranks may be NaN from now on; look at these samples, or {advice}",
+        all_ranks=True,
+    )
+
+
+def _samples_of(batch: CurrentBatch) -> str:
+    rows = f"its samples {batch.start} to {batch.start + batch.num - 1} of batch {batch.number} of epoch {batch.epoch}"
+    indices = [] if batch.indices is None else list(batch.indices())
+    shown = ", ".join(map(str, indices[:_MOST_SHOWN])) + (", ..." if len(indices) > _MOST_SHOWN else "")
+    return f"{rows} (dataset[{shown}])" if indices else rows

@@ -1,46 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of the backward under way, on all ranks: the weight of this rank's gradients, and whether losses agree.
 
-Used by gradient_sync and shard, which have one per model.
+In order: what is declared, one step, the steps before it, and the loss of a model. Used by gradient_sync and shard,
+which have one per model.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.health.call_site import user_call_site, words
+from rankwise.health.call_site import user_call_site
 from rankwise.replicate.loss.amounts import is_zero
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
+    LossReports,
     Mode,
-    ReportChannel,
-    RowLengthsInSteps,
-    TermReadings,
     Verdict,
     as_expected,
     batch_in_hand,
-    check_same_batch,
     report_of,
-    unequal_lengths,
 )
+from rankwise.replicate.loss.terms import LossModel
 from rankwise.world.device.streams import check_later
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.comm.session import Session
     from rankwise.health.call_site import CallSite
-    from rankwise.replicate.loss.reports import GlobalLoss, GlobalTerm, RowLengths, TermReading
-    from rankwise.replicate.loss.terms import ForwardCall
+    from rankwise.replicate.accumulation import Microsteps
+    from rankwise.replicate.loss.graph import ForwardCall
+    from rankwise.replicate.loss.reports import GlobalLoss, RowLengths, TermReading
     from rankwise.replicate.state_guard.guard import StateGuard
 
 _COUNTED_IN = {
@@ -59,43 +59,114 @@ model_numbers = itertools.count()
 
 
 _Kind = tuple[Mode, tuple[tuple[str, str], ...]]
+"""What must be the same on all ranks of a loss."""
 
 
-class _Left(NamedTuple):
-    """What errors of a step say whose reports are received later."""
+@dataclass(slots=True)
+class _Declared:
+    """What the strategy and the script declare about the losses of a model."""
 
-    verdict: Verdict
-    rows: RowLengths | None
-    place: CallSite | None
-    number: int
+    device: torch.device | None
+    """Where weights may remain that are computed there; ``None``: they are read before they are used."""
+    reports_at_start: bool
+    """Whether the ranks report when backward starts, not when gradients are first sent."""
+    is_queued: bool
+    """Whether what ranks send of a step is queued on the device, so that no CPU need wait for another."""
+    is_averaged_elsewhere: bool = False
+    """Whether servers or worker groups average this rank's results, by the weight that it sends them."""
+    is_given_by_forward: bool = False
+    """Whether a function of the forward's arguments returns what the loss is a mean over."""
+    weight: Amount | None = None
+    """The number that the user declared around this backward."""
+    is_given: bool = False
+    """Whether either says what the loss is a mean over, so that it need not be read."""
+    on_interrupted: Callable[[], None] = lambda: None
+    """Called when an error has ended a backward."""
 
 
-class Microsteps:
-    """The microsteps since the last exact gradient."""
+@dataclass(slots=True)
+class _Step:
+    """One backward, from its call until its gradients are exact and its report is compared."""
+
+    expected_weight: Amount | None = None
+    """Samples of the forward whose backward is about to run."""
+    expected_amount: Amount | None = None
+    """What its loss is a mean over, as far as that is known: given, or samples."""
+    batch: int = 0
+    """A number for its batch; 0 if it is not known."""
+    is_expected: bool = False
+    """Whether its loss has been read."""
+    verdict: Verdict = _SAMPLES
+    rows: RowLengths | None = None
+    """Of the reduced tensors, if their rows are the samples."""
+    place: CallSite | None = None
+    """Its line, if it may be needed."""
+    number: int = 0
+    """How many backwards of the model there have been, for errors that are found later."""
+    is_reported: bool = False
+    """Whether this rank's report has been sent."""
+    is_heard: bool = False
+    """Whether those of all ranks have been received."""
+    combined: GlobalLoss | None = None
+    """The losses of all ranks, as far as they are known."""
+
+    def kind(self) -> _Kind | None:
+        """Return what must be the same on all ranks; ``None`` if this rank alone cannot tell what gradients count."""
+        mode, terms = self.verdict
+        if mode is Mode.NOTHING or not self.is_expected:
+            return None
+        if mode is not Mode.TERMS:
+            return mode, ()
+        if any(term.kind == "sum" and (term.divisor or term.is_odd) for term in terms):
+            return None
+        return mode, tuple((term.kind, term.operation) for term in terms)
+
+
+class _EarlierSteps:
+    """The steps of a model so far, which tell whether the reports of the next one may be received later."""
 
     def __init__(self) -> None:
-        self.is_open = False
-        """Whether gradients of some microsteps wait, on every rank, for those of the last."""
-        self.is_continued = False
-        """Whether another microstep follows the one under way."""
-        self.carried: Amount = 0.0
-        """The sum of the weights of the microsteps that have been added up."""
-        self.counted_in: str | None = None
-        """What their weights count, in words, after the first one that counts anything."""
+        self.unsettled: _Step | None = None
+        """The step before, if its reports have not been received."""
+        self._num_heard = 0
+        self._kind: _Kind | None = None
+        """Of the step before."""
+        self._followers: dict[_Kind | None, _Kind | None] = {}
+        """By kind, the kind of the loss that followed it: losses may alternate, as those of a GAN."""
 
-    def set_continued(self, value: bool) -> bool:  # noqa: FBT001 - the value to set
-        """Set whether another microstep follows the one under way; return the value before."""
-        before, self.is_continued = self.is_continued, value
-        return before
+    def are_like(self, step: _Step) -> bool:
+        """Return whether nothing but an error would follow from the reports of a step.
 
-    def put_earlier_gradients_aside(self) -> None:
-        """Keep the current ``grad`` out of the next backward, unless torch does so itself."""
+        Up to the step before all ranks had losses of one kind: if one of them has another now, it waits.
+        """
+        kind = step.kind()
+        return kind is not None and kind == self._followers.get(self._kind) and self._num_heard >= STEPS_HEARD
 
-    def give_back_earlier(self) -> None:
-        """Add the gradients that were put aside to ``grad``."""
+    def note_heard(self) -> None:
+        """Note that the reports of all ranks have been received."""
+        self._num_heard += 1
+
+    def add(self, step: _Step) -> None:
+        """Note a step whose reports all ranks have compared."""
+        kind = step.kind()
+        if step.verdict.mode is Mode.NOTHING:
+            self._followers.clear()
+        else:
+            self._followers[self._kind] = kind
+        self._kind = kind
+
+    def add_unsettled(self, step: _Step) -> None:
+        """Note a step whose reports are compared before the next one."""
+        self.unsettled = step
+        self._kind = step.kind()
+
+    def take_unsettled(self) -> _Step | None:
+        """Return the step whose reports have not been compared, once."""
+        step, self.unsettled = self.unsettled, None
+        return step
 
 
-class LossOnRanks:
+class LossOnRanks(LossModel):
     """The number that the loss of one model is a mean over, step by step."""
 
     def __init__(
@@ -122,60 +193,35 @@ class LossOnRanks:
             reports_at_start: whether the ranks report when backward starts, not when gradients are first sent.
             device: where weights may remain that are computed there; ``None``: they are read.
         """
-        self.number, self.reports_at_start = number, reports_at_start
-        self._ids = set(map(id, parameters))
-        self._accumulation = accumulation
-        self._device, self.reads_amounts = device, device is None
-        """Whether weights that are on a device are read before they are used."""
-        self._num_begun = self._num_heard = 0
-        """Backwards so far, for errors that are found later; and those whose reports have been received."""
-        self._given_weight: Amount | None = None
-        """The number that the user declared around this backward."""
-        self.forward_weight: Amount | None = None
-        """Samples of the latest forward, for a backward that does not pass through its output."""
-        self.is_given_by_forward = self.is_given = False
-        """Whether the user declares what the loss is a mean over, so that it need not be read."""
-        self.is_averaged_elsewhere = False
+        super().__init__(number, parameters)
+        is_queued = group is not None and device is not None and group.detector.queue is not None
+        self.declared = _Declared(device, reports_at_start, is_queued)
         self.cautions: dict[Mode, str] = {}
         """Warnings by mode of the loss, of results that differ from those of one rank."""
+        self.forward_weight: Amount | None = None
+        """Samples of the latest forward, for a backward that does not pass through its output."""
+        self.step = _Step()
+        """The backward under way."""
         self.weight: Amount = 0.0
         """Of the backward under way: the number of samples, or tokens, that its loss is the mean of."""
         self.num_samples = 0.0
         """Of the forward whose backward is under way, and of the microsteps before it."""
-        self._verdict = _SAMPLES
         self.is_sum = self.is_empty = False
         """Whether gradients are added up over ranks, not averaged; whether this rank has no samples of the batch."""
-        self._expected_weight: Amount | None = None
-        """Samples of the forward whose backward is about to run."""
-        self._batch = 0
-        """A number for the batch of the backward under way; 0 if it is not known."""
-        self._num_ranks = 1 if group is None else group.world_size
+        self.reports = None if group is None else LossReports(group, model_name)
+        """``None`` for a single rank."""
         self._model_name = model_name
-        self._combined: GlobalLoss | None = None
-        self._readings = TermReadings(_ambiguous)
-        self._place: CallSite | None = None
-        """The line of the backward under way, if it may be needed."""
-        self._rows_in_steps = RowLengthsInSteps()
-        self._rows: RowLengths | None = None
-        """Of the reduced tensors, if their rows are the samples."""
-        self._is_reported = self._is_heard = False
-        """Whether the report of this step has been sent; whether those of all ranks have been received."""
-        self._kind: _Kind | None = None
-        """Of the loss of the backward under way, as far as it must be the same on all ranks; ``None``: not read."""
-        self._kind_before: _Kind | None = None
-        self._followers: dict[_Kind | None, _Kind | None] = {}
-        """By kind, the kind of the loss that followed it: losses may alternate, as those of a GAN."""
-        self._left: _Left | None = None
-        """Of the step before, if its reports have not been received."""
-        self.guard: StateGuard | None = None
-        self._on_interrupted: Callable[[], None] = lambda: None
-        self._group = group
-        self._channel = None if group is None else ReportChannel(group, model_name)
+        self._accumulation = accumulation
+        self._earlier = _EarlierSteps()
+        self._num_begun = 0
+
+    # -- what is declared --------------------------------------------------------------------------
 
     def set_given_weight(self, amount: Amount | None) -> Amount | None:
         """Set the number that losses are a mean over, ``None`` to find it out; return the value before."""
-        before, self._given_weight = self._given_weight, amount
-        self.is_given = amount is not None or self.is_given_by_forward
+        declared = self.declared
+        before, declared.weight = declared.weight, amount
+        declared.is_given = amount is not None or declared.is_given_by_forward
         return before
 
     def note_forward(self, amount: Amount | None) -> None:
@@ -189,41 +235,30 @@ class LossOnRanks:
             by_forward: the user gave a function that returns what the loss of a forward is a mean over.
             averages_elsewhere: servers or worker groups average this rank's results, by the weight that it sends them.
         """
-        self.is_given_by_forward = by_forward
-        self.is_given = by_forward or self._given_weight is not None
-        self.is_averaged_elsewhere = averages_elsewhere
+        declared = self.declared
+        declared.is_given_by_forward = by_forward
+        declared.is_given = by_forward or declared.weight is not None
+        declared.is_averaged_elsewhere = averages_elsewhere
         if averages_elsewhere:
-            self._device, self.reads_amounts = None, True
+            declared.device, declared.is_queued = None, False
 
     def guard_by(self, guard: StateGuard) -> None:
         """Send the numbers of ``guard`` with the reports."""
-        self.guard = guard
+        if self.reports is not None:
+            self.reports.guard_by(guard)
 
     def when_interrupted(self, action: Callable[[], None]) -> None:
         """Call ``action`` when an error has ended a backward."""
-        self._on_interrupted = action
+        self.declared.on_interrupted = action
 
     def interrupt(self) -> None:
         """Note that an error has ended a backward."""
-        self._on_interrupted()
-
-    def owns(self, variable: object) -> bool:
-        """Return whether something is a parameter of the model."""
-        return id(variable) in self._ids
-
-    def own(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count more tensors as parameters of the model: they replace its parameters in the graph."""
-        self._ids.update(map(id, parameters))
+        self.declared.on_interrupted()
 
     @property
-    def expected_amount(self) -> Amount | None:
-        """What the loss of the next backward is a mean over, as far as that is known: given, or samples."""
-        return self._expected_weight if self._given_weight is None else self._given_weight
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether it matters what the loss of the next backward is a mean over."""
-        return self._group is not None or self.is_averaged_elsewhere or self.is_accumulated
+    def reads_amounts(self) -> bool:
+        """Whether weights that are on a device are read before they are used."""
+        return self.declared.device is None
 
     @property
     def is_accumulated(self) -> bool:
@@ -236,14 +271,16 @@ class LossOnRanks:
         Args:
             unlike: two calls of different numbers; nothing if there are none.
         """
-        if not unlike or self._given_weight is not None or not self.is_given_by_forward:
+        if not unlike or self.declared.weight is not None or not self.declared.is_given_by_forward:
             return
         amounts = [call.num_samples for call in unlike]
         if any(isinstance(amount, torch.Tensor) for amount in amounts):
-            first, second = (torch.as_tensor(amount, device=self._device) for amount in amounts)
+            first, second = (torch.as_tensor(amount, device=self.declared.device) for amount in amounts)
             check_later((first == 0) != (second == 0), partial(_report_calls, self._model_name, self._num_begun))
         elif 0.0 in amounts:
             raise _two_amounts(self._model_name)
+
+    # -- one step ----------------------------------------------------------------------------------
 
     def expect(
         self, verdict: Verdict, call: ForwardCall | None, session: Session | None, *, is_empty: bool | None
@@ -256,35 +293,34 @@ class LossOnRanks:
             session: that is open.
             is_empty: whether this rank has no samples for any part of the loss; ``None``: as the model's last forward.
         """
-        self._expected_weight = self.forward_weight if call is None else call.num_samples
-        self._batch = batch_in_hand(session)
-        self._rows = None
-        if verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS) and self._channel is not None:
+        expected, given = self.forward_weight if call is None else call.num_samples, self.declared.weight
+        amount = expected if given is None else given
+        self.step = step = _Step(expected, amount, batch_in_hand(session), is_expected=True)
+        if self.reports is not None and verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS):
             batch = None if session is None else session.latest_batch
-            self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
+            step.rows = self.reports.rows.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
-            is_empty = self._expected_weight is not None and is_zero(self._expected_weight)
+            is_empty = expected is not None and is_zero(expected)
         if is_empty and self._accumulation.counted_in == _COUNTED_IN[Mode.SUM]:
             # All ranks may be without samples in the last microstep: the earlier ones tell that this is a sum.
             verdict, is_empty = Verdict(Mode.SUM), False
-        self._verdict = _SAMPLES if self.is_given else _NOTHING if is_empty else verdict
-        self.is_sum, self.is_empty = self._verdict.mode is Mode.SUM, self._verdict.mode is Mode.NOTHING
-        self._kind = _kind_of(self._verdict)
-        has_lengths = self._rows is not None and not self.reads_amounts
-        if self._verdict.mode in (Mode.TERMS, Mode.NOTHING) or (has_lengths and self._is_queued):
+        step.verdict = _SAMPLES if self.declared.is_given else _NOTHING if is_empty else verdict
+        mode = step.verdict.mode
+        self.is_sum, self.is_empty = mode is Mode.SUM, mode is Mode.NOTHING
+        if mode in (Mode.TERMS, Mode.NOTHING) or (step.rows is not None and self.declared.is_queued):
             # Later it may be unknown: on a GPU another thread runs backward.
-            self._place = user_call_site()
+            step.place = user_call_site()
         if (self.is_sum or self.is_empty) and not self.is_accumulated:
             # Earlier gradients are summed over ranks already; a rank without samples does not know if others sum.
             self._accumulation.put_earlier_gradients_aside()
 
     def report_at_start(self) -> None:
-        """Report now, if the model does so. Called by: every rank, for the models that a loss comes from."""
+        """Report before backward. Called by: every rank, for models that report at start or have no samples."""
         # Others may wait for the report of a rank without samples before backward, which has collectives of its own.
-        if (self.reports_at_start or self._verdict.mode is Mode.NOTHING) and not self._accumulation.is_continued:
-            self.begin(self._expected_weight)
+        if not self._accumulation.is_continued:
+            self.begin(self.step.expected_weight)
             self.report()
-            if self._device is not None and self._foresee() is None:
+            if self.declared.device is not None and self._foresee() is None:
                 self.receive()
 
     def exchange_terms(self) -> GlobalLoss | None:
@@ -292,78 +328,11 @@ class LossOnRanks:
 
         Called by: every rank of the group, before any node of the graph runs.
         """
-        if self._verdict.mode is not Mode.TERMS:
+        if self.step.verdict.mode is not Mode.TERMS:
             return None
-        self.begin(self._expected_weight)
+        self.begin(self.step.expected_weight)
         self.report()
         return self._foresee() or self.receive()
-
-    def _foresee(self) -> GlobalLoss | None:
-        """Return the losses of all ranks without their reports, where all are as in the steps before.
-
-        Called by: every rank of the group that computes with them, once per step, unless it receives the reports.
-        """
-        if self._combined is None and self._is_as_before and self._group is not None and self._device is not None:
-            self._combined = as_expected(self._verdict, self._sums_on_device(self._group, self._device))
-        return self._combined
-
-    @property
-    def _is_queued(self) -> bool:
-        """Whether what ranks send of a step is queued on the device, so that no CPU need wait for another."""
-        return self._group is not None and self._device is not None and self._group.detector.queue is not None
-
-    @property
-    def _is_as_before(self) -> bool:
-        """Whether nothing but an error would follow from the reports of this step, which can be received later.
-
-        Up to the step before all ranks had losses of one kind: if one of them has another now, it waits.
-        """
-        is_known = self._kind is not None and self._kind == self._followers.get(self._kind_before)
-        return is_known and self._num_heard >= STEPS_HEARD and self._is_queued
-
-    def end_step(self) -> bool:
-        """Return whether the ranks that have samples add their gradients up; check their reports, now or later.
-
-        Called by: every rank, at the end of a backward that has reduced gradients.
-        """
-        if self._device is not None and not self._is_heard and self._is_as_before:
-            if self.guard is not None:
-                self.guard.end_step()
-            self._left = _Left(self._verdict, self._rows, self._place, self._num_begun)
-            self._kind_before = self._kind
-            return self.is_sum
-        combined = self.receive()
-        is_sum = self.is_sum if combined is None else combined.mode is Mode.SUM
-        if self.is_empty:
-            self._followers.clear()
-        else:
-            self._followers[self._kind_before] = self._kind
-        self._kind_before = self._kind
-        if self.guard is not None:
-            self.guard.check()
-        return is_sum
-
-    def settle(self) -> None:
-        """Check the reports of the step before, unless this rank has waited for them."""
-        left, self._left = self._left, None
-        if left is None or self._group is None or self._channel is None:
-            return
-        if self._group.detector.error is not None:
-            # Some report will never arrive.
-            self._group.detector.raise_unraised()
-            return
-        try:
-            self._hear(self._group, self._channel, left)
-            if self.guard is not None:
-                self.guard.check()
-        except (ConfigurationError, CollectiveMismatch) as error:
-            where = f"found after backward {left.number} of {self._model_name}, whose gradients were used"
-            raise error.supplement(where=error.where or where)  # noqa: B904 - the same one
-
-    def is_sum_on_ranks(self) -> bool:
-        """Return whether the ranks that have samples add their gradients up. Waits for their reports."""
-        combined = self.receive()
-        return self.is_sum if combined is None else combined.mode is Mode.SUM
 
     def begin(self, forward_weight: Amount | None) -> None:
         """Set the weight of the backward under way.
@@ -374,49 +343,43 @@ class LossOnRanks:
         Raises:
             ConfigurationError: the number of samples is unknown.
         """
-        if self._is_reported:
+        step, mode = self.step, self.step.verdict.mode
+        if step.is_reported:
             return
-        if self._left is not None:
+        if self._earlier.unsettled is not None:
             self.settle()
-        if self._expected_weight is not None:
+        if step.expected_weight is not None:
             # A loss of several forwards has one weight, whichever of them backward reaches first.
-            forward_weight = self._expected_weight
-        self._num_begun += 1
+            forward_weight = step.expected_weight
+        self._num_begun = step.number = self._num_begun + 1
         num_samples = 0.0 if forward_weight is None or isinstance(forward_weight, torch.Tensor) else forward_weight
         self.num_samples = num_samples + (self.num_samples if self._accumulation.is_open else 0.0)
-        if self._verdict.mode is Mode.SUM:
-            self.weight = 1.0 / self._num_ranks
-        elif self._verdict.mode is Mode.TERMS:
+        if mode is Mode.SUM:
+            self.weight = 1.0 if self.reports is None else 1.0 / self.reports.num_ranks
+        elif mode is Mode.TERMS:
             self.weight = 1.0
-        elif self._verdict.mode is Mode.MEAN:
-            self.weight = self._verdict.terms[0].amount
+        elif mode is Mode.MEAN:
+            self.weight = step.verdict.terms[0].amount
         else:
-            self.weight = self._checked(self._given_weight if self._given_weight is not None else forward_weight)
+            self.weight = self._checked(self.declared.weight if self.declared.weight is not None else forward_weight)
 
     def check_unit(self) -> None:
         """Raise if the microsteps of an accumulation cannot be added up: their weights count different things.
 
         Called by: the end of a backward that has computed gradients, of an accumulation that is open.
         """
-        counted_in = _COUNTED_IN.get(self._verdict.mode)
-        if counted_in is None:
-            return
-        earlier = self._accumulation.counted_in or counted_in
-        if earlier != counted_in:
-            raise ConfigurationError(
-                "Microsteps of one accumulation weight their losses in different units.",
-                evidence=f"the earlier ones count {earlier}; this one counts {counted_in}",
-                do="compute the same loss in every microstep, and use rankwise.weight() for all of them or for none",
-            )
-        self._accumulation.counted_in = counted_in
+        counted_in = _COUNTED_IN.get(self.step.verdict.mode)
+        if counted_in is not None:
+            self._accumulation.count_in(counted_in)
 
     def report(self) -> None:
         """Report this rank's loss to the other ranks. Called by: every rank, once per step."""
-        if self._channel is None or self._is_reported:
+        step = self.step
+        if self.reports is None or step.is_reported:
             return
-        self._is_reported = True
-        report = report_of(self._verdict, self._accumulation.carried + self.weight, self.num_samples, self._rows)
-        self._channel.send(report, None if self.guard is None else self.guard.report(), self._batch)
+        step.is_reported = True
+        report = report_of(step.verdict, self._accumulation.carried + self.weight, self.num_samples, step.rows)
+        self.reports.send(report, step.batch)
 
     def receive(self) -> GlobalLoss | None:
         """Wait for the reports of all ranks; return ``None`` on a single rank.
@@ -425,131 +388,120 @@ class LossOnRanks:
             CollectiveMismatch: they are at different batches.
             ConfigurationError: their losses are of different kinds, or over samples of different lengths.
         """
-        if self._channel is not None and self._group is not None and self._is_reported and self._combined is None:
-            step = _Left(self._verdict, self._rows, self._place, self._num_begun)
-            combined = self._hear(self._group, self._channel, step)
-            if self._device is not None:
-                combined = self._added_up(combined, self._group, self._device)
-            self._combined = combined
-            self._is_heard = True
-            self._num_heard += 1
-        return self._combined
+        step = self.step
+        if self.reports is not None and step.is_reported and step.combined is None:
+            combined = self.reports.receive(step.verdict, step.rows, step.place)
+            if self.declared.device is not None and self._has_numbers_on_device(combined):
+                # Called by: all ranks, or those of a loss of several terms and those without samples.
+                sums = self._sums_on_device()
+                terms = tuple(term._replace(amount=sums[2 + number]) for number, term in enumerate(combined.terms))
+                combined = combined._replace(weight=sums[0], terms=terms)
+            step.combined = combined
+            step.is_heard = True
+            self._earlier.note_heard()
+        return step.combined
 
-    def _hear(self, group: Exchange, channel: ReportChannel, step: _Left) -> GlobalLoss:
-        """Wait for the reports of all ranks of a step, and check them."""
-        reports = channel.receive()
-        if len(set(reports.batches)) > 1:
-            are_all_ranks = self._num_ranks == group.detector.world_size
-            check_same_batch(reports.batches, self._model_name, are_all_ranks=are_all_ranks)
-        if self.guard is not None:
-            self.guard.take(*reports.guards)
-        combined = reports.loss
-        if not combined.is_alike:
-            raise self._unlike(step.verdict)
-        if combined.terms:
-            self._readings.check(combined, step.place)
-        if combined.elements is not None:
-            raise unequal_lengths(step.rows, combined.elements, words(step.place or user_call_site()))
-        return combined
+    def is_sum_on_ranks(self) -> bool:
+        """Return whether the ranks that have samples add their gradients up. Waits for their reports."""
+        combined = self.receive()
+        return self.is_sum if combined is None else combined.mode is Mode.SUM
 
-    def _added_up(self, combined: GlobalLoss, group: Exchange, device: torch.device) -> GlobalLoss:
-        """Return the losses of all ranks with the numbers that ranks have on their devices.
+    def end_step(self) -> bool:
+        """Return whether the ranks that have samples add their gradients up; check their reports, now or later.
 
-        Called by: every rank of the group that needs them: all, or those of a loss of several terms and those without
-        samples.
+        Called by: every rank, at the end of a backward that has reduced gradients.
         """
-        is_of_terms = combined.mode is Mode.TERMS
-        has_terms = is_of_terms and (self._is_queued or any(math.isnan(term.amount) for term in combined.terms))
-        if not (has_terms or (self.reports_at_start and (self._is_queued or math.isnan(combined.weight)))):
-            return combined
-        sums = self._sums_on_device(group, device)
-        terms = tuple(term._replace(amount=sums[2 + number]) for number, term in enumerate(combined.terms))
-        return combined._replace(weight=sums[0], terms=terms)
+        step, guard = self.step, None if self.reports is None else self.reports.guard
+        if self.declared.is_queued and not step.is_heard and self._earlier.are_like(step):
+            if guard is not None:
+                guard.end_step()
+            self._earlier.add_unsettled(step)
+            return self.is_sum
+        combined = self.receive()
+        if self.declared.is_queued:
+            self._earlier.add(step)
+        if guard is not None:
+            guard.check()
+        return self.is_sum if combined is None else combined.mode is Mode.SUM
 
-    def _sums_on_device(self, group: Exchange, device: torch.device) -> torch.Tensor:
-        """Return [2 + MOST_TERMS]: of all ranks the weights, how many have samples, and the amounts of the terms."""
-        own = torch.zeros(2 + MOST_TERMS, dtype=torch.float64, device=device)
-        amounts = [term.amount for term in self._verdict.terms] if self._verdict.mode is Mode.TERMS else []
-        numbers = (self._accumulation.carried + self.weight, float(not self.is_empty), *amounts)
-        for place, amount in zip(own, numbers, strict=False):
-            place.fill_(amount)
-        return group.all_reduce(own, what=f"weights of the loss of {self._model_name}")
-
-    def _checked(self, weight: Amount | None) -> Amount:
-        if isinstance(weight, torch.Tensor):
-            if self._device is not None:
-                check_later(~(torch.isfinite(weight) & (weight >= 0)), partial(_report_weight, weight, self._num_begun))
-                return weight
-            weight = float(weight)
-        return _known(weight)
-
-    def counted(self, total: float) -> float:
-        """Return the weight of the gradients among servers or worker groups: samples, if ``total`` counts none."""
-        combined = self._combined
-        mode = self._verdict.mode if combined is None else combined.mode
-        if mode not in (Mode.SUM, Mode.TERMS):
-            return total
-        return (self.num_samples if combined is None else combined.num_samples) or total
+    def settle(self) -> None:
+        """Check the reports of the step before, unless this rank has waited for them."""
+        step = self._earlier.take_unsettled()
+        if step is None or self.reports is None or self.reports.are_lost():
+            return
+        try:
+            self.reports.receive(step.verdict, step.rows, step.place)
+            if self.reports.guard is not None:
+                self.reports.guard.check()
+        except (ConfigurationError, CollectiveMismatch) as error:
+            where = f"found after backward {step.number} of {self._model_name}, whose gradients were used"
+            raise error.supplement(where=error.where or where)  # noqa: B904 - the same one
 
     def end(self) -> None:
         """Forget the loss of a backward that has ended, or did not reach this model."""
         if (self.is_sum or self.is_empty) and not self.is_accumulated:
             self._accumulation.give_back_earlier()
-        self._verdict = _SAMPLES
+        self.step = _Step()
         self.is_sum = self.is_empty = False
-        self._expected_weight = None
-        self._batch = 0
-        self._combined = None
-        self._is_reported = self._is_heard = False
-        self._kind = None
 
     def reading(self, number: int) -> TermReading:
         """Return how a term of the loss under way is read, in this step or in earlier ones."""
-        combined = self._combined
-        if combined is None:
+        combined = self.step.combined
+        if combined is None or self.reports is None:
             return "mean"
-        return self._readings.of(combined, number, self._place)
+        return self.reports.readings.of(combined, number, self.step.place)
 
-    def _unlike(self, verdict: Verdict) -> ConfigurationError:
-        own = ", ".join(f"{term.kind} ({term.operation})" for term in verdict.terms) or verdict.mode.name.lower()
-        return ConfigurationError(
-            f"The loss of {self._model_name} does not have the same terms on all ranks.",
-            evidence=f"on this rank: {own}",
-            do="compute every term on every rank, also of classes without samples there: (loss * mask).sum() / "
-            "mask.sum().clamp_min(1); for the mean of one term per sample, put backward() into "
-            "`with rankwise.weight(model, len(x))`",
-        )
+    def counted(self, total: float) -> float:
+        """Return the weight of the gradients among servers or worker groups: samples, if ``total`` counts none."""
+        combined = self.step.combined
+        mode = self.step.verdict.mode if combined is None else combined.mode
+        if mode not in (Mode.SUM, Mode.TERMS):
+            return total
+        return (self.num_samples if combined is None else combined.num_samples) or total
 
+    # -- numbers on a device -----------------------------------------------------------------------
 
-def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
-    return ConfigurationError(
-        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which is ambiguous.",
-        evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
-        "constant, the loss is their sum over that constant",
-        do="write a mean with .mean() or reduction='mean'; or pass the number that the loss averages over to "
-        "rankwise.weight(model, amount)",
-    )
+    def _foresee(self) -> GlobalLoss | None:
+        """Return the losses of all ranks without their reports, where all are as in the steps before.
 
+        Called by: every rank of the group that computes with them, once per step, unless it receives the reports.
+        """
+        step, declared = self.step, self.declared
+        if step.combined is None and declared.is_queued and self._earlier.are_like(step):
+            step.combined = as_expected(step.verdict, self._sums_on_device())
+        return step.combined
 
-def _kind_of(verdict: Verdict) -> _Kind | None:
-    """Return what must be the same on all ranks; ``None`` if this rank alone cannot tell what its gradients count."""
-    if verdict.mode is not Mode.TERMS:
-        return None if verdict.mode is Mode.NOTHING else (verdict.mode, ())
-    if any(term.kind == "sum" and (term.divisor or term.is_odd) for term in verdict.terms):
-        return None
-    return verdict.mode, tuple((term.kind, term.operation) for term in verdict.terms)
+    def _has_numbers_on_device(self, combined: GlobalLoss) -> bool:
+        is_queued = self.declared.is_queued
+        if combined.mode is Mode.TERMS and (is_queued or any(math.isnan(term.amount) for term in combined.terms)):
+            return True
+        return self.declared.reports_at_start and (is_queued or math.isnan(combined.weight))
 
+    def _sums_on_device(self) -> torch.Tensor:
+        """Return [2 + MOST_TERMS]: of all ranks the weights, how many have samples, and the amounts of the terms."""
+        mode, terms = self.step.verdict
+        amounts = [term.amount for term in terms] if mode is Mode.TERMS else []
+        numbers = (self._accumulation.carried + self.weight, float(not self.is_empty), *amounts)
+        own = torch.zeros(2 + MOST_TERMS, dtype=torch.float64, device=self.declared.device)
+        for place, amount in zip(own, numbers, strict=False):
+            place.fill_(amount)
+        return own if self.reports is None else self.reports.sum(own)
 
-def _known(weight: float | None) -> float:
-    if weight is None:
-        raise ConfigurationError(
-            "Cannot tell how many samples this loss averages over.",
-            evidence="the replicated model itself was not called, or was called without a tensor argument",
-            do="call loss.backward() within `with rankwise.weight(model, num_samples):`",
-        )
-    if not (math.isfinite(weight) and weight >= 0):
-        raise _not_a_weight(weight)
-    return float(weight)
+    def _checked(self, weight: Amount | None) -> Amount:
+        if isinstance(weight, torch.Tensor):
+            if self.declared.device is not None:
+                check_later(~(torch.isfinite(weight) & (weight >= 0)), partial(_report_weight, weight, self._num_begun))
+                return weight
+            weight = float(weight)
+        if weight is None:
+            raise ConfigurationError(
+                "Cannot tell how many samples this loss averages over.",
+                evidence="the replicated model itself was not called, or was called without a tensor argument",
+                do="call loss.backward() within `with rankwise.weight(model, num_samples):`",
+            )
+        if not (math.isfinite(weight) and weight >= 0):
+            raise _not_a_weight(weight)
+        return float(weight)
 
 
 def _two_amounts(model_name: str, where: str | None = None) -> ConfigurationError:
@@ -563,7 +515,6 @@ def _two_amounts(model_name: str, where: str | None = None) -> ConfigurationErro
 
 
 def _report_calls(model_name: str, number: int) -> None:
-    """Raise for calls whose numbers are on a device, once one is known to be zero and another not."""
     raise _two_amounts(model_name, f"found after backward {number} of the model")
 
 
@@ -576,5 +527,4 @@ def _not_a_weight(weight: float, where: str | None = None) -> ConfigurationError
 
 
 def _report_weight(weight: torch.Tensor, number: int) -> None:
-    """Raise for a weight on a device, once that is known to be none."""
     raise _not_a_weight(float(weight), f"found after backward {number} of the model, which used it")

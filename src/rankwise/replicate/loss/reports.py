@@ -23,21 +23,20 @@ import torch
 
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_ranks, fold_values
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.loss.amounts import plain
 from rankwise.replicate.state_guard.guard import NUM_NUMBERS
 from rankwise.tensors.checksum import are_equal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.comm.session import Session
     from rankwise.health.call_site import CallSite
-    from rankwise.replicate.loss.terms import ForwardCall, Term
-
-    BatchNumbers = tuple[int, int, int]
-    """Number of the loader, epoch, and number of the global batch in it."""
-
+    from rankwise.replicate.loss.graph import ForwardCall
+    from rankwise.replicate.loss.terms import Term
+    from rankwise.replicate.state_guard.guard import StateGuard
 
 STEPS_OF_A_CONSTANT = 3
 """For how many consecutive steps a number must be the same to count as a constant."""
@@ -298,39 +297,13 @@ def _reading(active: int, num_rows: float, part: Sequence[float]) -> TermReading
 
 
 def _unequal_elements(num_active: int, sums: Sequence[float]) -> float | None:
-    """Return over how many elements of each sample ranks take means, on average, if samples differ in length.
-
-    Args:
-        num_active: ranks that have samples.
-        sums: of their reports of :class:`RowLengths`.
-    """
+    """Return over how many elements of each sample ranks take means, on average, if samples differ in length."""
     with_rows, losses, squares_of_losses, given, squares_of_given, scales, squares_of_scales = sums
     if round(with_rows) < num_active or not are_equal(num_active, scales, squares_of_scales):
         return None
     if are_equal(num_active, losses, squares_of_losses) or are_equal(num_active, given, squares_of_given):
         return None
     return losses / num_active
-
-
-def unequal_lengths(rows: RowLengths | None, elements: float, place: str) -> ConfigurationError:
-    """Return the error of a mean over samples whose lengths differ between ranks.
-
-    Args:
-        rows: of this rank; ``None`` where it has no samples.
-        elements: of each sample, on average over the ranks that have some.
-        place: the line of the backward, in words.
-    """
-    own = "this rank has no samples" if rows is None else f"{rows.loss:g} elements per sample on this rank"
-    return ConfigurationError(
-        f"The mean in the loss at {place} averages over different numbers of elements per sample on different ranks.",
-        evidence=f"{own}; {elements:g} on average over all ranks\n"
-        "if each rank pads its samples to the longest of its own: one rank would pad all of them to one length, and "
-        "count more padding\n"
-        "if samples differ in size, as images do: each may count by its elements, or all may count the same",
-        do="leave padding out of the mean: (loss * mask).sum() / mask.sum(), ignore_index; or pad to a fixed length\n"
-        "for samples of several sizes, put backward() into `with rankwise.weight(model, x.numel()):` if every element "
-        "counts the same, or rankwise.weight(model, len(x)) if every sample does",
-    )
 
 
 class TermReadings:
@@ -402,27 +375,15 @@ def check_same_batch(reported: Sequence[float], model_name: str, *, are_all_rank
     Raises:
         CollectiveMismatch: names the ranks that are ahead.
     """
-    if len(set(reported)) == 1:
-        return
     batches = {rank: _batch_of(round(number)) for rank, number in enumerate(reported) if round(number)}
     # A loader that only some ranks iterate, as one for validation, tells nothing about the others.
-    if len({loader for loader, _, _ in batches.values()}) == 1 and len(set(batches.values())) > 1:
-        # If ranks are laid out along axes, those with a copy have numbers of their own.
-        raise _different_batches(
-            batches, model_name, "" if are_all_ranks else f" of the {len(reported)} along dp_replicate"
-        )
-
-
-def _batch_of(number: int) -> BatchNumbers:
-    rest, batch = divmod(number - 1, _NUM_BATCHES)
-    loader, epoch = divmod(rest, _NUM_EPOCHS)
-    return loader, epoch, batch
-
-
-def _different_batches(batches: Mapping[int, BatchNumbers], model_name: str, among: str) -> CollectiveMismatch:
+    if len({loader for loader, _, _ in batches.values()}) != 1 or len(set(batches.values())) == 1:
+        return
     behind = min(batches.values())
     ahead = [rank for rank, batch in batches.items() if batch != behind]
-    return CollectiveMismatch(
+    # If ranks are laid out along axes, those with a copy have numbers of their own.
+    among = "" if are_all_ranks else f" of the {len(reported)} along dp_replicate"
+    raise CollectiveMismatch(
         f"{fold_ranks(ahead)}{among} did not run backward for batch {behind[2]} of epoch {behind[1]}, which "
         f"other ranks now run: gradients of {model_name} would be averaged over different batches.",
         evidence=fold_values(
@@ -434,26 +395,23 @@ def _different_batches(batches: Mapping[int, BatchNumbers], model_name: str, amo
     )
 
 
+def _batch_of(number: int) -> tuple[int, int, int]:
+    """Return the loader, the epoch, and the global batch in it."""
+    rest, batch = divmod(number - 1, _NUM_BATCHES)
+    loader, epoch = divmod(rest, _NUM_EPOCHS)
+    return loader, epoch, batch
+
+
 def channel_length(num_ranks: int) -> int:
     """Return how many numbers are sent with each step."""
     return _BATCHES + num_ranks
 
 
-class Reports(NamedTuple):
-    """The reports of the ranks."""
-
-    loss: GlobalLoss
-    guards: Sequence[float]
-    """[NUM_NUMBERS], of all ranks together."""
-    batches: Sequence[float]
-    """[num_ranks], of each rank."""
-
-
-class ReportChannel:
-    """Takes one report of each rank in every step."""
+class LossReports:
+    """The reports of the ranks that train one model: one of each in every step."""
 
     def __init__(self, group: Exchange, model_name: str) -> None:
-        """Open the channel.
+        """Open their channel.
 
         Called by: every rank of ``group``, in the same order.
 
@@ -461,11 +419,15 @@ class ReportChannel:
             group: the ranks that train the model.
             model_name: for errors.
         """
-        length = channel_length(group.world_size)
+        self.num_ranks = group.world_size
+        self.rows = RowLengthsInSteps()
+        self.readings = TermReadings(_ambiguous)
+        self.guard: StateGuard | None = None
+        self._group = group
+        self._model_name = model_name
+        length = channel_length(self.num_ranks)
         size = ChannelSize(length, 1, torch.float64, torch.device("cpu"))
         (self._channel,) = group.channels([size], f"loss of {model_name}")
-        self._rank = group.rank
-        self._num_ranks = group.world_size
         # Several times as fast as tensors and arrays for a few numbers.
         self._form = struct.Struct(f"={length}d")
         self._body = self._channel.body.numpy().data
@@ -473,27 +435,99 @@ class ReportChannel:
         self._latest: tuple[Sequence[float], GlobalLoss] = (), combine((0.0,) * REPORT_LENGTH)
         """The sums of the last reports of losses, and what they say: most steps are as the one before."""
 
-    def send(self, loss: Sequence[float], guard: Sequence[float] | None, batch: int) -> None:
+    def guard_by(self, guard: StateGuard) -> None:
+        """Send the numbers of ``guard`` with the reports."""
+        self.guard = guard
+
+    def send(self, report: Sequence[float], batch: int) -> None:
         """Send this rank's report. Called by: every rank, once per step.
 
         Args:
-            loss: at most REPORT_LENGTH numbers, followed by zeros.
-            guard: numbers of the state guard, if it compares in this step.
+            report: at most REPORT_LENGTH numbers, followed by zeros.
             batch: number of this rank's batch.
         """
-        batches = [0.0] * self._num_ranks
-        batches[self._rank] = batch
-        rest = [0.0] * (REPORT_LENGTH - len(loss))
+        guard = None if self.guard is None else self.guard.report()
+        batches = [0.0] * self.num_ranks
+        batches[self._group.rank] = batch
+        rest = [0.0] * (REPORT_LENGTH - len(report))
         self._channel.claim()
-        self._form.pack_into(self._body, 0, *loss, *rest, *(guard or _NOTHING_OF_GUARD), *batches)
+        self._form.pack_into(self._body, 0, *report, *rest, *(guard or _NOTHING_OF_GUARD), *batches)
         # Weights of 1: the channel's weighted sum is then the plain sum, to the last bit.
         self._channel.start(1.0, 1.0, ())
 
-    def receive(self) -> Reports:
-        """Wait for the reports of all ranks."""
+    def receive(self, verdict: Verdict, rows: RowLengths | None, place: CallSite | None) -> GlobalLoss:
+        """Wait for the reports of all ranks of a step, and check them.
+
+        Args:
+            verdict: of this rank.
+            rows: of this rank.
+            place: the line of the backward; ``None``: the current one.
+
+        Raises:
+            CollectiveMismatch: they are at different batches.
+            ConfigurationError: their losses are of different kinds, or over samples of different lengths.
+        """
         self._channel.finish()
         sums = self._form.unpack_from(self._result)
-        of_losses = sums[:REPORT_LENGTH]
+        of_losses, batches = sums[:REPORT_LENGTH], sums[_BATCHES:]
         if of_losses != self._latest[0]:
             self._latest = of_losses, combine(of_losses)
-        return Reports(self._latest[1], sums[REPORT_LENGTH:_BATCHES], sums[_BATCHES:])
+        if len(set(batches)) > 1:
+            are_all_ranks = self.num_ranks == self._group.detector.world_size
+            check_same_batch(batches, self._model_name, are_all_ranks=are_all_ranks)
+        if self.guard is not None:
+            self.guard.take(*sums[REPORT_LENGTH:_BATCHES])
+        combined = self._latest[1]
+        if not combined.is_alike:
+            raise _unlike(verdict, self._model_name)
+        if combined.terms:
+            self.readings.check(combined, place)
+        if combined.elements is not None:
+            raise _unequal_lengths(rows, combined.elements, words(place or user_call_site()))
+        return combined
+
+    def are_lost(self) -> bool:
+        """Return whether some report will never arrive; raise the reason, unless the training thread has."""
+        if self._group.detector.error is None:
+            return False
+        self._group.detector.raise_unraised()
+        return True
+
+    def sum(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of numbers that they have on their devices. Called by: every rank."""
+        return self._group.all_reduce(own, what=f"weights of the loss of {self._model_name}")
+
+
+def _unlike(verdict: Verdict, model_name: str) -> ConfigurationError:
+    own = ", ".join(f"{term.kind} ({term.operation})" for term in verdict.terms) or verdict.mode.name.lower()
+    return ConfigurationError(
+        f"The loss of {model_name} does not have the same terms on all ranks.",
+        evidence=f"on this rank: {own}",
+        do="compute every term on every rank, also of classes without samples there: (loss * mask).sum() / "
+        "mask.sum().clamp_min(1); for the mean of one term per sample, put backward() into "
+        "`with rankwise.weight(model, len(x))`",
+    )
+
+
+def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
+    return ConfigurationError(
+        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which is ambiguous.",
+        evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
+        "constant, the loss is their sum over that constant",
+        do="write a mean with .mean() or reduction='mean'; or pass the number that the loss averages over to "
+        "rankwise.weight(model, amount)",
+    )
+
+
+def _unequal_lengths(rows: RowLengths | None, elements: float, place: str) -> ConfigurationError:
+    own = "this rank has no samples" if rows is None else f"{rows.loss:g} elements per sample on this rank"
+    return ConfigurationError(
+        f"The mean in the loss at {place} averages over different numbers of elements per sample on different ranks.",
+        evidence=f"{own}; {elements:g} on average over all ranks\n"
+        "if each rank pads its samples to the longest of its own: one rank would pad all of them to one length, and "
+        "count more padding\n"
+        "if samples differ in size, as images do: each may count by its elements, or all may count the same",
+        do="leave padding out of the mean: (loss * mask).sum() / mask.sum(), ignore_index; or pad to a fixed length\n"
+        "for samples of several sizes, put backward() into `with rankwise.weight(model, x.numel()):` if every element "
+        "counts the same, or rankwise.weight(model, len(x)) if every sample does",
+    )

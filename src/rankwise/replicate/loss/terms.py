@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the outputs of models, and reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
+"""Reads a loss as a sum of terms, each a mean or a sum over this rank's samples.
 
-Walks the graph from the loss to the marked outputs. Knows no other rank and changes nothing but the marks. In order:
-the marks; facts of single nodes; what the reductions on the way make of a loss; the walk.
+Walks the graph from the loss to the marked outputs. Knows no other rank. In order: what the reductions on the way make
+of a loss; the walk.
 
 Terms are created in every step, among work that empties the processor's caches: named tuples are created several times
 as fast as dataclasses.
@@ -14,35 +14,44 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from rankwise.comm.collectives.data_movement import WholeBatch
 from rankwise.replicate.loss.amounts import amount_of
-from rankwise.replicate.loss.operations import (
+from rankwise.replicate.loss.graph import (
     ADDING,
     CHOOSING,
     COUPLING,
     JOINING,
-    LOOKUPS,
+    MARK,
     MATRIX_PRODUCTS,
     PASSING,
     PRODUCTS,
     REDUCING,
     SCALING,
+    SHAPES,
     TRANSPOSING,
+    all_dims,
+    dims_of,
+    inputs_of,
+    is_of_parameters,
+    leads_to_whole_batch,
+    lets_data_in,
+    masks_of,
+    operation_of,
 )
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import function_of, is_of_python, metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from torch.autograd.graph import Node
 
     from rankwise.comm.backends.protocol import Amount
+    from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.torch_private.autograd import Edge
 
 
@@ -53,117 +62,7 @@ FARTHEST_IN_WHOLE = 16 * FARTHEST_NODES
 _AS_ONE_RANK = ("rankwise.replicate.", "rankwise.tensor_parallel.", "rankwise.place.")
 """Where functions in Python compute what one rank computes."""
 MIXED = "rankwise.whole_batch() next to samples of this rank alone"
-MARK = "rankwise: output of model"
-"""The key in a node's metadata of the forward call whose output the node computed."""
-SHAPES = "rankwise: shapes of outputs"
-"""The key of the shapes of such outputs, by their numbers among the outputs of the node."""
-
 TermKind = Literal["mean", "sum", "same", "unknown"]
-_NODE: Callable[[Any], Any] = itemgetter(0)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardCall:
-    """A forward call of a model."""
-
-    model: int
-    """Its number."""
-    num_samples: Amount | None
-    """The number that its loss is a mean over, as far as the call shows."""
-    sizes: tuple[int, ...] = ()
-    """The shape of its first input."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is known to have no samples."""
-        return not isinstance(self.num_samples, torch.Tensor) and self.num_samples == 0.0
-
-
-def forward_call(
-    model: int, weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
-) -> ForwardCall:
-    """Return the facts of a forward call of a model.
-
-    Args:
-        model: its number.
-        weight: the user's function of the call's arguments that returns what its loss is a mean over.
-        args: of the call.
-        kwargs: of the call.
-    """
-    first = first_tensor((args, kwargs))
-    amount: Amount | None = None if first is None else float(first.shape[0])
-    if weight is not None:
-        amount = amount_of(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
-    return ForwardCall(model, amount, () if first is None or first.is_nested else tuple(first.shape))
-
-
-def first_tensor(values: object) -> torch.Tensor | None:
-    """Return the first tensor of a tree that has dims; most often the first positional argument of a call."""
-    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
-        first = values[0][0]
-        if isinstance(first, torch.Tensor) and first.ndim:
-            return first
-    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
-
-
-def outputs_of(output: object) -> list[torch.Tensor]:
-    """Return the tensors of a forward's output that backward can come from, also in a dataclass."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.requires_grad else []
-    found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(output):
-        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
-        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-    return found
-
-
-def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
-    """Note that ``call`` returned ``output``; return its tensors that backward can come from."""
-    found = [output] if isinstance(output, torch.Tensor) and output.requires_grad else outputs_of(output)
-    for one in found:
-        if one.grad_fn is not None:
-            noted = metadata_of(one.grad_fn)
-            noted[MARK] = call
-            if not one.is_nested:
-                noted.setdefault(SHAPES, {})[one.output_nr] = one.shape
-    return found
-
-
-def have_same_samples(one: ForwardCall, other: ForwardCall) -> bool:
-    """Return whether two calls are known to have equal numbers of samples."""
-    first, second = one.num_samples, other.num_samples
-    return not isinstance(first, torch.Tensor) and not isinstance(second, torch.Tensor) and first == second
-
-
-def inputs_of(node: Node) -> list[Edge]:
-    """Return the nodes that the gradient of a node is passed to, each with the number of its output."""
-    return list(filter(_NODE, node.next_functions))
-
-
-def operation_of(node: Node) -> str:
-    """Return the operation that a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
-    return _operation(node.name())
-
-
-@cache
-def _operation(name: str) -> str:
-    return name.rpartition("::")[2].partition("Backward")[0]
-
-
-@cache
-def all_dims(num_dims: int) -> frozenset[int]:
-    """Return the dims of a shape; one dim for a scalar, which is reduced like a tensor of one element."""
-    return frozenset(range(max(num_dims, 1)))
-
-
-def dims_of(node: Node, num_dims: int) -> frozenset[int]:
-    """Return the dims that an operation acts along; all of them if it names none."""
-    dims = saved(node, "dim")
-    if dims is None or dims == ():
-        return all_dims(num_dims)
-    listed = dims if isinstance(dims, tuple) else (dims,)
-    # A negative number of C++ arrives with 2**64 added.
-    return frozenset((one - 2**64 if one >= 2**63 else one) % max(num_dims, 1) for one in listed)
 
 
 def is_python_number(value: torch.Tensor) -> bool:
@@ -174,48 +73,6 @@ def is_python_number(value: torch.Tensor) -> bool:
 @cache
 def _small(is_floating_point: bool) -> torch.Tensor:  # noqa: FBT001 - the key of a cache
     return torch.ones((), dtype=torch.float16 if is_floating_point else torch.int8, device="cpu")
-
-
-def is_of_parameters(start: Node) -> bool:
-    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks."""
-    stack, seen = [start], set[Any]()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_of_python(node) or _lets_data_in(node):
-            return False
-        stack += [one[0] for one in inputs_of(node)]
-    return True
-
-
-def _lets_data_in(node: Node) -> bool:
-    """Return whether samples may enter a graph at a node.
-
-    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
-    """
-    name = operation_of(node)
-    return name in LOOKUPS or (name in PRODUCTS and any(one is None for one, _ in node.next_functions))
-
-
-def _leads_to_whole_batch(start: Node) -> bool:
-    stack, seen = [start], set[Any]()
-    while stack:
-        node = stack.pop()
-        if function_of(node) is WholeBatch:
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack += [one[0] for one in inputs_of(node)]
-    return False
-
-
-def masks_of(node: Node) -> list[torch.Tensor]:
-    """Return the masks of the input of a reduction: where one is zero everywhere, nothing of the input is left."""
-    names = {"Where": ["condition"], "Mul": ["other", "self"] if len(inputs_of(node)) == 1 else []}
-    found = [saved(node, name) for name in names.get(operation_of(node), [])]
-    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 class Term(NamedTuple):
@@ -396,14 +253,21 @@ class Lead(Enum):
     OUTPUT = 2
 
 
-class LossModel(Protocol):
+class LossModel:
     """A model whose outputs a loss may come from."""
 
-    number: int
+    def __init__(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
+        self.number = number
+        """The same on every rank."""
+        self._ids = set(map(id, parameters))
 
     def owns(self, variable: object) -> bool:
         """Return whether something is a parameter of the model."""
-        ...
+        return id(variable) in self._ids
+
+    def own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count more tensors as parameters of the model: they replace its parameters in the graph."""
+        self._ids.update(map(id, parameters))
 
 
 @dataclass(slots=True)
@@ -555,10 +419,10 @@ class LossReader:
             elif MARK in metadata_of(node) and node is not start:
                 return False
             else:
-                entrances += [node] if _lets_data_in(node) else []
+                entrances += [node] if lets_data_in(node) else []
                 stack += [one[0] for one in inputs_of(node)]
         # Samples of this rank enter inside the model, as in gradients of its parameters.
-        if stack or not wholes or not all(map(_leads_to_whole_batch, entrances)):
+        if stack or not wholes or not all(map(leads_to_whole_batch, entrances)):
             return False
         for one in wholes:
             self._note_marks(one)
@@ -664,8 +528,10 @@ class LossReader:
         if call is None:
             return False
         known = self.calls.get(call.model)
-        if known is not None and known is not call and not have_same_samples(known, call):
-            self.unlike.setdefault(call.model, (known, call))
+        if known is not None and known is not call:
+            amounts = known.num_samples, call.num_samples
+            if any(isinstance(one, torch.Tensor) for one in amounts) or amounts[0] != amounts[1]:
+                self.unlike.setdefault(call.model, (known, call))
         if known is None or known.is_empty:
             self.calls[call.model] = call
         return True

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autograd graph between a loss and the outputs of models: the marks on outputs, and facts of single nodes.
+
+Knows no other rank and changes nothing but the marks. In order: the table of operations, by the names of their nodes;
+the marks; facts of nodes. What is not in the table acts on each element by itself, or on dims whose numbers it saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rankwise.comm.collectives.data_movement import WholeBatch
+from rankwise.replicate.loss.amounts import amount_of
+from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.autograd import function_of, is_of_python, metadata_of, saved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from torch.autograd.graph import Node
+
+    from rankwise.comm.backends.protocol import Amount
+    from rankwise.torch_private.autograd import Edge
+
+MARK = "rankwise: output of model"
+"""The key in a node's metadata of the forward call whose output the node computed."""
+SHAPES = "rankwise: shapes of outputs"
+"""The key of the shapes of such outputs, by their numbers among the outputs of the node."""
+
+_NODE: Callable[[Any], Any] = itemgetter(0)
+PASSING = frozenset(
+    {
+        "Alias",
+        "Clone",
+        "Contiguous",
+        "Expand",
+        "Neg",
+        "Permute",
+        "Reshape",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Squeeze",
+        "T",
+        "ToCopy",
+        "Transpose",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+    }
+)
+"""Linear in their one input, element by element: a mean of what they give is a mean of what they got."""
+ADDING = frozenset({"Add", "Rsub", "Sub"})
+"""Sums of terms."""
+CHOOSING = frozenset({"Select", "Unbind"})
+"""Take one row of a tensor."""
+JOINING = frozenset({"Cat", "Stack"})
+"""Lists of terms, if what they join are single numbers."""
+SCALING = frozenset({"Mul", "Div"})
+REDUCING = frozenset({"Mean", "Sum"})
+COUPLING = frozenset(
+    {
+        "Amax",
+        "Amin",
+        "Cdist",
+        "CdistForward",
+        "Cummax",
+        "Cummin",
+        "Cumprod",
+        "Cumsum",
+        "Flip",
+        "LinalgEigh",
+        "LinalgSvd",
+        "LinalgVectorNorm",
+        "LogSoftmax",
+        "Logsumexp",
+        "Max",
+        "Mean",
+        "Median",
+        "Min",
+        "Norm",
+        "Prod",
+        "Roll",
+        "Softmax",
+        "Sort",
+        "Std",
+        "Sum",
+        "Svd",
+        "Topk",
+        "Var",
+        "VarMean",
+    }
+)
+"""Let samples see one another where they act on the first dim, or on all."""
+PRODUCTS = frozenset({"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Mm", "Mv"})
+"""Products of matrices: they couple samples where two factors come from a model's outputs."""
+MATRIX_PRODUCTS = frozenset({"Addmm", "Mm"})
+"""Those of two matrices: they add up over the columns of the first, and over the rows of the second."""
+TRANSPOSING = frozenset({"Permute", "T", "Transpose"})
+LOOKUPS = frozenset({"Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect"})
+"""Choose rows of a parameter by samples, which are not in the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """A forward call of a model."""
+
+    model: int
+    """Its number."""
+    num_samples: Amount | None
+    """The number that its loss is a mean over, as far as the call shows."""
+    sizes: tuple[int, ...] = ()
+    """The shape of its first input."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is known to have no samples."""
+        return not isinstance(self.num_samples, torch.Tensor) and self.num_samples == 0.0
+
+
+def forward_call(
+    model: int, weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
+) -> ForwardCall:
+    """Return the facts of a forward call of a model.
+
+    Args:
+        model: its number.
+        weight: the user's function of the call's arguments that returns what its loss is a mean over.
+        args: of the call.
+        kwargs: of the call.
+    """
+    first = first_tensor((args, kwargs))
+    amount: Amount | None = None if first is None else float(first.shape[0])
+    if weight is not None:
+        amount = amount_of(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+    return ForwardCall(model, amount, () if first is None or first.is_nested else tuple(first.shape))
+
+
+def first_tensor(values: object) -> torch.Tensor | None:
+    """Return the first tensor of a tree that has dims; most often the first positional argument of a call."""
+    if type(values) is tuple and values and type(values[0]) is tuple and values[0]:
+        first = values[0][0]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            return first
+    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+
+
+def outputs_of(output: object) -> list[torch.Tensor]:
+    """Return the tensors of a forward's output that backward can come from, also in a dataclass."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
+        found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    return found
+
+
+def mark_output(output: object, call: ForwardCall) -> list[torch.Tensor]:
+    """Note that ``call`` returned ``output``; return its tensors that backward can come from."""
+    found = [output] if isinstance(output, torch.Tensor) and output.requires_grad else outputs_of(output)
+    for one in found:
+        if one.grad_fn is not None:
+            noted = metadata_of(one.grad_fn)
+            noted[MARK] = call
+            if not one.is_nested:
+                noted.setdefault(SHAPES, {})[one.output_nr] = one.shape
+    return found
+
+
+def inputs_of(node: Node) -> list[Edge]:
+    """Return the nodes that the gradient of a node is passed to, each with the number of its output."""
+    return list(filter(_NODE, node.next_functions))
+
+
+def operation_of(node: Node) -> str:
+    """Return the operation that a node is the backward of: ``"NllLoss2D"`` for ``NllLoss2DBackward0``."""
+    return _operation(node.name())
+
+
+@cache
+def _operation(name: str) -> str:
+    return name.rpartition("::")[2].partition("Backward")[0]
+
+
+@cache
+def all_dims(num_dims: int) -> frozenset[int]:
+    """Return the dims of a shape; one dim for a scalar, which is reduced like a tensor of one element."""
+    return frozenset(range(max(num_dims, 1)))
+
+
+def dims_of(node: Node, num_dims: int) -> frozenset[int]:
+    """Return the dims that an operation acts along; all of them if it names none."""
+    dims = saved(node, "dim")
+    if dims is None or dims == ():
+        return all_dims(num_dims)
+    listed = dims if isinstance(dims, tuple) else (dims,)
+    # A negative number of C++ arrives with 2**64 added.
+    return frozenset((one - 2**64 if one >= 2**63 else one) % max(num_dims, 1) for one in listed)
+
+
+def nodes_from(start: Node) -> Generator[Node]:
+    """Yield a node and all that its gradient is passed on to."""
+    stack, seen = [start], set[Any]()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [one[0] for one in inputs_of(node)]
+
+
+def is_of_parameters(start: Node) -> bool:
+    """Return whether a value is computed from parameters alone: a penalty, the same on all ranks."""
+    return not any(is_of_python(node) or lets_data_in(node) for node in nodes_from(start))
+
+
+def lets_data_in(node: Node) -> bool:
+    """Return whether samples may enter a graph at a node.
+
+    Samples need no gradient, so they are not in the graph: they enter where a product has only one factor in it.
+    """
+    name = operation_of(node)
+    return name in LOOKUPS or (name in PRODUCTS and any(one is None for one, _ in node.next_functions))
+
+
+def leads_to_whole_batch(start: Node) -> bool:
+    """Return whether a value is computed from the samples of all ranks."""
+    return any(function_of(node) is WholeBatch for node in nodes_from(start))
+
+
+def masks_of(node: Node) -> list[torch.Tensor]:
+    """Return the masks of the input of a reduction: where one is zero everywhere, nothing of the input is left."""
+    names = {"Where": ["condition"], "Mul": ["other", "self"] if len(inputs_of(node)) == 1 else []}
+    found = [saved(node, name) for name in names.get(operation_of(node), [])]
+    return [one for one in found if isinstance(one, torch.Tensor)]
