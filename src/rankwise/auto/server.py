@@ -83,8 +83,10 @@ class Server:
             if isinstance(message, End):
                 return True
             try:
-                act = self._forward if isinstance(message, Forward) else self._backward
-                reply, sent = act(message, tensors)
+                if isinstance(message, Forward):
+                    reply, sent = self._forward(message, tensors)
+                else:
+                    reply, sent = self._backward(message, tensors)
             except BaseException as error:  # noqa: BLE001 - whatever a module raises
                 reply, sent = Failed(type(error).__name__, str(error), traceback.format_exc()), []
             try:
