@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.auto.known import KindOfCall
     from rankwise.auto.module_calls import ModuleCalls
     from rankwise.auto.proof import BatchDims
     from rankwise.auto.servers import Ran, Servers
@@ -109,10 +108,11 @@ class SplitCalls:
         kind.count()
         # In single rows, samples that meet are not told from others.
         is_clear = batches[0].num_global >= 2 * num_ranks
+        is_due = kind.num_calls >= kind.next_proof and (kind.pace.is_split or self._splits_always)
         if kind.is_doubtful and not is_clear:
             self._account.add(call.name, NO_ROWS)
             return self._whole
-        if kind.batch is None or kind.is_doubtful or (is_clear and self._is_due(kind)):
+        if kind.batch is None or kind.is_doubtful or (is_clear and is_due):
             return partial(self._proved, call, batches)
         if self._splits_always or self._pays(call):
             return partial(self._in_parts, call, batches[0])
@@ -121,9 +121,6 @@ class SplitCalls:
 
     def _whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._calls.whole(module, args, kwargs)[0]
-
-    def _is_due(self, kind: KindOfCall) -> bool:
-        return kind.num_calls >= kind.next_proof and (kind.pace.is_split or self._splits_always)
 
     def _pays(self, call: Call) -> bool:
         """Return whether the call that begins now is to be split: whether that saves time, or is being measured."""

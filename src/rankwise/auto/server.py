@@ -83,20 +83,16 @@ class Server:
             if isinstance(message, End):
                 return True
             try:
-                reply, sent = self._done(message, tensors)
+                if isinstance(message, Forward):
+                    reply, sent = self._forward(message, tensors)
+                else:
+                    reply, sent = self._backward(message, tensors)
             except BaseException as error:  # noqa: BLE001 - whatever a module raises
                 reply, sent = Failed(type(error).__name__, str(error), traceback.format_exc()), []
             try:
                 self._connection.send(reply, sent)
             except (ConnectionError, RankwiseError):
                 return False
-
-    def _done(self, message: object, tensors: list[torch.Tensor]) -> tuple[object, list[torch.Tensor]]:
-        if isinstance(message, Forward):
-            return self._forward(message, tensors)
-        if isinstance(message, Backward):
-            return self._backward(message, tensors)
-        raise TypeError(type(message))
 
     def _forward(self, message: Forward, tensors: list[torch.Tensor]) -> tuple[Outputs, list[torch.Tensor]]:
         num_values = 0 if message.values.by_broadcast else len(message.values.sent)

@@ -170,7 +170,10 @@ class Servers:
             values=values,
             forgotten=forgotten,
             structure=structure,
-            leaves=[_sent(one) if isinstance(one, torch.Tensor) else one for one in arguments.leaves],
+            leaves=[
+                Rows(one.requires_grad, one.device.type == "cpu") if isinstance(one, torch.Tensor) else one
+                for one in arguments.leaves
+            ],
             dims=tuple(arguments.dims),
             num_global=num_global,
             has_graph=has_graph,
@@ -314,10 +317,6 @@ class Servers:
 
 def _rows_of(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tensor:
     return tensor if dim is None else share.rows(tensor, dim)
-
-
-def _sent(tensor: torch.Tensor) -> Rows:
-    return Rows(tensor.requires_grad, tensor.device.type == "cpu")
 
 
 def _filled(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -7,7 +7,6 @@ import logging
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +72,7 @@ class Trials:
         self._servers = servers
         self._calls = calls
         self._device = device
+        self._effects = Effects()
 
     def proved(self, call: Call, batches: Sequence[BatchDims]) -> tuple[Any, Reason | None]:
         """Run a call whole, and copies of its module on rows; return its outputs, and why it is not to be split.
@@ -92,7 +92,12 @@ class Trials:
         kind.draw(is_random=not whole_run.before.are(whole_run.after))
         reason = first_reason = reason or whole_run.reason
         for copy, batch in zip(copies, batches, strict=False) if reason is None else ():
-            reason, outputs = self._tried(call, copy, batch, given, whole_run)
+            whole_run.before.restore(self._device)
+            try:
+                with draws_forgotten():
+                    reason, outputs = self._compared(call, copy, batch, given, whole_run)
+            finally:
+                whole_run.after.restore(self._device)
             if reason is None:
                 kind.end_proof(batch, outputs)
                 return whole_run.result, None
@@ -129,14 +134,14 @@ class Trials:
         module, leaves = call.module, call.leaves
         tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
         facts = checksum(tensors), checksum(parameters_of(module))
-        effects, before = Effects(), GeneratorStates.now(self._device)
-        with effects.noted(), noted_functions() as ran:
+        before = GeneratorStates.now(self._device)
+        with self._effects.noted(), noted_functions() as ran:
             result, checkpoints = self._calls.whole(module, *call.arguments())
         after = GeneratorStates.now(self._device)
         name = call.known.guard.changed()
         call.known.guard.add(ran)
         reason = (
-            (None if effects.found is None else Reason(effects.found))
+            (None if self._effects.found is None else Reason(self._effects.found))
             or (None if name is None else Reason(f"it changes {name}", is_wrong=True, may_pass=True))
             or gradient_elsewhere(module, call.given, result)
             or shares_memory(result, leaves, module)
@@ -150,20 +155,10 @@ class Trials:
         )
         return _WholeRun(result, reason, before, after)
 
-    def _tried(
-        self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: _WholeRun
-    ) -> tuple[Reason | None, tuple[OutputRows | None, ...]]:
-        """Run a call on rows; return why that is not the same, and where the outputs' rows lie."""
-        whole_run.before.restore(self._device)
-        try:
-            with draws_forgotten():
-                return self._compared(call, copy, batch, given, whole_run)
-        finally:
-            whole_run.after.restore(self._device)
-
     def _compared(
         self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: _WholeRun
     ) -> tuple[Reason | None, tuple[OutputRows | None, ...]]:
+        """Run a call on rows; return why that is not the same, and where the outputs' rows lie."""
         share = Share(0, self._servers.exchange.world_size, batch.num_global)
         leaves = [
             one.requires_grad_(like.requires_grad and torch.is_grad_enabled()) if isinstance(one, torch.Tensor) else one
@@ -213,21 +208,21 @@ def _no_longer(call: Call, how: str) -> ConfigurationError:
 
 
 _WRITES = frozenset("wax+")
-_watching: list[Effects] = []
 
 
 class Effects:
-    """What one call has done."""
+    """What calls do, one after the other."""
 
     def __init__(self) -> None:
         self.found: str | None = None
-        """In words that follow a colon."""
+        """Of the last call, in words that follow a colon."""
+        self._is_noting = False
+        sys.addaudithook(self._opened)  # it cannot be removed
 
     @contextmanager
     def noted(self) -> Generator[None]:
         """Note what is done inside the block."""
-        _listen()
-        _watching.append(self)
+        self.found, self._is_noting = None, True
         try:
             with replaced(
                 (sys, ["stdout", "stderr"], lambda stream: _Noting(stream, self)),
@@ -236,11 +231,15 @@ class Effects:
             ):
                 yield
         finally:
-            _watching.remove(self)
+            self._is_noting = False
 
     def note(self, text: str) -> None:
         """Note an effect, if it is the first one."""
         self.found = self.found or text
+
+    def _opened(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._is_noting and event == "open" and isinstance(args[1], str) and _WRITES & set(args[1]):
+            self.note("it writes files")
 
     def _noting_logs(self, handle: Callable[..., Any]) -> Callable[..., Any]:
         def call(logger: logging.Logger, record: logging.LogRecord) -> Any:
@@ -272,14 +271,3 @@ class _Noting:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-@cache
-def _listen() -> None:
-    """Follow which files are opened. An audit hook cannot be removed."""
-
-    def opened(event: str, args: tuple[Any, ...]) -> None:
-        if _watching and event == "open" and isinstance(args[1], str) and _WRITES & set(args[1]):
-            _watching[-1].note("it writes files")
-
-    sys.addaudithook(opened)

@@ -6,18 +6,17 @@ Values only; imports no torch. The first signature that fits the evidence counts
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
-from rankwise.verify.compare import COPY, PLATEAU, Cause, combined, is_close, is_near, is_same, ratio_of
+from rankwise.verify.compare import COPY, PLATEAU, Cause, combined, is_close, is_near, is_same, ratio_of, samples
 from rankwise.verify.mistakes import loaded_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.verify.compare import Evidence, Phase
-    from rankwise.verify.records import RankRun, Sketch, Step
+    from rankwise.verify.records import Sketch, Step
 
 
 GENERAL = (
@@ -59,8 +58,9 @@ def explain(evidence: Evidence) -> Cause:
 def _of_data(evidence: Evidence) -> Cause:
     line = _line_of_call(evidence)
     # A batch may be of an earlier step, of another optimizer.
-    mine = _loaded_until(evidence.gap.step, [evidence.reference])
-    if evidence.gap.kind != "batch" and mine and mine == _loaded_until(evidence.gap.step, evidence.many):
+    mine = samples(evidence.reference.steps[: evidence.gap.step])
+    theirs = samples(step for rank in evidence.many for step in rank.steps[: evidence.gap.step])
+    if evidence.gap.kind != "batch" and mine and mine == theirs:
         return Cause(
             "noise in the loop",
             "the loaders give the same samples, but the script changes them before the model with random numbers that "
@@ -85,11 +85,6 @@ def _of_data(evidence: Evidence) -> Cause:
         "DistributedSampler with the same seed on all ranks",
         line=line,
     )
-
-
-def _loaded_until(step: int, ranks: Sequence[RankRun]) -> Counter[int]:
-    batches = (batch for rank in ranks for one in rank.steps[:step] for batch in one.batches)
-    return Counter(digest for batch in batches for digest in batch.digests)
 
 
 def _of_start(evidence: Evidence) -> Cause:

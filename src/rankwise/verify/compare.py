@@ -149,7 +149,7 @@ def measured_floor(one: RankRun, permuted: RankRun) -> Floor:
 
 def is_unseeded(one: RankRun, again: RankRun) -> Gap | None:
     """Return the gap between two runs on one rank, if data or initial parameters differ."""
-    mine, theirs = (_samples(rank.steps[:1]) for rank in (one, again))
+    mine, theirs = (samples(rank.steps[:1]) for rank in (one, again))
     # Noise that the script adds to equal samples belongs to other rows where they are permuted.
     phases = ("initial parameters",) if mine and mine == theirs else ("data", "initial parameters")
     first = (gap for gap in gaps(one, [again]) if gap.step == 1 and gap.phase in phases)
@@ -209,13 +209,14 @@ def _data(one: Step, theirs: Sequence[Step]) -> Iterator[Gap]:
         )
         return
     yield Gap(one.number, "data", "samples passed to the model", "", everyone, 0.0)
-    batches, taken = _samples([one]), _samples(theirs)
+    batches, taken = samples([one]), samples(theirs)
     if batches.total() == taken.total() and batches != taken:
         name = f"{(taken - batches).total()} of {taken.total()} samples of the batch"
         yield Gap(one.number, "data", name, "batch", everyone, WHOLLY)
 
 
-def _samples(steps: Iterable[Step]) -> Counter[int]:
+def samples(steps: Iterable[Step]) -> Counter[int]:
+    """Return how often each sample was taken from loaders in some steps, by its digest."""
     return Counter(digest for step in steps for batch in step.batches for digest in batch.digests)
 
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rankwise.errors import fold_ranks
 from rankwise.verify import causes, compare, mistakes
-from rankwise.verify.compare import EXACT, PHASES, PLAUSIBLE, Cause, Evidence, Floor
+from rankwise.verify.compare import EXACT, PHASES, PLAUSIBLE, Cause, Evidence, Floor, samples
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from rankwise.verify.compare import Difference, Gap, Phase
     from rankwise.verify.mistakes import Finding
-    from rankwise.verify.records import RankRun, Run, Step
+    from rankwise.verify.records import RankRun, Run
 
 Status = Literal["equal", "differs", "not compared"]
 EXIT_CODES: dict[Status, int] = {"equal": 0, "differs": 1, "not compared": 2}
@@ -233,21 +233,14 @@ def has_same_batches(one: RankRun, many: Sequence[RankRun]) -> bool:
             continue
         if sum(step.rows for step in theirs) != mine.rows:
             return False
-        given, loaded = _total(step.inputs for step in theirs), _total(map(_loaded, theirs))
+        given = sum((Counter(step.inputs) for step in theirs), Counter[int]())
+        loaded = samples(theirs)
         # Batches that each rank cuts by itself are the same whole batch on all ranks.
-        is_cut = all(Counter(_loaded(step)) == Counter(_loaded(mine)) for step in theirs)
-        is_same = Counter(mine.inputs) == given or Counter(_loaded(mine)) == loaded or is_cut
+        is_cut = all(samples([step]) == samples([mine]) for step in theirs)
+        is_same = Counter(mine.inputs) == given or samples([mine]) == loaded or is_cut
         if not is_same and not many[0].facts.uses_rankwise:
             return False
     return True
-
-
-def _total(digests: Iterable[Sequence[int]]) -> Counter[int]:
-    return sum(map(Counter, digests), Counter[int]())
-
-
-def _loaded(step: Step) -> list[int]:
-    return [digest for batch in step.batches for digest in batch.digests]
 
 
 # -- how runs ended ------------------------------------------------------------------------------------------

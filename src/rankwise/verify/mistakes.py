@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
-from rankwise.verify.compare import Cause
+from rankwise.verify.compare import Cause, samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ def _repeated(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Ite
     seen: dict[tuple[int, int], Counter[int]] = {}
     for number, held in enumerate(steps, start=1):
         # Batches that each rank cuts by itself are the same on all ranks.
-        loaded = [Counter(digest for batch in step.batches for digest in batch.digests) for step in held]
+        loaded = [samples([step]) for step in held]
         if all(counts == loaded[0] for counts in loaded):
             continue
         for step in held:
