@@ -195,7 +195,7 @@ def _read(
 def _num_given() -> int:
     """Return how many samples a loader gave this rank last; 0 if none did."""
     session = current_or_none()
-    batch = None if session is None else session.latest_batch
+    batch = None if session is None else session.batches.latest
     return 0 if batch is None else batch.num or 0
 
 

@@ -260,7 +260,7 @@ class LossOnRanks:
         self._batch = batch_in_hand(session)
         self._rows = None
         if verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS) and self._channel is not None:
-            batch = None if session is None else session.latest_batch
+            batch = None if session is None else session.batches.latest
             self._rows = self._rows_in_steps.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
             is_empty = self._expected_weight is not None and is_zero(self._expected_weight)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from rankwise.comm.backends.protocol import Amount
-    from rankwise.comm.session import CurrentBatch, Session
+    from rankwise.comm.current_batch import CurrentBatch
+    from rankwise.comm.session import Session
 
 _KEY = "loss/not_finite"
 _MOST_SHOWN = 8
@@ -58,7 +59,7 @@ def look_at_losses(
     _seen.num += 1
     if _seen.is_over or session is None or session.store is None:
         return
-    number, batch = _seen.num, session.batch
+    number, batch = _seen.num, session.batches.current
     if (batch is not None and batch.num == 0) or 0.0 in [one for one in amounts if not isinstance(one, torch.Tensor)]:
         return
     for place, loss in enumerate(losses):
