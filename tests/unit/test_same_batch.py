@@ -9,13 +9,14 @@ from threading import Thread, get_ident
 import pytest
 
 import rankwise as rw
-from rankwise.comm.session import CurrentBatch, current, current_or_none
+from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CollectiveMismatch
 from rankwise.replicate.loss.reports import batch_in_hand, check_same_batch
 
 
 def _number(loader: int, epoch: int, batch: int) -> float:
-    current().batch = CurrentBatch(loader, epoch, batch, 1, 2, 0, None, get_ident())
+    current().batches.current = CurrentBatch(loader, epoch, batch, 1, 2, 0, None, get_ident())
     # As it arrives: a mean over ranks, times their number.
     return batch_in_hand(current_or_none()) / 3 * 3
 
@@ -65,7 +66,7 @@ def test_a_batch_that_another_thread_took_is_not_in_hand() -> None:
         reader.start()
         reader.join()
         # A number may be used again when its thread has ended.
-        batch = current().batch
+        batch = current().batches.current
         assert batch is not None
-        current().batch = replace(batch, thread=-1)
+        current().batches.current = replace(batch, thread=-1)
         assert batch_in_hand(current_or_none()) == 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.comm.session import CurrentBatch
+from rankwise.comm.current_batch import CurrentBatch
 from rankwise.errors import CollectiveMismatch
 from rankwise.replicate.random_numbers.model_draws import DrawsOfModel
 from rankwise.torch_private import foreach
@@ -82,7 +82,7 @@ class OwnCalls:
         """
         args, kwargs = pytree.tree_unflatten(list(arguments.leaves), arguments.tree)
         values = [one.movedim(dim, 0) for one, dim in arguments.rows]
-        self._session.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
+        self._session.batches.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
         draws.before(module, args, kwargs)
         try:
             result = self._calls.on_rows(module, args, kwargs, rows=arguments.rows, watch=watch)
@@ -91,7 +91,7 @@ class OwnCalls:
             raise
         finally:
             draws.after(module)
-            self._session.finish_loop(0)
+            self._session.batches.finish_loop(0)
         self.end_together(None, meets=meets)
         return result
 

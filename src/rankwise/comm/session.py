@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one open session of this process: its world, its store, its exchange, its batch.
+"""The one open session of this process: its world, its store, its exchange, its batches.
 
 A value, set by ``join`` only and read by everyone above. Opens and closes nothing itself.
 """
@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rankwise.comm.current_batch import BatchesInUse
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
-from rankwise.health import step_meter
 from rankwise.health.preemption import Preemption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Sequence
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.failure_detector import FailureDetector
@@ -28,45 +26,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class CurrentBatch:
-    """The batch that a training loop is using: a rank's part of one global batch.
-
-    A loader records it; random numbers depend on it, and ranks compare it when they run backward.
-    """
-
-    loader: int
-    """Number of the loader that yielded it, the same on every rank; 0 without a loader."""
-    epoch: int
-    number: int
-    """Of the global batch, within the epoch."""
-    num: int
-    """Samples of this rank; 0 if a short batch has none left for it."""
-    num_global: int
-    """Samples of all ranks together."""
-    start: int
-    """The index of this rank's first sample among them."""
-    values: object = None
-    """The batch that the loader yielded, to recognize tensors derived from it."""
-    thread: int = 0
-    """The thread that took it."""
-    dims: Callable[[], Mapping[str, int]] | None = None
-    """Returns which dim of each tensor in a batch holds the samples, if a function of the user's made the batch."""
-
-    indices: Callable[[], Sequence[int]] | None = None
-    """Returns the places of this rank's samples in the dataset, where they have any."""
-
-    def dim_of_samples(self, path: str, tensor: torch.Tensor) -> int | None:
-        """Return which dim of the tensor at ``path`` in the batch holds the samples; ``None`` if none does."""
-        dims = [dim for dim, size in enumerate(tensor.shape) if size == self.num]
-        if self.dims is None:
-            return 0 if dims[:1] == [0] else None
-        if len(dims) > 1:
-            found = self.dims().get(path)
-            return found if found in dims else None
-        return dims[0] if dims else None
 
 
 class Loop(Protocol):
@@ -95,7 +54,10 @@ class Loop(Protocol):
 
 @dataclass(kw_only=True)
 class Session:
-    """What ``join`` opened. In a world of one there is no store, no exchange and no failure detector."""
+    """What ``join`` opened. In a world of one there is no store, no exchange and no failure detector.
+
+    It has more fields than other classes, as the one place that says which of these are open: all have its lifetime.
+    """
 
     world: World
     process: int = field(default_factory=os.getpid)
@@ -123,32 +85,18 @@ class Session:
     """Actions around a loop over a loader, if they are not the same on all ranks."""
     num_loaders: int = 0
     """How many loaders there have been: each has a number, the same on every rank."""
-    batches: dict[int, CurrentBatch] = field(default_factory=dict)
-    """The last batch of each loader, by its number, until its loop ends; the latest one last."""
-    failure_note: str | None = None
-    """A note on the current batch, to be added to an error that this rank raises now."""
-    share_note: tuple[int, str] | None = None
-    """The samples of a global batch, and the note to add to an error that mentions that number."""
-    reads: Literal["", "samples", "batches"] = ""
-    """What a loader reads now, if it does: random numbers are seeded by sample where it reads one sample at a time."""
-    batch: CurrentBatch | None = None
-    """The batch this rank trains on, if it is from a loader whose loop is running."""
+    batches: BatchesInUse = field(default_factory=BatchesInUse)
+    """The batches that loops over loaders are using."""
     open_group: Callable[[], None] = lambda: None
     """Open torch's group if there is none yet: a world of one opens it only for code that needs it."""
     leaving: list[Callable[[], None]] = field(default_factory=list)
     ending: list[Callable[[], None]] = field(default_factory=list)
     saving: list[Callable[[], None]] = field(default_factory=list)
     """Called on every rank before state is saved, to make it one state."""
-    taking: list[Callable[[CurrentBatch], None]] = field(default_factory=list)
-    """Called when a loader is about to yield a batch."""
-    looping: list[Callable[[], None]] = field(default_factory=list)
-    """Called at the end of every loop over a loader that ran to its end."""
     are_worker_groups_averaged: bool = False
     """Whether something averages what worker groups of ranks train."""
     on_close: Callable[[], None] = lambda: None
     """Called last, however the process leaves the world."""
-    _outer: dict[int, CurrentBatch | None] = field(default_factory=dict, init=False)
-    """The batch in hand when the loop over a loader began, by the loader's number."""
     _made: dict[Callable[[Session], Any], Any] = field(default_factory=dict, init=False)
     """Values that :meth:`once` has created."""
 
@@ -176,11 +124,6 @@ class Session:
             return self.world.rank, self.world.world_size
         return self.axes.data_rank(self.world.rank), self.axes.data_world_size
 
-    @property
-    def latest_batch(self) -> CurrentBatch | None:
-        """The last batch of a loader, even if its loop was left early."""
-        return next(reversed(self.batches.values()), None)
-
     def new_loader(self) -> int:
         """Return the number of a new loader. Called by: every rank."""
         self.num_loaders += 1
@@ -190,39 +133,6 @@ class Session:
         """Count a group that is created now, and return its number. Called by every rank, for each group."""
         self.num_groups += 1
         return self.num_groups
-
-    def take(
-        self, batch: CurrentBatch, failure_note: str | None = None, share_note: tuple[int, str] | None = None
-    ) -> None:
-        """Note the batch that a loader is about to yield, and the note for errors raised meanwhile."""
-        self.failure_note = failure_note
-        self.share_note = share_note
-        if batch.loader not in self._outer:
-            self._outer[batch.loader] = self.batch
-        self.batch = batch
-        step_meter.meter.count_samples(batch.num)
-        self.batches.pop(batch.loader, None)
-        self.batches[batch.loader] = batch
-        for action in self.taking:
-            action(batch)
-
-    def break_off(self, batch: CurrentBatch | None) -> None:
-        """Note that a loop was left during ``batch``: later work does not belong to it."""
-        if batch is not None and self.batch is batch:
-            self.batch = self._outer_of(batch.loader)
-
-    def finish_loop(self, loader: int) -> None:
-        """Note that the loop over a loader has ended."""
-        self.failure_note = self.share_note = None
-        self.batches.pop(loader, None)
-        self.batch = self._outer_of(loader)
-        for action in self.looping:
-            action()
-
-    def _outer_of(self, loader: int) -> CurrentBatch | None:
-        """Return the batch of the loop that a loop has run in, as validation does, if that one is not over."""
-        outer = self._outer.pop(loader, None)
-        return outer if outer is not None and self.batches.get(outer.loader) is outer else None
 
     def lay_out(self, axes: Axes, device_mesh: object) -> None:
         """Note how the ranks are arranged. Called by: every rank, once."""
@@ -253,23 +163,6 @@ class Session:
     def before_save(self, action: Callable[[], None]) -> None:
         """Call ``action`` on every rank before each save: the save includes its changes."""
         self.saving.append(action)
-
-    def set_reading(self, what: Literal["", "samples", "batches"]) -> Literal["", "samples", "batches"]:
-        """Set what a loader reads from now on; return what it read before."""
-        before, self.reads = self.reads, what
-        return before
-
-    def on_take(self, action: Callable[[CurrentBatch], None]) -> None:
-        """Call ``action`` for each batch that a loader is about to yield."""
-        self.taking.append(action)
-
-    def forget_on_take(self, action: Callable[[CurrentBatch], None]) -> None:
-        """Call an action of :meth:`on_take` no more."""
-        self.taking.remove(action)
-
-    def after_loop(self, action: Callable[[], None]) -> None:
-        """Call ``action`` at the end of every loop over a loader that was not left early."""
-        self.looping.append(action)
 
     def average_worker_groups(self) -> None:
         """Note that the caller averages what worker groups of ranks train."""
@@ -342,8 +235,8 @@ def set_current(session: Session | None) -> None:
 
 def _note_for(error: BaseException) -> str | None:
     session = current_or_none()
-    if session is None or session.failure_note is not None or session.share_note is None:
-        return None if session is None else session.failure_note
-    global_batch_size, words = session.share_note
+    if session is None or session.batches.failure_note is not None or session.batches.share_note is None:
+        return None if session is None else session.batches.failure_note
+    global_batch_size, words = session.batches.share_note
     is_about_it = re.search(rf"\b{global_batch_size}\b", str(error)) is not None
     return words if is_about_it else None

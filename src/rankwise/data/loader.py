@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from rankwise.comm.agreement import all_ranks_succeed
-from rankwise.comm.session import CurrentBatch, current, current_or_none
+from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import current, current_or_none
 from rankwise.data.batches import Batch, divided, pin, to_device
 from rankwise.data.same_data import Prober, check_same_block, check_with_peers
 from rankwise.data.sampler import EpochPosition
@@ -319,18 +320,18 @@ class DataLoader(StepSource, EpochPosition):
                 break
             batch = fetched.batch
             if session is not None:
-                session.take(*self._in_hand(position, fetched, full_part), share_note)
+                session.batches.take(*self._in_hand(position, fetched, full_part), share_note)
             position = fetched.stop
             self._cursor.take(iteration, position)
-            in_hand = None if session is None else session.batch
+            in_hand = None if session is None else session.batches.current
             try:
                 yield batch
             except GeneratorExit:
                 if session is not None:
-                    session.break_off(in_hand)
+                    session.batches.break_off(in_hand)
                 raise
         if session is not None:
-            session.finish_loop(self._number)
+            session.batches.finish_loop(self._number)
         self._cursor.finish(iteration)
 
     def _in_hand(

@@ -105,11 +105,11 @@ def reading(what: Literal["samples", "batches"]) -> Generator[None]:
     if session is None:
         yield
         return
-    before = session.set_reading(what)
+    before = session.batches.set_reading(what)
     try:
         yield
     finally:
-        session.set_reading(before)
+        session.batches.set_reading(before)
 
 
 def owners_of_generators(dataset: object) -> list[Any]:

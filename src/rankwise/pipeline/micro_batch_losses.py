@@ -237,7 +237,7 @@ class MicroBatchLosses(LossModel):
         self.of_copy, self._first, self._num_odd = NOTHING, None, 0
         self._first_on_device = None
         self._num_samples = num_samples
-        batch = current().latest_batch
+        batch = current().batches.latest
         self._are_samples_first = batch is not None and batch.num == num_samples
 
     def scaled_mean(self) -> Term | None:

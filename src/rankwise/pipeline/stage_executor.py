@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.comm.session import CurrentBatch
+from rankwise.comm.current_batch import CurrentBatch
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline.stages import Program, Ref, TensorKind
 from rankwise.replicate.device_mesh import exchange_along
@@ -280,7 +280,7 @@ class StageDraws:
             key = self._along.broadcast(key, 0, what="key of the random numbers of a step")
         self._key = int(key)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        rows = rows_in_hand(list(self._session.batches.values()), tensors)
+        rows = rows_in_hand(list(self._session.batches.in_use.values()), tensors)
         if rows is None or rows.num != samples:
             rows = CurrentBatch(0, 0, 0, samples, samples, 0)
             if self._num_copies > 1:

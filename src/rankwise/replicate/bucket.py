@@ -58,6 +58,13 @@ class WeightUnit:
         self.scale = 1.0
         """The factor for everything that this step sends: one over the unit that it agreed on, or one."""
         self.is_open = is_open
+        self._known_share: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def share_on_device(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight of a backward in units, the same tensor for the same weight."""
+        if self._known_share is None or self._known_share[0] is not weight:
+            self._known_share = weight, weight / self.size
+        return self._known_share[1]
 
     def agree(self, group: Exchange, own_weight: Amount, what: str) -> None:
         """Make the mean weight of the ranks' step the unit of the next send.

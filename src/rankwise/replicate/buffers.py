@@ -340,7 +340,7 @@ def _checksums(buffers: Buffers) -> Checksums:
 
 def _has_samples(inputs: object) -> bool:
     session = current_or_none()
-    batch = None if session is None else session.latest_batch
+    batch = None if session is None else session.batches.latest
     first = first_tensor(inputs)
     # A rank without samples may be called with others' as a stand-in.
     return (batch is None or batch.num > 0) and (first is None or first.is_nested or first.shape[0] > 0)

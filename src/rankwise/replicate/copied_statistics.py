@@ -50,7 +50,7 @@ def _started(session: Session) -> _Copies | None:
     if posted is None:
         return None
     copies = _Copies(posted)
-    session.after_loop(copies.compare)
+    session.batches.after_loop(copies.compare)
     session.before_save(copies.compare_now)
     session.on_leave(copies.compare_now)
     return copies

@@ -273,6 +273,48 @@ class GradientBuckets:
         self.num_unsent = len(self._buckets) + (self._sparse is not None)
 
 
+class SendOrder:
+    """When the buckets of one model are sent, among the collectives of other exchanges, in the order of all ranks."""
+
+    def __init__(self, *, needs_one: bool) -> None:
+        """Start; ``needs_one``: all ranks must issue the collectives of several exchanges in one order, as on NCCL."""
+        self.needs_one = self.is_held = needs_one
+        """The second: whether buckets wait for the end of backward."""
+        self.is_known = False
+        """Whether the buckets are laid out in the order in which gradients arrive."""
+        self._is_alone = True
+        """Whether each backward so far was of no other model."""
+        self.num_others = 0
+        """How many collectives of other exchanges this backward has issued."""
+        self.turns: dict[int, int] = {}
+        """How many they were when each gradient arrived in the first step."""
+
+    def note_turn(self, number: int) -> None:
+        """Note that a gradient has arrived in the first step."""
+        self.turns[number] = self.num_others
+
+    def note_other(self) -> None:
+        """Note a collective of another exchange."""
+        self.num_others += 1
+
+    def forget_others(self) -> None:
+        """Note that a backward has ended."""
+        self.num_others = 0
+
+    def note_other_models(self) -> None:
+        """Note that a backward was of other models too."""
+        self._is_alone, self.is_held = False, self.needs_one
+
+    def note_known(self) -> None:
+        """Note that the first step has ended, whose order of gradients is that of the buckets now."""
+        self.is_known, self.is_held = True, self.needs_one and not self._is_alone
+
+    def start_over(self) -> None:
+        """Note that buckets were laid out for other parameters."""
+        self.is_known, self.is_held = False, self.needs_one
+        self.turns.clear()
+
+
 def _carry_over(old: Iterable[Bucket], new: Iterable[Bucket]) -> None:
     """Have buckets in a new layout remember the parts that the old ones left out, parameter by parameter."""
     kept = {number: piece for bucket in old for number, piece in bucket.left_out().items()}

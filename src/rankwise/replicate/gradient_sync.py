@@ -18,13 +18,13 @@ import torch
 
 from rankwise.comm.backends.through_host import ThroughHost
 from rankwise.compress.methods import Narrow
-from rankwise.errors import ConfigurationError
 from rankwise.health import step_meter
 from rankwise.health.step_record import BACKWARD, EXCHANGE
 from rankwise.replicate.accumulation import Accumulation
 from rankwise.replicate.bucket import Weights, WeightUnit, own_gradient
 from rankwise.replicate.buffers import count_registrations
-from rankwise.replicate.gradient_buckets import GradientBuckets
+from rankwise.replicate.followed_parameters import FollowedParameters
+from rankwise.replicate.gradient_buckets import GradientBuckets, SendOrder
 from rankwise.replicate.gradient_hooks import GradientHooks
 from rankwise.replicate.loss.amounts import multiply_, ratio
 from rankwise.replicate.loss.graph import forward_call, mark_output
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.compress.methods import Method
@@ -53,7 +52,10 @@ _round: list[GradientSync] = []
 
 
 class GradientSync:
-    """The gradients of one model, from ``replicate`` until the model is deleted."""
+    """The gradients of one model, from ``replicate`` until the model is deleted.
+
+    More fields than other classes have: it is where the parts of a step meet, and each of them is one.
+    """
 
     def __init__(
         self,
@@ -77,13 +79,9 @@ class GradientSync:
             strategy: that the model went through.
             sparse: identities of the parameters whose gradients are sparse.
         """
-        self.strategy = strategy
+        self.followed = FollowedParameters(names, parameters, strategy)
         self.number = next(model_numbers)
         """Ranks replicate their models in one order, so it is the same on every rank."""
-        self.names = list(names)
-        self.parameters = list(parameters)
-        self._kind = (self.parameters[0].dtype, self.parameters[0].device)
-        self._kinds = [_kind_of(parameter) for parameter in self.parameters]
         self._group = group
         self.num_ranks = 1 if group is None else group.world_size
         """How many ranks the gradients are averaged over."""
@@ -91,7 +89,6 @@ class GradientSync:
         self.has_no_call = self.num_ranks > 1
         """Whether the inputs of the first step, for ranks to compare, are still missing."""
         self._first_call: FirstCall | None = None
-        self._what = f"gradients of {model_name}"
         self._num_synced = 0
         is_float16 = Narrow("fp16") == compress or any(p.dtype == torch.float16 for p in self.parameters)
         self._unit = WeightUnit(is_open=is_float16)
@@ -105,8 +102,6 @@ class GradientSync:
             device=_device_of_weights(self.parameters, group, compress),
         )
         self.loss.when_interrupted(_abandon_round)
-        self._known_share: tuple[torch.Tensor, torch.Tensor] | None = None
-        """The weight of a backward, on a device, and its share."""
         self._on_mean: Callable[[float], None] | None = None
         self._on_backward: Callable[[], None] | None = None
         self._on_forward: Callable[[], None] | None = None
@@ -114,28 +109,31 @@ class GradientSync:
         self._has_gradients = False
         self._compress = compress
         self._sparse = {number for number, parameter in enumerate(self.parameters) if id(parameter) in sparse}
-        self._hooked: set[int] = set()
-        self._handles: list[RemovableHandle] = []
-        self._unhooked = list(enumerate(self.parameters))
         self._buckets: GradientBuckets | None = None
-        self._is_order_known = False
-        """Whether the buckets are laid out in the order in which gradients arrive."""
-        is_queued = group is not None and group.detector.queue is not None and self._kind[1].type != "cpu"
-        self._needs_one_order = is_queued
-        """Whether all ranks must issue the collectives of several exchanges in one order, as on NCCL."""
-        self._is_alone = True
-        """Whether each backward so far was of no other model."""
-        self._num_others = 0
-        """How many collectives of other exchanges this backward has issued."""
-        self._turns: dict[int, int] = {}
-        """How many they were when each gradient arrived in the first step."""
+        is_queued = group is not None and group.detector.queue is not None and self.followed.kind[1].type != "cpu"
+        self._order = SendOrder(needs_one=is_queued)
         self._hooks = None if group is None else GradientHooks(self.names, self.parameters)
         self.hook_new_parameters()
+
+    @property
+    def strategy(self) -> str:
+        """The strategy that the model went through."""
+        return self.followed.strategy
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters."""
+        return self.followed.names
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model."""
+        return self.followed.parameters
 
     def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
         """Set whether another backward follows before the next exact gradient; return the value before."""
         if value:
-            self._accumulation.expect(sorted(self._hooked), self._share)
+            self._accumulation.expect(sorted(self.followed.hooked), self._share)
         return self._accumulation.set_continued(value)
 
     def set_given_weight(self, amount: Amount | None) -> Amount | None:
@@ -162,29 +160,20 @@ class GradientSync:
 
     def hook_new_parameters(self) -> None:
         """Follow parameters that need gradients now: a layer may be unfrozen after ``replicate``."""
-        new = [number for number, parameter in self._unhooked if parameter.requires_grad]
-        if not new:
-            return
         # torch runs the hooks of each device in a thread of its own.
         is_alone = len({parameter.device for parameter in self.parameters}) == 1
         note = GradientSync._note_gradient if is_alone else GradientSync._note_gradient_in_turn
         # The parameter holds its hook: one that held the sync would never release the model's memory.
-        self._handles += [
-            self.parameters[n].register_post_accumulate_grad_hook(partial(note, ref(self), n)) for n in new
-        ]
-        self._hooked.update(new)
-        self._unhooked = [(number, parameter) for number, parameter in self._unhooked if number not in self._hooked]
-        if self._group is not None:
-            self._build(self._group, sorted(self._hooked, reverse=True))
-            self._turns.clear()
-            self._is_order_known = False
+        if self.followed.hook_new(partial(note, ref(self))) and self._group is not None:
+            self._build(self._group, sorted(self.followed.hooked, reverse=True))
+            self._order.start_over()
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
         self._buckets = GradientBuckets(
             self.parameters,
             order,
             group,
-            self._what,
+            f"gradients of {self._model_name}",
             self._compress,
             names=self.names,
             replaced=self._buckets,
@@ -200,15 +189,10 @@ class GradientSync:
             _abandon_round()
         if self._in_backward:
             self.abandon()
-        first = self.parameters[0]
-        if (first.dtype, first.device) != self._kind:
-            raise ConfigurationError(
-                f"Parameter {self.names[0]} was {self._kind[0]} on {self._kind[1]} when {self.strategy}() was called "
-                "and has since changed.",
-                evidence=f"it is {first.dtype} on {first.device}",
-                do=f"call model.to(...) first, then rankwise.{self.strategy}(model)",
-            )
-        if self._unhooked:
+        first = self.followed.parameters[0]
+        if (first.dtype, first.device) != self.followed.kind:
+            raise self.followed.changed()
+        if self.followed.unhooked:
             self.hook_new_parameters()
         if self._on_forward is not None and not (self._accumulation.is_continued or self._accumulation.is_open):
             self._on_forward()
@@ -218,32 +202,10 @@ class GradientSync:
         self.has_no_call = False
         self._first_call = first_call_of(args, kwargs)
 
-    def check_followed(self, model: nn.Module) -> None:
-        """Raise unless every parameter of ``model`` is one that ``replicate`` found."""
-        known = {id(parameter) for parameter in self.parameters}
-        new = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
-        if new:
-            first = "change the model first (layers, load_state_dict(assign=True)), then call"
-            if self.strategy == "replicate":
-                first = "after each change of the model (layers, load_state_dict(assign=True)), call"
-            raise ConfigurationError(
-                f"Parameter {new[0]} was added after {self.strategy}(), so its gradient would not be synchronized.",
-                evidence=f"new parameters: {', '.join(new)}",
-                do=f"{first} rankwise.{self.strategy}(model), then create the optimizer, or pass the new parameters to "
-                "optimizer.add_param_group()",
-            )
-
-    def has_changed(self, model: nn.Module) -> bool:
-        """Return whether ``model`` has other parameters than when it went through the strategy."""
-        now = list(model.parameters())
-        known = list(zip(map(id, self.parameters), self._kinds, strict=True))
-        return [(id(parameter), _kind_of(parameter)) for parameter in now] != known
-
     def stop(self) -> None:
         """Follow no gradient any more: the model goes through a strategy again."""
         self.abandon()
-        for handle in self._handles:
-            handle.remove()
+        self.followed.remove_hooks()
         if self._hooks is not None:
             self._hooks.stop()
 
@@ -267,7 +229,9 @@ class GradientSync:
             weight = 1.0
         self.loss.begin(weight)
         if is_accumulated:
-            self._accumulation.begin(sorted(self._hooked), self._share, continues=self._accumulation.is_continued)
+            self._accumulation.begin(
+                sorted(self.followed.hooked), self._share, continues=self._accumulation.is_continued
+            )
         if not _round:
             run_after_backward(_finish_round)
         _round.append(self)
@@ -279,9 +243,7 @@ class GradientSync:
         weight = self.loss.weight
         if self.loss.is_sum or not isinstance(weight, torch.Tensor):
             return 1.0 if self.loss.is_sum else weight / self._unit.size
-        if self._known_share is None or self._known_share[0] is not weight:
-            self._known_share = weight, weight / self._unit.size
-        return self._known_share[1]
+        return self._unit.share_on_device(weight)
 
     def before_collective(self) -> None:
         """Send the buckets that all ranks send before the collective of another exchange that follows.
@@ -290,11 +252,11 @@ class GradientSync:
         """
         if (
             self._buckets is not None
-            and self._is_order_known
+            and self._order.is_known
             and not (self._accumulation.is_continued or self._unit.is_open)
         ):
-            self._buckets.send_before(self._num_others, self._report_weights)
-        self._num_others += 1
+            self._buckets.send_before(self._order.num_others, self._report_weights)
+        self._order.note_other()
 
     @staticmethod
     def _note_gradient(reference: ref[GradientSync], number: int, _: torch.Tensor) -> None:
@@ -307,10 +269,9 @@ class GradientSync:
         self._has_gradients = True
         if self._buckets is None or self._accumulation.is_continued:
             return
-        is_held = self._unit.is_open or (self._needs_one_order and not (self._is_order_known and self._is_alone))
-        if not self._is_order_known:
-            self._turns[number] = self._num_others
-        if self._buckets.note_arrival(number) and not is_held:
+        if not self._order.is_known:
+            self._order.note_turn(number)
+        if self._buckets.note_arrival(number) and not (self._unit.is_open or self._order.is_held):
             self._buckets.send_full(self._report_weights())
 
     @staticmethod
@@ -333,9 +294,9 @@ class GradientSync:
 
     # -- when backward has run ---------------------------------------------------------------------
 
-    def note_others(self) -> None:
+    def note_other_models(self) -> None:
         """Note that a backward was of other models too: ranks reach several in different orders."""
-        self._is_alone = False
+        self._order.note_other_models()
 
     def send_rest(self) -> None:
         """Send the buckets that are not full: this rank did not use all of their parameters."""
@@ -344,7 +305,9 @@ class GradientSync:
         if self._unit.is_open:
             self.loss.report()
             if not self.loss.is_sum_on_ranks():
-                self._unit.agree(self._group, self._accumulation.carried + self._share(), self._what)
+                self._unit.agree(
+                    self._group, self._accumulation.carried + self._share(), f"gradients of {self._model_name}"
+                )
         if self._buckets.num_unsent:
             self._buckets.send_rest(self._report_weights())
 
@@ -370,7 +333,8 @@ class GradientSync:
     def _start_over(self) -> None:
         self._in_backward = False
         self._has_gradients = False
-        self._num_others = 0
+        if self._order.num_others:
+            self._order.forget_others()
         if self._hooks is not None and self._hooks.held:
             self._hooks.end()
         self.loss.end()
@@ -401,12 +365,8 @@ class GradientSync:
         self._num_synced += 1
         # Several models that are trained together count one step.
         group.detector.recorder.note_step(self._num_synced)
-        # Channels with error feedback are kept.
-        if not self._is_order_known and (self._compress is None or isinstance(self._compress, Narrow)):
-            self._rebuild_in_arrival_order(group, buckets.first_arrivals)
-        elif not self._is_order_known and self._needs_one_order and self._num_others:
-            buckets.send_by_turns({})
-        self._is_order_known = True
+        if not self._order.is_known:
+            self._settle_order(group, buckets)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [own for p in self.parameters if (own := own_gradient(p)) is not None]
@@ -441,14 +401,22 @@ class GradientSync:
             foreach.div_(gradients, total)
         self._accumulation.give_back_earlier()
 
+    def _settle_order(self, group: Exchange, buckets: GradientBuckets) -> None:
+        """Send as in the first step from now on. Channels with error feedback are kept."""
+        if self._compress is None or isinstance(self._compress, Narrow):
+            self._rebuild_in_arrival_order(group, buckets.first_arrivals)
+        elif self._order.needs_one and self._order.num_others:
+            buckets.send_by_turns({})
+        self._order.note_known()
+
     def _rebuild_in_arrival_order(self, group: Exchange, arrived: Sequence[int]) -> None:
         """Lay the buckets out again, in the order in which rank zero's gradients arrived."""
         seen = dict.fromkeys(arrived)
-        order = [*seen, *(i for i in sorted(self._hooked, reverse=True) if i not in seen)]
-        rows = torch.tensor([order, [self._turns.get(i, -1) for i in order]])
+        order = [*seen, *(i for i in sorted(self.followed.hooked, reverse=True) if i not in seen)]
+        rows = torch.tensor([order, [self._order.turns.get(i, -1) for i in order]])
         of_rank_zero, turns = group.broadcast(rows, 0, what="order of gradients").tolist()
         self._build(group, of_rank_zero)
-        if self._buckets is not None and self._needs_one_order and self._num_others:
+        if self._buckets is not None and self._order.needs_one and self._order.num_others:
             self._buckets.send_by_turns({i: t for i, t in zip(of_rank_zero, turns, strict=True) if t >= 0})
 
     def abandon(self) -> None:
@@ -459,10 +427,6 @@ class GradientSync:
         if self._buckets is not None:
             self._buckets.start_over()
         self._start_over()
-
-
-def _kind_of(parameter: torch.Tensor) -> tuple[object, ...]:
-    return parameter.shape, parameter.dtype, parameter.device
 
 
 def _device_of_weights(
@@ -487,7 +451,7 @@ def _finish_round() -> None:
     is_alone = True
     for sync in syncs:
         if len(syncs) > 1:
-            sync.note_others()
+            sync.note_other_models()
         is_alone = is_alone and sync.num_ranks == 1
     step_meter.meter.note_arrival()
     part = BACKWARD if is_alone else step_meter.meter.enter(EXCHANGE)
@@ -535,7 +499,7 @@ class SyncAfterForward(OwnHook):
             return
         sync = self._sync
         if self._count_seen != self._counts.parameters:
-            sync.check_followed(module)
+            sync.followed.check_all_of(module)
             self._count_seen = self._counts.parameters
         if not in_backward():
             if self._after_training is not None and module.training:

@@ -182,7 +182,7 @@ def _undo(model: object, session: Session) -> bool:
     if not isinstance(model, nn.Module) or not isinstance(sync, GradientSync) or sync.strategy != "replicate":
         return False
     is_divided = is_placed(model) or any(own_part(parameter) is not parameter for parameter in model.parameters())
-    if is_divided or not sync.has_changed(model):
+    if is_divided or sync.followed.are_those_of(model):
         return False
     stop_sharing(sync.parameters, session)
     sync.stop()

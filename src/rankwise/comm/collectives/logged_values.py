@@ -60,7 +60,7 @@ def log_value(name: str, value: SupportsFloat, weight: float | None = None) -> N
     if not isinstance(name, str):
         raise ConfigurationError(f"log_value() takes a name, got {name!r}.", do='rankwise.log_value("loss", loss)')
     if weight is None:
-        weight = 1.0 if session.batch is None else float(session.batch.num)
+        weight = 1.0 if session.batches.current is None else float(session.batches.current.num)
     if not (math.isfinite(weight) and weight >= 0):
         raise ConfigurationError(
             f"The weight of log_value() must be at least zero and finite, got {weight}.",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rankwise.comm.session import CurrentBatch
+from rankwise.comm.current_batch import CurrentBatch
 from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
 from rankwise.replicate.random_numbers.meeting_tracer import OF_OTHER_VALUES, MeetingTracer
@@ -321,14 +321,14 @@ class FirstBatches:
         self._earlier: StatisticsTracer | None = None
         """Of the first batch, from its backward on."""
         self._is_wanted = False
-        session.after_loop(self._pause)
+        session.batches.after_loop(self._pause)
         session.at_end(self._end)
 
     def follow_next(self) -> None:
         """Follow the next batches."""
         if not self.is_following:
             self.is_following = True
-            self._session.on_take(self._begin)
+            self._session.batches.on_take(self._begin)
         self._is_wanted = True
         self._earlier = None
 
@@ -364,7 +364,7 @@ class FirstBatches:
         self._earlier = tracer if self._earlier is None else None
         if not self._is_wanted and self._tracer is None:
             self.is_following = False
-            self._session.forget_on_take(self._begin)
+            self._session.batches.forget_on_take(self._begin)
         return tracer.of(roots)
 
     def after_backward(self) -> None:

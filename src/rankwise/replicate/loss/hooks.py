@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Amount
-    from rankwise.comm.session import CurrentBatch, Session
+    from rankwise.comm.current_batch import CurrentBatch
+    from rankwise.comm.session import Session
     from rankwise.replicate.loss.loss_on_ranks import LossOnRanks
     from rankwise.replicate.loss.terms import Term
 
@@ -220,7 +221,7 @@ def _read(
 def _num_given() -> int:
     """Return how many samples a loader gave this rank last; 0 if none did."""
     session = current_or_none()
-    batch = None if session is None else session.latest_batch
+    batch = None if session is None else session.batches.latest
     return 0 if batch is None else batch.num or 0
 
 
@@ -346,7 +347,7 @@ def look_at_losses(
     _seen.num += 1
     if _seen.is_over or session is None or session.store is None:
         return
-    number, batch = _seen.num, session.batch
+    number, batch = _seen.num, session.batches.current
     if (batch is not None and batch.num == 0) or 0.0 in [one for one in amounts if not isinstance(one, torch.Tensor)]:
         return
     for place, loss in enumerate(losses):

@@ -297,7 +297,7 @@ class LossOnRanks(LossModel):
         amount = expected if given is None else given
         self.step = step = _Step(expected, amount, batch_in_hand(session), is_expected=True)
         if self.reports is not None and verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS):
-            batch = None if session is None else session.latest_batch
+            batch = None if session is None else session.batches.latest
             step.rows = self.reports.rows.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
             is_empty = expected is not None and is_zero(expected)

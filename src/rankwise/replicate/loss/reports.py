@@ -354,7 +354,7 @@ def batch_in_hand(session: Session | None) -> int:
     Ranks compare it: a rank that skips a batch is a step ahead from then on, and every later gradient is a mean over
     different batches.
     """
-    batch = None if session is None else session.batch
+    batch = None if session is None else session.batches.current
     # A thread that reads ahead is at another batch than the one trained on.
     if batch is None or batch.thread != get_ident():
         return 0

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rankwise.comm.session import CurrentBatch, current
+from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.draw_warnings import SinglesInBlock, notice_in_block, permutes_a_part
@@ -81,8 +82,8 @@ def as_one_rank(*, num_samples: int | None = None, randomness: Randomness = "cou
     install(session)
     if num_samples is not None:
         rows: CurrentBatch | None = _rows_of(session, num_samples)
-    elif session.latest_batch is not None:
-        rows = session.latest_batch
+    elif session.batches.latest is not None:
+        rows = session.batches.latest
     elif session.world.world_size == 1:
         rows = None
     else:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType
 
-    from rankwise.comm.session import CurrentBatch
+    from rankwise.comm.current_batch import CurrentBatch
 
 
 _noticed: set[str] = set()
@@ -60,16 +60,18 @@ _one_by_one = _OneByOne()
 def notice(operation: str, shape: Sequence[int]) -> None:
     """Warn once per line that draws as many rows as this rank has samples: one rank would draw other numbers."""
     session = current_or_none()
-    if session is not None and session.reads:
-        if session.reads == "batches" and session.world.world_size > 1:
+    if session is not None and session.batches.reads:
+        if session.batches.reads == "batches" and session.world.world_size > 1:
             _warn_of_reading(words(user_call_site()))
         return
-    if session is None or session.batch is None:
+    if session is None or session.batches.current is None:
         return
     if math.prod(shape) == 1:
-        _one_by_one.count(session.batch, words(user_call_site()))
+        _one_by_one.count(session.batches.current, words(user_call_site()))
         return
-    rows = next((one for one in session.batches.values() if one.num == shape[0] and 1 < one.num < one.num_global), None)
+    rows = next(
+        (one for one in session.batches.in_use.values() if one.num == shape[0] and 1 < one.num < one.num_global), None
+    )
     if rows is None or (place := words(user_call_site())) in _noticed:
         return
     _noticed.add(place)

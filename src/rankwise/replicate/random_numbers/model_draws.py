@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     PassKind = tuple[bool, bool, tuple[tuple[int, torch.dtype], ...]]
     """Forward passes that draw the same way: training, with gradients, and the dims and dtypes of the inputs."""
-    from rankwise.comm.session import CurrentBatch
+    from rankwise.comm.current_batch import CurrentBatch
 
 
 MOST_FOLLOWED = 16
@@ -136,7 +136,7 @@ class DrawsOfModel:
             leaves = [args[0]] if args[0].dim() else []
         else:
             leaves = [one for _, one in tensors_in((args, kwargs)) if one.dim()]
-        rows = rows_in_hand(list(self._session.batches.values()), leaves)
+        rows = rows_in_hand(list(self._session.batches.in_use.values()), leaves)
         self.begin(module, leaves, rows)
 
     def begin(
@@ -352,7 +352,7 @@ def compare_generators(exchange: Exchange, session: Session) -> None:
 
     def is_short() -> bool:
         """Return whether there are ranks without samples, on which dropout draws nothing."""
-        return session.batch is not None and session.batch.num_global < exchange.world_size
+        return session.batches.current is not None and session.batches.current.num_global < exchange.world_size
 
     def repair(ranks: Exchange, *, is_expected: bool) -> None:
         for generator in _generators(torch.device(session.world.device)):
