@@ -89,12 +89,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option(
-    parser: argparse._ActionsContainer, kind: type[DataclassInstance], name: str, text: str, **own: Any
+    add_argument: Callable[..., object], kind: type[DataclassInstance], name: str, text: str, **own: Any
 ) -> None:
     """Add the option that sets a field of a dataclass: its type, its choices and its default are those of the field.
 
     Args:
-        parser: of the command, or a group of its options.
+        add_argument: of the command's parser, or of a group of its options.
         kind: the dataclass.
         name: the field.
         text: the help.
@@ -103,14 +103,14 @@ def add_option(
     flag = own.pop("flag", f"--{name.replace('_', '-')}")
     annotation = get_type_hints(kind)[name]
     if annotation is bool:
-        parser.add_argument(flag, dest=name, action="store_true", help=text)
+        add_argument(flag, dest=name, action="store_true", help=text)
         return
     words: dict[str, Any] = {"default": next(one.default for one in fields(kind) if one.name == name)}
     if get_origin(annotation) is Literal:
         words["choices"] = get_args(annotation)
     else:
         words["type"] = next((one for one in (int, float) if one in {annotation, *get_args(annotation)}), str)
-    parser.add_argument(flag, dest=name, help=text, **words | own)
+    add_argument(flag, dest=name, help=text, **words | own)
 
 
 def values_of(kind: type[T], options: argparse.Namespace, **own: object) -> T:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add = partial(add_option, parser, LaunchOptions)
+    add = partial(add_option, parser.add_argument, LaunchOptions)
     add("num_ranks", "number of ranks (default: one per GPU, else one)", flag="-n", metavar="N", type=_count)
     add("device", "cpu hides the GPUs from the ranks (default: auto, one GPU per rank if there are GPUs)")
     add("log_dir", "write DIR/rank-0.out, DIR/rank-0.err and so on", metavar="DIR")
@@ -57,12 +57,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off"),
         default=None,
     )
-    _add_options_of_machines(parser.add_argument_group("several machines"))
+    _add_options_of_machines(parser)
     add_command(parser)
 
 
-def _add_options_of_machines(machines: argparse._ArgumentGroup) -> None:
-    add = partial(add_option, machines, LaunchOptions)
+def _add_options_of_machines(parser: argparse.ArgumentParser) -> None:
+    machines = parser.add_argument_group("several machines")
+    add = partial(add_option, machines.add_argument, LaunchOptions)
     add(
         "nodes",
         "number of machines; with MIN:MAX the job continues if some are lost and grows when they rejoin",

@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add = partial(add_option, parser, JobOptions)
+    add = partial(add_option, parser.add_argument, JobOptions)
     add("nodes", "number of machines (default: 1)", metavar="N")
     add("ranks_per_node", "ranks on each machine (default: one per GPU, else one)", metavar="N")
     add("gpus_per_node", "GPUs on each machine (default: 0)", metavar="N")
