@@ -52,7 +52,7 @@ def region_of(tensor: torch.Tensor, path: str) -> Region | None:
     """
     dtensor = None if type(tensor) is torch.Tensor else as_dtensor(tensor)
     if dtensor is None:
-        return None if tensor.is_meta else whole(tuple(tensor.shape))
+        return None if tensor.is_meta else Region((0,) * tensor.ndim, tuple(tensor.shape))
     if is_elsewhere(dtensor):
         return None
     shape, held = tuple(dtensor.shape), tuple(local(dtensor).shape)
