@@ -173,9 +173,9 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
         raise _difference(ranks, mine, frames)
     if any(reports):
         counting = list(map(report_of, reports[:num_counting]))
-        layouts = layouts_of(counting)
         united = {name: _with_entries(frame, united_entries(name, counting)) for name, frame in frames.items()}
         skeletons = mine.skeletons | united
+        layouts = layouts_of(counting)
     else:
         everywhere = range(ranks.world_size)
         layouts = {
@@ -277,7 +277,7 @@ def _reported(own: _OwnState, *, is_spread: bool) -> _Reported:
     else:
         compared = [{name: about[:2] for name, about in own.report.tensors.items()}, own.skeletons]
     digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
-    return digest, own.report.as_json() if is_spread else None, generators.digests_of(own.states)
+    return digest, list(own.report) if is_spread else None, generators.digests_of(own.states)
 
 
 def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Json]) -> CheckpointError:

@@ -59,8 +59,7 @@ class Written:
     files: Sequence[FileEntry]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """A box within a tensor."""
 
     offsets: tuple[int, ...]
