@@ -14,7 +14,7 @@ import torch
 
 import rankwise as rw
 from rankwise import testing
-from rankwise.checkpoint.phases import StoreRanks
+from rankwise.comm.agreement import StoreRanks
 from rankwise.comm.session import current
 from rankwise.errors import PeerFailed, PeerMissing
 from rankwise.health.event_log import Failed, post, post_expendable

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,7 +39,7 @@ WHOLE = Region((0, 0), (5, 4))
 def test_regions_that_make_up_a_tensor_are_found(
     regions: Sequence[Region | None], expected: dict[Region, list[int]]
 ) -> None:
-    reports = [report_of(_report(region).as_json()) for region in regions]
+    reports = [report_of(json.loads(json.dumps(_report(region)))) for region in regions]
     assert reports == [_report(region) for region in regions]
     assert layouts_of(reports)["w"].holders == expected
 

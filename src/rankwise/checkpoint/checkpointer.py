@@ -19,8 +19,8 @@ from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
 from rankwise.checkpoint.load import examine, is_as_written, load_into, verify
-from rankwise.checkpoint.phases import CollectiveRanks, StoreRanks
-from rankwise.checkpoint.save import PendingSave, SaveJob, propose, write
+from rankwise.checkpoint.save import PendingSave, SaveJob, write
+from rankwise.comm.agreement import CollectiveRanks, StoreRanks
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
 from rankwise.health import step_meter
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from rankwise.checkpoint.manifest import Written
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
     from rankwise.comm.session import Session
 
 _START_FRESH = "To start from scratch, use another folder, or pass restore(fresh=True). Nothing was removed"
@@ -288,9 +288,7 @@ class Checkpointer:
                 session.on_leave(self._finish_at_leave)
                 session.at_end(self._unlock)
                 self._session, self._talk = session, None
-            path, token = folder_lock.acquire_for_job(
-                ranks, self._lock, lambda: propose(ranks, lambda: self._choose(step))
-            )
+            path, token = folder_lock.acquire_for_job(ranks, self._lock, lambda: self._choose(step))
             job = SaveJob(world=session.world, content=content, target=Path(path), token=token, retire=self._retire)
             if asynchronous:
                 self._save_in_background(session, ranks, job)
@@ -361,7 +359,8 @@ class Checkpointer:
 
     # -- the folder --------------------------------------------------------------------------
 
-    def _choose(self, step: int | None) -> Path:
+    def _choose(self, step: int | None) -> tuple[str, str]:
+        """Return the path of the next checkpoint, and a token for its save."""
         numbers = list(self._list())
         highest = max(numbers, default=0)
         number = highest + 1 if step is None else step
@@ -372,7 +371,7 @@ class Checkpointer:
             )
         if number < highest and self._path(highest) not in self._damaged:
             warn(f"saving checkpoint {number}, but restore() will load checkpoint {highest}, the newest")
-        return self._path(number)
+        return str(self._path(number)), secrets.token_hex(8)
 
     def _path(self, number: int) -> Path:
         return self.directory / folder.checkpoint_name(number)

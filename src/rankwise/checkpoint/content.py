@@ -10,6 +10,8 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,33 +35,18 @@ from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.torch_private.compiler import module_within
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from rankwise.checkpoint.manifest import Json
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.checkpoint.manifest import Json, Region
+    from rankwise.comm.agreement import CheckpointRanks
 
+
+PART_NAME = "part-{:05d}.safetensors"
+"""Names of a checkpoint's files of tensors, by the rank that writes each."""
 
 _Reported = tuple[str, list[Any] | None, dict[str, str]]
 """A rank's message about its state: a digest, a report if the state is spread over ranks, and digests of the states of
 its random number generators, which may differ."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
-    """The content of a checkpoint; the same on every rank, except for ``own`` and ``states``."""
-
-    objects: dict[str, ObjectEntry]
-    """Skeleton of each object, by name."""
-    entries: dict[str, TensorEntry]
-    """The manifest's entry of each tensor."""
-    own: dict[str, torch.Tensor]
-    """The tensors that this rank writes, by name in its file and in the order of its file, in the objects' memory."""
-    states: dict[str, Json]
-    """The states of this rank's random number generators."""
-    differing: list[str]
-    """Which of them are not the same on all ranks."""
-    in_loop: list[str]
-    """The objects over which a loop is running."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +66,23 @@ class Gathered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """The content of a checkpoint; the same on every rank, except for ``own`` and what ``gathered`` has of one rank."""
+
+    gathered: Gathered
+    entries: dict[str, TensorEntry]
+    """The manifest's entry of each tensor."""
+    own: dict[str, torch.Tensor]
+    """The tensors that this rank writes, by name in its file and in the order of its file, in the objects' memory."""
+    in_loop: list[str]
+    """The objects over which a loop is running."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnState:
-    objects: dict[str, ObjectEntry]
+    skeletons: dict[str, Json]
+    kinds: dict[str, str]
+    """The class of each object."""
     tensors: dict[str, torch.Tensor]
     report: StateReport
     is_spread: bool
@@ -91,12 +93,7 @@ class _OwnState:
     @property
     def frames(self) -> dict[str, Json]:
         """The skeletons of optimizers, without the entries of their parameters: the same on every rank."""
-        return {name: _with_entries(self.objects[name].state, []) for name in self.report.entries}
-
-
-def part_name(number: int) -> str:
-    """Return the name of one of a checkpoint's files of tensors."""
-    return f"part-{number:05d}.safetensors"
+        return {name: _with_entries(self.skeletons[name], []) for name in self.report.entries}
 
 
 def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
@@ -114,28 +111,27 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
             do="pass them by name: save(..., model=model, optimizer=optimizer)",
         )
     gathered = gather(ranks, objects)
-    regions = {
-        (name, region.offsets): (region, holders)
-        for name, layout in gathered.layouts.items()
-        for region, holders in layout.holders.items()
-    }
-    size_bytes_of = {
-        (name, offsets): math.prod(region.shape) * files.dtype_of(gathered.layouts[name].dtype).itemsize
-        for (name, offsets), (region, _) in regions.items()
-    }
-    rank_of = manifest.assign(size_bytes_of, {key: holders for key, (_, holders) in regions.items()})
-    file_of = {rank: part_name(rank) for rank in set(rank_of.values())}
+    size_bytes_of: dict[tuple[str, tuple[int, ...]], int] = {}
+    holders_of: dict[tuple[str, tuple[int, ...]], Sequence[int]] = {}
+    order: list[tuple[bool, str, tuple[int, ...], Region]] = []
+    for name, layout in gathered.layouts.items():
+        num_bytes = files.dtype_of(layout.dtype).itemsize
+        for region, holders in layout.holders.items():
+            size_bytes_of[name, region.offsets] = math.prod(region.shape) * num_bytes
+            holders_of[name, region.offsets] = holders
+            order.append((region.shape != layout.shape, name, region.offsets, region))
+    rank_of = manifest.assign(size_bytes_of, holders_of)
     taken: set[tuple[int, str]] = set()
     parts: dict[str, list[TensorPart]] = {}
     own: dict[str, torch.Tensor] = {}
     # Whole tensors first: they keep their names. Then regions, those of one tensor in the order of their offsets.
-    for is_part, key in sorted([(regions[key][0].shape != gathered.layouts[key[0]].shape, key) for key in regions]):
-        name, region, rank = key[0], regions[key][0], rank_of[key]
+    for is_part, name, offsets, region in sorted(order, key=itemgetter(0, 1, 2)):
+        rank = rank_of[name, offsets]
         inside = f"{name}[{bounds(region)}]" if is_part else name
         while (rank, inside) in taken:
             inside += "'"
         taken.add((rank, inside))
-        parts.setdefault(name, []).append(TensorPart(file_of[rank], inside, region))
+        parts.setdefault(name, []).append(TensorPart(PART_NAME.format(rank), inside, region))
         if rank == ranks.rank:
             own[inside] = gathered.held[name]
     entries = {
@@ -143,12 +139,7 @@ def read(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Content:
         for name, layout in gathered.layouts.items()
     }
     return Content(
-        objects=gathered.objects,
-        entries=entries,
-        own=files.in_file_order(own),
-        states=gathered.states,
-        differing=gathered.differing,
-        in_loop=generators.in_loop(objects),
+        gathered=gathered, entries=entries, own=files.in_file_order(own), in_loop=generators.in_loop(objects)
     )
 
 
@@ -172,30 +163,34 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
         own.append(_read_own(objects))
         return _reported(own[0], is_spread=own[0].is_spread or num_counting < ranks.world_size)
 
-    reported = ranks.confirm("reading the state to save", read_own)
+    digests, reports, of_generators = zip(*ranks.confirm("reading the state to save", read_own), strict=True)
     mine = own[0]
-    is_spread_on = [report is not None for _, report, _ in reported]
-    if any(is_spread_on) and not all(is_spread_on):
-        reported = ranks.confirm("comparing which rank holds what", lambda: _reported(mine, is_spread=True))
-    frames = mine.frames if any(is_spread_on) else {}
-    if len({digest for digest, _, _ in reported}) > 1:
+    if any(reports) and not all(reports):
+        again = ranks.confirm("comparing which rank holds what", lambda: _reported(mine, is_spread=True))
+        digests, reports, of_generators = zip(*again, strict=True)
+    frames = mine.frames if any(reports) else {}
+    if len(set(digests)) > 1:
         raise _difference(ranks, mine, frames)
-    differing = [name for name in mine.states if len({digests.get(name) for *_, digests in reported}) > 1]
-    held = {name: one if type(one) is torch.Tensor else local(one) for name, one in mine.tensors.items()}
-    if not any(is_spread_on):
+    if any(reports):
+        counting = list(map(report_of, reports[:num_counting]))
+        united = {name: _with_entries(frame, united_entries(name, counting)) for name, frame in frames.items()}
+        skeletons = mine.skeletons | united
+        layouts = layouts_of(counting)
+    else:
         everywhere = range(ranks.world_size)
         layouts = {
             name: TensorLayout(dtype=dtype, shape=shape, holders={region: everywhere})
             for name, (dtype, shape, region) in mine.report.tensors.items()
             if region is not None
         }
-        return Gathered(objects=mine.objects, layouts=layouts, held=held, states=mine.states, differing=differing)
-    reports = [report_of(sections) for _, sections, _ in reported[:num_counting] if sections is not None]
-    united = {name: _with_entries(frame, united_entries(name, reports)) for name, frame in frames.items()}
-    merged = {
-        name: ObjectEntry(kind=entry.kind, state=united.get(name, entry.state)) for name, entry in mine.objects.items()
-    }
-    return Gathered(objects=merged, layouts=layouts_of(reports), held=held, states=mine.states, differing=differing)
+        skeletons = mine.skeletons
+    return Gathered(
+        objects={name: ObjectEntry(kind=mine.kinds[name], state=skeleton) for name, skeleton in skeletons.items()},
+        layouts=layouts,
+        held={name: one if type(one) is torch.Tensor else local(one) for name, one in mine.tensors.items()},
+        states=mine.states,
+        differing=[name for name in mine.states if len({*map(methodcaller("get", name), of_generators)}) > 1],
+    )
 
 
 def _num_counting(ranks: CheckpointRanks) -> int:
@@ -216,27 +211,29 @@ def _read_own(objects: Mapping[str, object]) -> _OwnState:
             elsewhere[name] = parameters_elsewhere(inner)
             trees[name] = _without_numbers(trees[name], elsewhere[name])
     skeletons, tensors = state.flatten(trees)
-    reported = {
-        name: (files.dtype_name(tensor.dtype), tuple(tensor.shape), region_of(tensor, name))
-        for name, tensor in tensors.items()
-    }
-    is_whole = [region is not None and region.shape == shape for _, shape, region in reported.values()]
+    reported: dict[str, tuple[str, tuple[int, ...], Region | None]] = {}
+    is_spread = any(elsewhere.values())
+    for name, tensor in tensors.items():
+        region = region_of(tensor, name)
+        reported[name] = files.dtype_name(tensor.dtype), tuple(tensor.shape), region
+        is_spread = is_spread or region is None or region.shape != tensor.shape
     return _OwnState(
-        objects={name: ObjectEntry(kind=kinds[name], state=skeleton) for name, skeleton in skeletons.items()},
+        skeletons=skeletons,
+        kinds=kinds,
         tensors=tensors,
         report=StateReport(
             tensors=reported,
             entries={name: found for name in elsewhere if (found := _entries(skeletons[name])) is not None},
             elsewhere=elsewhere,
         ),
-        is_spread=not all(is_whole) or any(elsewhere.values()),
+        is_spread=is_spread,
         states=generators.states(),
     )
 
 
 def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return the numbers, as ``state_dict()`` counts, of the parameters that have no memory on this rank."""
-    parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
     return [number for number, parameter in enumerate(parameters) if is_elsewhere(parameter)]
 
 
@@ -275,16 +272,12 @@ def kind_of(inner: object) -> str:
 
 def _reported(own: _OwnState, *, is_spread: bool) -> _Reported:
     """Return a digest of what must be the same on every rank; and the report, where the state is spread over ranks."""
-    skeletons = {name: entry.state for name, entry in own.objects.items()}
-    digests = generators.digests_of(own.states)
     if is_spread:
-        return _digest_of({**skeletons, **own.frames}), own.report.as_json(), digests
-    tensors = {name: (dtype, shape) for name, (dtype, shape, _) in own.report.tensors.items()}
-    return _digest_of([tensors, skeletons]), None, digests
-
-
-def _digest_of(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        compared: object = own.skeletons | own.frames
+    else:
+        compared = [{name: about[:2] for name, about in own.report.tensors.items()}, own.skeletons]
+    digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
+    return digest, list(own.report) if is_spread else None, generators.digests_of(own.states)
 
 
 def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Json]) -> CheckpointError:
@@ -293,8 +286,8 @@ def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Jso
     def leaves() -> dict[str, str]:
         texts = {name: f"{dtype}{list(shape)}" for name, (dtype, shape, _) in own.report.tensors.items()}
         found: dict[str, str] = {}
-        for name, entry in own.objects.items():
-            found.update(state.leaves(frames.get(name, entry.state), name, texts))
+        for name, skeleton in {**own.skeletons, **frames}.items():
+            found.update(state.leaves(skeleton, name, texts))
         return found
 
     leaves_of = dict(enumerate(ranks.confirm("comparing the state to save", leaves)))

@@ -22,7 +22,7 @@ import torch
 from rankwise.checkpoint import files, folder
 from rankwise.checkpoint.content import gather, refuse_lazy, unwrapped
 from rankwise.checkpoint.manifest import whole
-from rankwise.checkpoint.phases import CollectiveRanks
+from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.content import Gathered
     from rankwise.checkpoint.layouts import TensorLayout
     from rankwise.checkpoint.manifest import Json
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
 
 CHUNK_BYTES = 64 * 2**20
 """How much of a tensor is sent to rank zero at a time."""

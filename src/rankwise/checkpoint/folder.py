@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from rankwise.tensors import synced_folders
 from rankwise.world.environments.process import job_of_process, stack_file
 
 if TYPE_CHECKING:
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
 
 PREFIX = "checkpoint-"
 FRESH = ".rankwise-fresh"
@@ -61,7 +62,7 @@ def find(target: Path) -> Path:
     # An error of the disk is reported where the checkpoint is read.
     with contextlib.suppress(OSError):
         if not target.exists():
-            for path, name, state in _hidden(target.parent, _listed(target.parent)):
+            for path, name, state in _listed(target.parent)[1]:
                 if (name, state) == (target.name, "replaced"):
                     return path
     return target
@@ -73,19 +74,17 @@ def list_numbered(folder: Path) -> dict[int, Path]:
     Raises:
         OSError: it cannot be listed, so that it is not known whether there are any.
     """
-    names = _listed(folder)
-    replaced = {name for _, name, state in _hidden(folder, names) if state == "replaced"}
-    numbers = {int(match[1]): name for name in {*names, *replaced} if (match := _NUMBERED.fullmatch(name))}
-    return {
-        number: find(folder / name) if name in replaced else folder / name
-        for number, name in sorted(numbers.items(), reverse=True)
-    }
+    names, hidden = _listed(folder)
+    path_of = {name: path for path, name, state in reversed(hidden) if state == "replaced"}
+    path_of.update(zip(names, map(folder.joinpath, names), strict=True))
+    numbered = [(int(match[1]), path_of[match[0]]) for match in map(_NUMBERED.fullmatch, path_of) if match]
+    return dict(sorted(numbered, reverse=True))
 
 
-def list_unfinished(folder: Path) -> list[Path]:
-    """Return the directories that interrupted saves of numbered checkpoints have left."""
-    hidden = _hidden(folder, _listed(folder))
-    return [path for path, name, state in hidden if state == "staging" and _NUMBERED.fullmatch(name)]
+def _unfinished(folder: Path) -> list[str]:
+    """Return the names of directories that interrupted saves of numbered checkpoints have left."""
+    hidden = _listed(folder)[1]
+    return [path.name for path, name, state in hidden if state == "staging" and _NUMBERED.fullmatch(name)]
 
 
 def remove_leftovers(folder: Path, name: str | None) -> None:
@@ -97,7 +96,7 @@ def remove_leftovers(folder: Path, name: str | None) -> None:
         folder: where to look.
         name: of one checkpoint; ``None`` for all numbered checkpoints.
     """
-    for path, own, state in _hidden(folder, _listed(folder)):
+    for path, own, state in _listed(folder)[1]:
         is_meant = own == name if name is not None else _NUMBERED.fullmatch(own) is not None
         if not is_meant:
             continue
@@ -134,21 +133,26 @@ def remove(path: Path, token: str) -> None:
     shutil.rmtree(hidden)
 
 
-def _listed(folder: Path) -> list[str]:
+def _listed(folder: Path) -> tuple[list[str], list[tuple[Path, str, str]]]:
+    """Return the names in a folder; and the directories that saves hide, each with the checkpoint's name and its state.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
     try:
-        return [path.name for path in folder.iterdir()]
+        names = sorted(map(attrgetter("name"), folder.iterdir()))
     except FileNotFoundError:
         # Such as the place of a disk that is not mounted: a folder made there would be another one.
         for path in (folder, *folder.parents):
             if path.is_symlink() and not path.exists():
                 raise OSError(f"{path} is a link to {path.readlink()}, which does not exist here") from None
-        return []
-
-
-def _hidden(folder: Path, names: list[str]) -> list[tuple[Path, str, str]]:
-    """Return the directories among ``names`` that saves hide, each with the checkpoint's name and what it is."""
-    matches = [match for name in sorted(names) if (match := _HIDDEN.fullmatch(name)) and (folder / name).is_dir()]
-    return [(folder / match[0], match["name"], match["state"]) for match in matches]
+        return [], []
+    hidden: list[tuple[Path, str, str]] = []
+    for match in filter(None, map(_HIDDEN.fullmatch, names)):
+        path = folder / match[0]
+        if path.is_dir():
+            hidden.append((path, match["name"], match["state"]))
+    return names, hidden
 
 
 # -- as all ranks see it -----------------------------------------------------------------------------
@@ -165,8 +169,7 @@ def numbers_on_ranks(ranks: CheckpointRanks, directory: Path) -> list[int]:
 
     def look() -> list[Any]:
         try:
-            unfinished = [path.name for path in list_unfinished(directory)]
-            return [list(list_numbered(directory)), unfinished, None]
+            return [list(list_numbered(directory)), _unfinished(directory), None]
         except OSError as error:
             return [[], [], str(error)]
 

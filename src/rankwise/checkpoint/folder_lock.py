@@ -20,8 +20,9 @@ import threading
 import time
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar, cast
 
 import torch
 
@@ -37,7 +38,7 @@ from rankwise.world.environments.process import job_of_process
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
 
 T = TypeVar("T")
 
@@ -125,29 +126,47 @@ def decode(content: bytes) -> LockOwner | None:
     return owner if owner.pid > 0 and 0 <= owner.since < _LATEST_SECONDS else None
 
 
+class _LockFile(NamedTuple):
+    """A lock file as it was read."""
+
+    number: int
+    path: Path
+    content: bytes
+    owner: LockOwner | None
+
+
+def _read_all(folder: Path) -> list[_LockFile]:
+    """Return the lock files of a folder, the last that was created at the end.
+
+    Opens them again each time: network file systems then check with the server.
+    """
+    found: list[_LockFile] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            if match := _NUMBERED.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):
+                    content = path.read_bytes()
+                    found.append(_LockFile(int(match[1]), path, content, decode(content)))
+    return sorted(found, key=itemgetter(0))
+
+
+def _refusal(lock: _LockFile) -> list[str]:
+    """Return who holds a lock, and what to do about it."""
+    owner = lock.owner
+    end_it = "" if owner is None else f" (on {owner.hostname}: kill {owner.pid})"
+    do = (
+        f"use another folder for this job, or end the other job first{end_it}.\n"
+        "A script that only reads can call restore() without a loader, or rankwise.load().\n"
+        f"If that process does not save there, remove {lock.path.name}"
+    )
+    return [f"{_describe(owner)}\nits lock is {lock.path}", do]
+
+
 def _describe(owner: LockOwner | None) -> str:
     if owner is None:
         return "a process that its lock file does not name"
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner.since))
     return f"process {owner.pid} on {owner.hostname} ({owner.command or 'python'}), since {since}"
-
-
-def _read_all(folder: Path) -> dict[Path, bytes]:
-    """Return the content of each lock file of a folder, the last that was created at the end.
-
-    Opens them again each time: network file systems then check with the server.
-    """
-    found: dict[Path, bytes] = {}
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for path in sorted(filter(_number_of, folder.iterdir()), key=_number_of):
-            with contextlib.suppress(FileNotFoundError):
-                found[path] = path.read_bytes()
-    return found
-
-
-def _number_of(path: Path) -> int:
-    match = _NUMBERED.fullmatch(path.name)
-    return int(match[1]) if match else 0
 
 
 class FolderLock:
@@ -169,39 +188,39 @@ class FolderLock:
         """
         key = os.path.realpath(self.folder)
         held = _held.get(key)
-        own = held.owner if held is not None else LockOwner.this_process()
-        if held is not None and not held.is_there():
-            held.check_folder()
-        make_folder(self.folder)
+        own = LockOwner.this_process() if held is None else held.owner
         while True:
             locks = _read_all(self.folder)
-            path = next((path for path, content in locks.items() if decode(content) == own), None)
-            others = {other: content for other, content in locks.items() if other != path}
+            mine = next((lock for lock in locks if lock.owner == own), None)
+            if mine is None:
+                if held is not None:
+                    held.check_folder()
+                make_folder(self.folder)
+            others = [lock for lock in locks if lock is not mine]
             verdict = self._judge(others, own, watches=True)
             if verdict != []:
-                if verdict and path is not None:
-                    path.unlink(missing_ok=True)
+                if verdict and mine is not None:
+                    mine.path.unlink(missing_ok=True)
                 return verdict
-            if path is not None:
+            if mine is not None:
                 break
             # One number above the dead locks: of several processes that get here, one creates the file.
-            _create(self.folder / f"{PREFIX}{_number_of(max(locks, key=_number_of, default=Path())) + 1}", own)
+            _create(self.folder / f"{PREFIX}{locks[-1].number + 1 if locks else 1}", own)
         for other in others:
             with contextlib.suppress(OSError):  # One that remains is judged dead again by the next process.
-                other.unlink()
+                other.path.unlink()
         if held is None:
-            held = _held[key] = _HeldLock(path, own)
-        held.path = path
+            held = _held[key] = _HeldLock(mine.path, own)
+        held.path = mine.path
         held.users.add(self)
         return []
 
     def find_other_job(self, *, watches: bool) -> Verdict:
         """Check whether another job holds the lock, as :meth:`acquire`; or ignore those of other machines."""
         held = _held.get(os.path.realpath(self.folder))
-        own = held.owner if held is not None else LockOwner.this_process()
+        own = LockOwner.this_process() if held is None else held.owner
         with contextlib.suppress(OSError):  # reported where its checkpoints are listed
-            locks = {path: content for path, content in _read_all(self.folder).items() if decode(content) != own}
-            return self._judge(locks, own, watches=watches)
+            return self._judge([lock for lock in _read_all(self.folder) if lock.owner != own], own, watches=watches)
         return []
 
     def release(self) -> None:
@@ -213,34 +232,33 @@ class FolderLock:
             if not held.users:
                 _held.pop(key).remove()
 
-    def _judge(self, locks: dict[Path, bytes], own: LockOwner, *, watches: bool) -> Verdict:
+    def _judge(self, locks: Iterable[_LockFile], own: LockOwner, *, watches: bool) -> Verdict:
         """Return who holds one of ``locks`` and what to do about it."""
         is_known = True
-        for path, content in locks.items():
-            owner = decode(content)
-            runs = owner and owner.is_running(own)
+        for lock in locks:
+            runs = lock.owner and lock.owner.is_running(own)
             if runs is None and watches:
-                runs = self._is_refreshed(path, content, owner)
+                runs = self._is_refreshed(lock)
                 is_known = is_known and runs is not None
             if runs:
-                return [f"{_describe(owner)}\nits lock is {path}", _what_to_do(owner, path)]
+                return _refusal(lock)
         if not is_known:
             time.sleep(POLL_SECONDS)
         return [] if is_known else None
 
-    def _is_refreshed(self, path: Path, content: bytes, owner: LockOwner | None) -> bool | None:
+    def _is_refreshed(self, lock: _LockFile) -> bool | None:
         """Look once more at the lock of another machine; ``None`` while it has to be watched."""
-        identity = path.name, owner or content
+        identity = lock.path.name, lock.owner or lock.content
         if identity not in self._watched:
-            log(f"{self.folder} may be in use by {_describe(owner)}: watching it for {WATCH_SECONDS:.0f} s")
-        before, num_looks = self._watched.pop(identity, (content, 0))
-        if content != before:
+            log(f"{self.folder} may be in use by {_describe(lock.owner)}: watching it for {WATCH_SECONDS:.0f} s")
+        before, num_looks = self._watched.pop(identity, (lock.content, 0))
+        if lock.content != before:
             return True
-        self._watched[identity] = content, num_looks + 1
+        self._watched[identity] = lock.content, num_looks + 1
         if num_looks < (most := round(WATCH_SECONDS / POLL_SECONDS)):
             return None
         if num_looks == most:
-            log(f"{self.folder} is free: {_describe(owner)} stopped refreshing its lock")
+            log(f"{self.folder} is free: {_describe(lock.owner)} stopped refreshing its lock")
         return False
 
 
@@ -258,12 +276,6 @@ class _HeldLock:
         hold_during_forks(self._changed)
         self._thread = threading.Thread(target=self._refresh_until_stopped, name="rankwise-folder-lock", daemon=True)
         self._thread.start()
-
-    def is_there(self) -> bool:
-        """Return whether the lock file is still this lock's."""
-        with contextlib.suppress(FileNotFoundError):
-            return decode(self.path.read_bytes()) == self.owner
-        return False
 
     def check_folder(self) -> None:
         """Warn about a folder that was removed together with the lock; raise if its disk is not there either.
@@ -290,7 +302,7 @@ class _HeldLock:
             self._changed.notify_all()
         self._thread.join()
         with contextlib.suppress(OSError):
-            if self.is_there():
+            if decode(self.path.read_bytes()) == self.owner:
                 self.path.unlink()
 
     def _refresh_until_stopped(self) -> None:
@@ -333,19 +345,10 @@ def _create(path: Path, own: LockOwner) -> None:
         raise
 
 
-def _what_to_do(owner: LockOwner | None, path: Path) -> str:
-    end_it = "" if owner is None else f" (on {owner.hostname}: kill {owner.pid})"
-    return (
-        f"use another folder for this job, or end the other job first{end_it}.\n"
-        "A script that only reads can call restore() without a loader, or rankwise.load().\n"
-        f"If that process does not save there, remove {path.name}"
-    )
-
-
 def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[], T]) -> T:
     """Return once only this job saves into the folder, with rank zero's result of ``then``, which is JSON-able.
 
-    Called by: every rank. Each calls ``then``, rank zero once it has the lock.
+    Called by: every rank. Rank zero calls ``then``, once it has the lock.
 
     Raises:
         CheckpointError: another job saves there; on every rank.
@@ -388,7 +391,7 @@ def _conclude(ranks: CheckpointRanks, lock: FolderLock, look: Callable[[], Verdi
     """Have rank zero look until there is a verdict, one look at a time: the others must not wait long for it."""
 
     def step() -> tuple[Verdict, T | None]:
-        verdict = look() if ranks.rank == 0 else []
+        verdict = look() if ranks.rank == 0 else None
         return verdict, then() if verdict == [] else None
 
     while True:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from rankwise.checkpoint.manifest import Json
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
 
 _NUMPY_WORDS = 624
 

@@ -16,7 +16,7 @@ from rankwise.checkpoint import folder, layouts
 from rankwise.checkpoint.content import refuse_lazy, unwrapped
 from rankwise.checkpoint.files import dtype_name
 from rankwise.checkpoint.manifest import whole
-from rankwise.checkpoint.phases import CollectiveRanks
+from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.tensors.files import open_tensor_files
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
     from rankwise.tensors.files import TensorFiles
 
 M = TypeVar("M", bound="torch.nn.Module")

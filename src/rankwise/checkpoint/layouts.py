@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -52,7 +52,7 @@ def region_of(tensor: torch.Tensor, path: str) -> Region | None:
     """
     dtensor = None if type(tensor) is torch.Tensor else as_dtensor(tensor)
     if dtensor is None:
-        return None if tensor.is_meta else whole(tuple(tensor.shape))
+        return None if tensor.is_meta else Region((0,) * tensor.ndim, tuple(tensor.shape))
     if is_elsewhere(dtensor):
         return None
     shape, held = tuple(dtensor.shape), tuple(local(dtensor).shape)
@@ -147,8 +147,7 @@ class TensorLayout:
     """Regions that cover it, and the ranks that hold each."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateReport:
+class StateReport(NamedTuple):
     """One rank's report of its state, which is sent to the others as JSON."""
 
     tensors: dict[str, tuple[str, tuple[int, ...], Region | None]]
@@ -158,26 +157,15 @@ class StateReport:
     elsewhere: dict[str, list[int]]
     """Numbers of each optimizer's parameters that lie on other ranks only."""
 
-    def as_json(self) -> list[Any]:
-        """Return what :func:`report_of` reads."""
-        tensors = {
-            name: [dtype, list(shape), region and [list(region.offsets), list(region.shape)]]
-            for name, (dtype, shape, region) in self.tensors.items()
-        }
-        return [tensors, self.entries, self.elsewhere]
-
 
 def report_of(sections: list[Any]) -> StateReport:
-    """Return the report of another rank."""
+    """Return the report of another rank, which came as JSON."""
     tensors, entries, elsewhere = sections
-    return StateReport(
-        tensors={
-            name: (dtype, tuple(shape), Region(tuple(held[0]), tuple(held[1])) if held else None)
-            for name, (dtype, shape, held) in tensors.items()
-        },
-        entries=entries,
-        elsewhere=elsewhere,
-    )
+    known = {
+        name: (dtype, tuple(shape), Region(*map(tuple, held)) if held else None)
+        for name, (dtype, shape, held) in tensors.items()
+    }
+    return StateReport(known, entries, elsewhere)
 
 
 def layouts_of(reports: Sequence[StateReport]) -> dict[str, TensorLayout]:

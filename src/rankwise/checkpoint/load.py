@@ -16,7 +16,7 @@ import torch
 from rankwise.checkpoint import files, folder, generators, manifest, saved_tree
 from rankwise.checkpoint.content import unwrapped
 from rankwise.checkpoint.layouts import on_no_rank
-from rankwise.checkpoint.phases import CollectiveRanks
+from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, fold_values
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
 
 _TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
 

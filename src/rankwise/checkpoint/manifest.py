@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from rankwise.errors import CheckpointError
 
@@ -59,8 +59,7 @@ class Written:
     files: Sequence[FileEntry]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """A box within a tensor."""
 
     offsets: tuple[int, ...]
@@ -94,8 +93,7 @@ def whole(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPart:
+class TensorPart(NamedTuple):
     """A region of a tensor, and where it is stored."""
 
     file: str
@@ -195,7 +193,7 @@ def encode(manifest: Manifest) -> bytes:
             name: {"size_bytes": entry.size_bytes, "crc32": list(entry.checksums)}
             for name, entry in manifest.files.items()
         },
-        "tensors": {name: _tensor_json(name, entry) for name, entry in manifest.tensors.items()},
+        "tensors": _tensors_json(manifest.tensors),
         "objects": {name: {"kind": entry.kind, "state": entry.state} for name, entry in manifest.objects.items()},
         "generators": dict(manifest.generators),
     }
@@ -204,23 +202,20 @@ def encode(manifest: Manifest) -> bytes:
     return b'{"checksum": "sha256:' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
-def _tensor_json(name: str, entry: TensorEntry) -> dict[str, Json]:
-    first = entry.parts[0]
-    if first.region.shape == entry.shape and first.name == name:
-        return {"file": first.file, "dtype": entry.dtype, "shape": list(entry.shape)}
-    return {
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "parts": [
-            {
-                "file": part.file,
-                "name": part.name,
-                "offsets": list(part.region.offsets),
-                "shape": list(part.region.shape),
-            }
-            for part in entry.parts
-        ],
-    }
+def _tensors_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Json]:
+    sections: dict[str, Json] = {}
+    for name, entry in tensors.items():
+        first = entry.parts[0]
+        section: dict[str, Json] = {"dtype": entry.dtype, "shape": list(entry.shape)}
+        if first.region.shape == entry.shape and first.name == name:
+            sections[name] = {"file": first.file, **section}
+            continue
+        parts = [
+            {"file": file, "name": inside, "offsets": list(region.offsets), "shape": list(region.shape)}
+            for file, inside, region in entry.parts
+        ]
+        sections[name] = {**section, "parts": parts}
+    return sections
 
 
 def find_damage(data: bytes) -> str | None:

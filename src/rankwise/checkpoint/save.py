@@ -14,6 +14,7 @@ import shutil
 import threading
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import torch
 from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, manifest
 from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
-from rankwise.checkpoint.phases import SLICE_SECONDS, CollectiveRanks
+from rankwise.comm.agreement import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.health import step_meter
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rankwise.checkpoint.content import Content
-    from rankwise.checkpoint.phases import CheckpointRanks
+    from rankwise.comm.agreement import CheckpointRanks
     from rankwise.world.facts import World
 
 
@@ -72,13 +73,11 @@ class SaveJob:
         """Where the checkpoint is written before it is complete."""
 
     def parts(self) -> Iterable[bytes | memoryview]:
-        """Yield the bytes of this rank's file, ``num_bytes`` of them."""
-        yield self.header
+        """Return the bytes of this rank's file, ``num_bytes`` of them, each tensor's read when it is its turn."""
         if self.data is not None:
-            yield from self.data()
-            return
-        for tensor in self.content.own.values():
-            yield memory_of(as_sent(tensor).cpu())
+            return chain([self.header], self.data())
+        on_cpu = map(torch.Tensor.cpu, map(as_sent, self.content.own.values()))
+        return chain([self.header], map(memory_of, on_cpu))
 
 
 def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
@@ -111,18 +110,15 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
         current().prepare_save()
         ranks = CollectiveRanks(current())
         content = contents.read(ranks, objects)
-        path, token = ranks.confirm(
-            "choosing the checkpoint's directory", lambda: propose(ranks, lambda: Path(directory).absolute())
-        )[0]
+
+        def choose() -> list[str]:
+            return [str(Path(directory).absolute()), secrets.token_hex(8)] if ranks.rank == 0 else []
+
+        path, token = ranks.confirm("choosing the checkpoint's directory", choose)[0]
         target = Path(path)
         write(ranks, SaveJob(world=current().world, content=content, target=target, token=token, sweep=target.name))
     step_meter.note_event(f"saved {target}")
     return target
-
-
-def propose(ranks: CheckpointRanks, choose: Callable[[], Path]) -> list[str]:
-    """Return, on rank zero, the directory that it chooses and a token for the save; an empty list on the others."""
-    return [str(choose()), secrets.token_hex(8)] if ranks.rank == 0 else []
 
 
 def prepare(job: SaveJob) -> None:
@@ -136,15 +132,16 @@ def prepare(job: SaveJob) -> None:
 
 def write_tensors(job: SaveJob) -> _OfRank:
     """Write this rank's file; return its entry for the manifest, and what else only this rank has."""
-    states = {name: job.content.states[name] for name in job.content.differing}
+    gathered = job.content.gathered
+    states = {name: gathered.states[name] for name in gathered.differing}
     if job.num_bytes == 0:
         return None, states
-    return asdict(files.write_file(job.staging / contents.part_name(job.world.rank), job.parts())), states
+    return asdict(files.write_file(job.staging / contents.PART_NAME.format(job.world.rank), job.parts())), states
 
 
 def write_manifest(job: SaveJob) -> Written:
     """Check that every file is complete, then write the manifest. Rank zero only."""
-    content = job.content
+    content, gathered = job.content, job.content.gathered
     entries = [FileEntry(**part) for part, _ in job.written if part is not None]
     for entry in entries:
         damage = files.find_damage(job.staging / entry.name, entry, ())
@@ -155,15 +152,16 @@ def write_manifest(job: SaveJob) -> Written:
                 do="use a folder on a file system that every rank sees",
             )
     # One state for all ranks if it is the same on all, else one of each.
-    states: dict[str, Any] = {name: [state] for name, state in content.states.items()}
-    states.update({name: [of_rank.get(name) for _, of_rank in job.written] for name in content.differing})
+    states: dict[str, Any] = {name: [state] for name, state in gathered.states.items()}
+    for name in gathered.differing:
+        states[name] = [of_rank.get(name) for _, of_rank in job.written]
     saved = Manifest(
         rankwise_version=VERSION,
         torch_version=str(torch.__version__),
         world_size=job.world.world_size,
         files={entry.name: entry for entry in entries},
         tensors=content.entries,
-        objects=content.objects,
+        objects=gathered.objects,
         generators={"states": states, "in_loop": content.in_loop},
     )
     data = manifest.encode(saved)

@@ -82,7 +82,7 @@ class _Flattener:
         if kind in _NUMBERS:
             return _encode_number(value)
         if isinstance(value, torch.Tensor):
-            return {"tensor": self._name_tensor(_checked_tensor(value, path), path)}
+            return {"tensor": self._name_tensor(value, path)}
         if kind in _DICTS:
             return self._encode_dict(value, path, depth + 1)
         if kind is list or kind in _LISTS:
@@ -102,8 +102,8 @@ class _Flattener:
         for key, item in tree.items():
             if type(key) not in _KEYS:
                 raise _refusal(key, f"{path}[{key!r}]", "a key of type")
-            place = f"{path}.{key}" if type(key) is str else child(path, key)
-            pairs.append((key, self.encode(item, place, depth)))
+            place = f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
+            pairs.append((key, item if type(item) in _AS_THEY_ARE else self.encode(item, place, depth)))
         are_texts = set(map(type, tree)) <= {str}
         content: Json = dict(pairs) if are_texts else [[self.encode(key, path, depth), item] for key, item in pairs]
         skeleton: dict[str, Json] = {_DICTS[kind]: content}
@@ -113,6 +113,16 @@ class _Flattener:
         return skeleton
 
     def _name_tensor(self, tensor: torch.Tensor, path: str) -> str:
+        """Return the name of a tensor, kept without the class of its owner; a DTensor is kept as it is."""
+        dtensor = None if type(tensor) in _PLAIN_TENSORS else layouts.as_dtensor(tensor)
+        held = tensor if dtensor is None else layouts.local(dtensor)
+        if type(held) not in _PLAIN_TENSORS and _has_own_dispatch(type(held)):
+            raise _refusal(held, path)
+        if held.layout != torch.strided or held.is_quantized:
+            raise _refusal(held, path, f"a {held.layout} tensor on {held.device} of type")
+        if dtype_name(held.dtype) not in TENSOR_DTYPES:
+            raise _refusal(held, path, f"a {held.dtype} tensor of type")
+        tensor = tensor.detach().as_subclass(torch.Tensor) if dtensor is None else dtensor.detach()
         key = layouts.identity(tensor)
         if tensor.numel() and key in self._name_of:
             return self._name_of[key]
@@ -202,20 +212,8 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise CheckpointError(f"The checkpoint has a tensor, {name!r}, where a number must be.")
 
 
-def _checked_tensor(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a tensor that can be written, without the class of its owner; a DTensor as it is."""
-    if type(tensor) not in _PLAIN_TENSORS:
-        if (dtensor := layouts.as_dtensor(tensor)) is not None:
-            _checked_tensor(layouts.local(dtensor), path)
-            return dtensor.detach()
-        dispatch = getattr(type(tensor), "__torch_dispatch__", None)
-        if dispatch is not getattr(torch.Tensor, "__torch_dispatch__", None):
-            raise _refusal(tensor, path)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise _refusal(tensor, path, f"a {tensor.layout} tensor on {tensor.device} of type")
-    if dtype_name(tensor.dtype) not in TENSOR_DTYPES:
-        raise _refusal(tensor, path, f"a {tensor.dtype} tensor of type")
-    return tensor.detach().as_subclass(torch.Tensor)
+def _has_own_dispatch(kind: type) -> bool:
+    return getattr(kind, "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None)
 
 
 def _tensor_of_array(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:

@@ -2,29 +2,38 @@
 """One rank's error is raised on every rank, without ending any process.
 
 For work that may fail on some rank and after which the ranks continue together: rank-zero work, saving,
-preparing data. Built on the collectives; the failure detector names a rank that never arrives.
+preparing data. Outcomes travel in a collective, where the failure detector names a rank that never arrives; or through
+the store, for a thread that must not touch the process group.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise.comm.collectives import gather_json
-from rankwise.comm.session import current
-from rankwise.errors import RankwiseError, fold_values
+from rankwise.comm.session import current, current_or_none
+from rankwise.errors import PeerMissing, RankwiseError, fold_ranks, fold_values
 from rankwise.health.diagnosis import peer_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from rankwise.comm.session import Session
+    from rankwise.store.values import Store
     from rankwise.world.facts import World
 
 T = TypeVar("T")
 
-Outcome = tuple[list[Any], Exception | None]
+SLICE_SECONDS = 0.5
+"""How long a thread waits for a peer before it checks whether the job is still running."""
+GRACE_SECONDS = 3.0
+"""How long a thread keeps waiting after a rank has failed: that rank's thread may still finish."""
+
+_Outcome = tuple[list[Any], Exception | None]
 """The outcome of a rank's work: its value, or its error's type and text, as JSON; and the error itself."""
 
 
@@ -47,46 +56,33 @@ def all_ranks_succeed(label: str, *, call: str = "all_ranks_succeed()") -> Gener
     """
     try:
         yield
-        own: Outcome = [None], None
+        own: _Outcome = [None], None
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
         own = _failure(error)
     _share(label, own, call)
 
 
-def results_of_all(label: str, work: Callable[[], T], *, call: str) -> list[T]:
-    """Do as :func:`all_ranks_succeed`, and return what ``work`` returns on each rank, in rank order.
-
-    Called by: every rank, in the same order. ``work`` returns something JSON-able.
-    """
-    return _share(label, outcome_of(work), call)
-
-
-def outcome_of(work: Callable[[], object]) -> Outcome:
-    """Do ``work``, and return its outcome."""
+def _outcome_of(work: Callable[[], object]) -> _Outcome:
     try:
         return [work()], None
     except Exception as error:  # noqa: BLE001 - handed to every rank, then raised
         return _failure(error)
 
 
-def values_of(label: str, own: Outcome, outcomes: Sequence[list[Any]], world: World) -> list[Any]:
-    """Return the values of all ranks' outcomes, in rank order; raise this rank's own error as it is.
-
-    Raises:
-        PeerFailed: another rank's outcome is an error; the lowest failing rank is named.
-    """
+def _values_of(label: str, own: _Outcome, outcomes: Sequence[list[Any]], world: World | None = None) -> list[Any]:
+    """Return the values of all ranks' outcomes, in rank order; raise this rank's own error as it is."""
     if own[1] is not None:
         raise own[1]
     values: list[Any] = []
     for rank, outcome in enumerate(outcomes):
         if len(outcome) > 1:
             kind, text = outcome
-            raise peer_failed(world, rank, error_type=kind, text=text, label=label)
+            raise peer_failed(world or current().world, rank, error_type=kind, text=text, label=label)
         values += outcome
     return values
 
 
-def _share(label: str, own: Outcome, call: str) -> list[Any]:
+def _share(label: str, own: _Outcome, call: str) -> list[Any]:
     outcome, error = own
     try:
         outcomes = gather_json(outcome, what=call)
@@ -94,10 +90,10 @@ def _share(label: str, own: Outcome, call: str) -> list[Any]:
         if error is None:
             raise
         raise lost from error
-    return values_of(label, own, outcomes, current().world)
+    return _values_of(label, own, outcomes)
 
 
-def _failure(error: Exception) -> Outcome:
+def _failure(error: Exception) -> _Outcome:
     text = str(error) if isinstance(error, RankwiseError) else "".join(traceback.format_exception(error))
     return [type(error).__name__, text], error
 
@@ -143,3 +139,109 @@ def same_on_all_ranks(label: str, value: object, *, do: str, error: type[Rankwis
             evidence=fold_values(dict(enumerate(values))),
             do=do,
         )
+
+
+# -- steps in which every rank does its part of a save or a load ---------------------------------------
+
+
+class CollectiveRanks:
+    """All ranks of the session, through the collectives; without a session, as in a notebook, this process alone."""
+
+    def __init__(self, session: Session | None) -> None:
+        self.rank, self.world_size = (0, 1) if session is None else (session.world.rank, session.world.world_size)
+        self._is_alone = session is None
+
+    def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank; return the results of all, in rank order.
+
+        Called by: every rank, in the same order.
+
+        Args:
+            label: what the step does, for the error.
+            work: returns something JSON-able.
+
+        Raises:
+            PeerFailed: the step failed on another rank. The rank it failed on raises its own error.
+        """
+        return [work()] if self._is_alone else _share(label, _outcome_of(work), "saving or loading")
+
+
+class StoreRanks:
+    """All ranks of the session, for a thread of each; never touches the process group."""
+
+    def __init__(self, session: Session, store: Store, name: str) -> None:
+        """Take part in the steps of one save.
+
+        Args:
+            session: of the ranks; its failure detector reports ranks that fail.
+            store: a connection for this thread alone.
+            name: of the save, the same on every rank and never used before in this job.
+        """
+        self.rank = session.world.rank
+        self.world_size = session.world.world_size
+        self._session = session
+        self.store = store
+        self._name = name
+        self._step = 0
+
+    def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank. As :meth:`CollectiveRanks.confirm`."""
+        step = self._step
+        self._step += 1
+        own = _outcome_of(work)
+        self.store.set(self._key(step, self.rank), json.dumps(own[0]))
+        return _values_of(label, own, self._gather(label, step), self._session.world)
+
+    def forget(self) -> None:
+        """Delete this rank's reports from the store. Only when every rank has finished the last step."""
+        for step in range(self._step):
+            self.store.delete(self._key(step, self.rank))
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"rankwise/checkpoint/{self._name}/{step}/{rank}"
+
+    def _gather(self, label: str, step: int) -> list[list[Any]]:
+        keys = [self._key(step, rank) for rank in range(self.world_size)]
+        detector = self._session.detector
+        started = time.monotonic()
+        limit = detector.timeout_seconds if detector is not None else SLICE_SECONDS
+        failed_at: float | None = None
+        while True:
+            try:
+                self.store.wait(keys, SLICE_SECONDS)
+                return [json.loads(self.store.get(key, SLICE_SECONDS)) for key in keys]
+            except TimeoutError:
+                now = time.monotonic()
+            if failed_at is None and (self._cause(keys) is not None or current_or_none() is not self._session):
+                failed_at = now
+            if failed_at is not None and now - failed_at > GRACE_SECONDS:
+                raise self._cannot_complete(label, keys, now - started)
+            if now - started > limit:
+                raise self._cannot_complete(label, keys, now - started)
+
+    def _cannot_complete(self, label: str, keys: list[str], waited: float) -> RankwiseError:
+        cause = self._cause(keys)
+        if cause is not None:
+            return cause
+        missing = self._missing(keys)
+        return PeerMissing(
+            f"{label} timed out after {waited:.1f} s waiting for "
+            + (f"{fold_ranks(missing)}." if missing else "ranks that have arrived since."),
+            ranks=missing,
+            where=f"reported on {self._session.world}",
+            do="check the output of the missing rank; if its disk is slow, raise join(timeout_seconds=...)",
+        )
+
+    def _cause(self, keys: list[str]) -> RankwiseError | None:
+        """Return why the others will not arrive: what ended the job, or the loss of an optional rank."""
+        detector = self._session.detector
+        if detector is None or detector.error is not None or not detector.has_lost_ranks:
+            return None if detector is None else detector.error
+        return next(filter(None, map(detector.loss_of, self._missing(keys))), None)
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check(key)]
+
+
+CheckpointRanks = CollectiveRanks | StoreRanks
+"""The ranks of a save or a load, and a way to do a step together."""
