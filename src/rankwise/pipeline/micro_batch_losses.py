@@ -282,7 +282,7 @@ class MicroBatchLosses(LossModel):
         """Return what a micro-batch is a mean over, per sample, as a multiple of the first one's."""
         if amounts is None or (self._is_unlike and len(amounts) != 1):
             return 1.0
-        if isinstance(amounts[0], torch.Tensor):
+        if amounts and isinstance(amounts[0], torch.Tensor):
             there = amounts[0] / num_samples
             first = there if self._first_on_device is None else self._first_on_device
             self._first_on_device = first = torch.where(first == 0, there, first)
