@@ -273,3 +273,14 @@ def test_a_module_that_code_knows_by_name_exists() -> None:
         and node.value.rstrip(".") not in known
     ]
     assert wrong == []
+
+
+def test_a_path_that_code_builds_from_its_own_exists() -> None:
+    own = re.compile(r"""Path\(__file__\)\.parents?(?:\[(\d)\])?((?: / ["'][\w.]+["'])+)""")
+    found = [
+        module.path.parents[int(match[1] or 0)].joinpath(*re.findall(r"[\w.]+", match[2]))
+        for module in modules().values()
+        for match in own.finditer(module.path.read_text())
+    ]
+    assert found
+    assert [path for path in found if not path.exists()] == []

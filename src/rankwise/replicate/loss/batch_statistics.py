@@ -36,8 +36,8 @@ MOST_AFTER = 20_000
 _RANKWISE = f"{Path(__file__).parents[2]}{os.sep}"
 _BETWEEN = (
     f"{Path(torch.__file__).parent}{os.sep}",
-    f"{Path(__file__).parents[1] / 'randomness'}{os.sep}",
-    f"{Path(__file__).parents[1] / 'pipeline' / 'traced.py'}",
+    f"{Path(__file__).parents[1] / 'random_numbers'}{os.sep}",
+    f"{Path(__file__).parents[2] / 'pipeline' / 'traced.py'}",
 )
 """Files that run an operation for their callers."""
 _NO_VALUES = OF_OTHER_VALUES | {
