@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rankwise.health import tcp_traffic
-from rankwise.health.tcp_traffic import MOST_SECONDS, Traffic, TrafficNotes, as_json, from_json, read_traffic
+from rankwise.insight import tcp_traffic
+from rankwise.insight.tcp_traffic import MOST_SECONDS, Traffic, TrafficNotes, as_json, from_json, read_traffic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

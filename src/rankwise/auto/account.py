@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from rankwise.health.step_meter import note_layout
 from rankwise.log import log
+from rankwise.meter import note_layout
 
 SLOWER = "splitting it would be slower"
 NO_ROWS = "its batch has too few samples for so many ranks, or no rows"

@@ -54,8 +54,8 @@ def execute(options: argparse.Namespace) -> int:
     """Write the page, print its first sentence, and return the exit code."""
     # Imported here: they cost import time that only this command should pay.
     from rankwise.insight.page import page_of  # noqa: PLC0415
-    from rankwise.insight.profiler_traces import timeline_of  # noqa: PLC0415
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
+    from rankwise.insight.trace_events import timeline_of  # noqa: PLC0415
 
     if options.profiles and not options.trace:
         raise ConfigurationError("--with is for a timeline.", do="pass --trace FILE too")

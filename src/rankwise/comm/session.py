@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
-from rankwise.health import step_meter
 from rankwise.health.preemption import Preemption
 
 if TYPE_CHECKING:
@@ -200,7 +199,6 @@ class Session:
         if batch.loader not in self._outer:
             self._outer[batch.loader] = self.batch
         self.batch = batch
-        step_meter.meter.count_samples(batch.num)
         self.batches.pop(batch.loader, None)
         self.batches[batch.loader] = batch
         for action in self.taking:

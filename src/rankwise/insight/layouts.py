@@ -30,7 +30,7 @@ def layout_sections(layouts: Sequence[dict[str, Any]], hosts: Sequence[str], lan
     """Return a section for each layout that a run has recorded, where there is more than one rank or device.
 
     Args:
-        layouts: what :func:`rankwise.health.step_meter.note_layout` has recorded.
+        layouts: what :func:`rankwise.insight.step_meter.note_layout` has recorded.
         hosts: of each rank.
         language: of the page.
     """

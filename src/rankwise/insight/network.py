@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from rankwise.health.tcp_traffic import NOTE, Traffic, from_json
+from rankwise.insight.tcp_traffic import NOTE, Traffic, from_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.health.step_record import Record
+    from rankwise.insight.step_record import Record
 
 SLOWER = 1.3
 """How many times as long as over the others as many bytes must take over a link, for it to be slow."""

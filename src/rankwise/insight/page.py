@@ -12,7 +12,6 @@ import numpy as np
 from rankwise.charts.colors import NUM_KEYS
 from rankwise.charts.shapes import Bar, binned, heat_map, lines, stacked_bars
 from rankwise.charts.units import duration, memory, speed
-from rankwise.health.step_record import EXCHANGE
 from rankwise.insight import words
 from rankwise.insight.comparison import speeds_of, times_faster
 from rankwise.insight.findings import findings_of
@@ -22,6 +21,7 @@ from rankwise.insight.network import links_of
 from rankwise.insight.run_records import events_of, failed_ranks
 from rankwise.insight.step_table import table_of
 from rankwise.insight.titles import PART_NAMES, TITLES
+from rankwise.meter import EXCHANGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

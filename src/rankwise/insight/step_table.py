@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rankwise.health.step_record import BACKWARD, CHECKPOINT, EXCHANGE, OPTIMIZER, PARTS
-from rankwise.health.step_timeline import clock_ahead
+from rankwise.insight.trace_events import clock_ahead
+from rankwise.meter import BACKWARD, CHECKPOINT, EXCHANGE, OPTIMIZER, PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from rankwise.health.step_record import Record
+    from rankwise.insight.step_record import Record
 
     Floats = NDArray[np.float64]
 

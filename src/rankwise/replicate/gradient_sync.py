@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise import meter
 from rankwise.comm.backends.through_host import ThroughHost
 from rankwise.compress.methods import Narrow
 from rankwise.errors import ConfigurationError
-from rankwise.health import step_meter
-from rankwise.health.step_record import BACKWARD, EXCHANGE
+from rankwise.meter import BACKWARD, EXCHANGE
 from rankwise.replicate.accumulation import Accumulation
 from rankwise.replicate.bucket import Weights, WeightUnit, own_gradient
 from rankwise.replicate.buffers import count_registrations
@@ -480,8 +480,7 @@ def _finish_round() -> None:
     for sync in syncs:
         sync.note_others(len(syncs) - 1)
         is_alone = is_alone and sync.num_ranks == 1
-    step_meter.meter.note_arrival()
-    part = BACKWARD if is_alone else step_meter.meter.enter(EXCHANGE)
+    part = meter.current.arrive(BACKWARD if is_alone else EXCHANGE)
     try:
         for sync in syncs:
             sync.send_rest()
@@ -492,7 +491,7 @@ def _finish_round() -> None:
             sync.abandon()
         raise
     finally:
-        step_meter.meter.resume(part)
+        meter.current.resume(part)
 
 
 class SyncAfterForward(OwnHook):

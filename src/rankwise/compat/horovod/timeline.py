@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.comm.timeline import Timeline
 from rankwise.compat.horovod.negotiation.queue import current_queue
+from rankwise.insight.timeline import Timeline
 
 if TYPE_CHECKING:
     from rankwise.comm.session import Session
@@ -43,7 +43,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
     Raises:
         ConfigurationError: :func:`init` has not been called, the file cannot be written, or steps are not measured.
 
-    Source: rankwise.comm.timeline.
+    Source: rankwise.insight.timeline.
     """
     del mark_cycles
     current_queue().session.once(_Timelines).start(Path(file_path))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.health.process_probe import start_time_of
-from rankwise.health.step_record import FAILURE
+from rankwise.meter import FAILURE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

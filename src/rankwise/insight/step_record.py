@@ -247,7 +247,7 @@ class RecordFile:
         """Record how many steps have ended and when the one under way began, for those who look meanwhile."""
         self._num_ended[0], self._began[0] = num_ended, began
 
-    def show_values(self, values: Mapping[str, LoggedValue]) -> None:
+    def show_values(self, values: Mapping[str, tuple[float | None, float]]) -> None:
         """Record the last values that were logged, by name, for those who look meanwhile."""
         for name, (own, mean) in values.items():
             if name not in self._value_names and len(self._value_names) < MOST_VALUES:

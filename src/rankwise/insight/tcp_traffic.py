@@ -21,7 +21,7 @@ from rankwise.world.network import canonical, is_loopback
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rankwise.health.step_record import RecordFile
+    from rankwise.insight.step_record import RecordFile
 
 FIRST_SECONDS = 1.0
 MOST_SECONDS = 600.0

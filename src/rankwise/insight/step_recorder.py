@@ -10,10 +10,10 @@ import contextlib
 import math
 import os
 import resource
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankwise.health.step_record import (
+from rankwise.health.flight_recorder import FlightRecorder
+from rankwise.insight.step_record import (
     MAJOR_FAULTS,
     MEMORY_BYTES,
     NUM_VALUES,
@@ -26,14 +26,13 @@ from rankwise.health.step_record import (
     Step,
     add_segments,
 )
-from rankwise.health.tcp_traffic import TrafficNotes
+from rankwise.insight.tcp_traffic import TrafficNotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from rankwise.health.device_times import DeviceTimes
-    from rankwise.health.flight_recorder import Ticket
+    from rankwise.insight.device_times import DeviceTimes
 
 LOOK_SECONDS = 0.1
 """How often the system is asked for memory, processor time and faults: they are those of the steps since."""
@@ -114,8 +113,8 @@ class StepRecorder:
         self._read_usage()
         self._looked_at, self._memory = 0.0, 0
         self._traffic = TrafficNotes() if folder is not None else None
-        self._collectives: deque[Ticket] = deque()
-        self._name_of_exchange: Callable[[int], str] = str
+        self.flight = FlightRecorder()
+        """The collectives of this rank, once it has joined."""
         self._on_step: Callable[[Step], None] | None = None
         self._every = DETAIL_EVERY
         self._detail_bytes = 0
@@ -126,9 +125,9 @@ class StepRecorder:
         """Takes every step in detail, while someone wants a timeline."""
         self._sum = _Sum.of_nothing(0, 0.0)
 
-    def follow_collectives(self, recent: deque[Ticket], name_of_exchange: Callable[[int], str]) -> None:
-        """Record the collectives among ``recent``, to which others add, with steps that are recorded in detail."""
-        self._collectives, self._name_of_exchange = recent, name_of_exchange
+    def follow_collectives(self, flight: FlightRecorder) -> None:
+        """Record what ``flight`` has of collectives, to which others add: details with steps recorded in detail."""
+        self.flight = flight
 
     def report_steps_to(self, listener: Callable[[Step], None]) -> None:
         """Call ``listener`` with each step, in the thread that trains. It must not raise."""
@@ -255,10 +254,10 @@ class StepRecorder:
                     ticket.words,
                     _micro(ticket.since - start),
                     _micro(ticket.ended - ticket.since),
-                    self._name_of_exchange(ticket.exchange_id),
+                    self.flight.name_of(ticket.exchange_id),
                     ticket.sequence,
                 ]
-                for ticket in self._collectives.copy()
+                for ticket in self.flight.recent.copy()
                 if ticket.ended is not None and ticket.since >= start
             ],
         }
