@@ -18,11 +18,11 @@ import torch
 import rankwise
 from rankwise.insight.checkpoint_contents import page_of_checkpoint
 from rankwise.insight.layouts import page_of_mesh
+from rankwise.insight.network import Traffic, as_json
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_record import RecordFile, Step, row_of
 from rankwise.insight.step_table import table_of
-from rankwise.insight.tcp_traffic import Traffic, as_json
 from rankwise.meter import DATA, EXCHANGE, PARTS, record_path
 
 NUM_RANKS = 8

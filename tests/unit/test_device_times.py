@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from rankwise.insight.device_times import MOST_WAITING, DeviceTimes
-from rankwise.insight.step_meter import StepMeter
+from rankwise.insight.step_meter import StepMeter, StepRecorder
 from rankwise.insight.step_record import ARRIVAL, ARRIVED, LATE_EXCHANGE, READ_FOR_EVALUATION, RecordFile, Step, read
-from rankwise.insight.step_recorder import StepRecorder
 from rankwise.meter import BACKWARD, DATA, EVALUATION, EXCHANGE, FORWARD, OPTIMIZER, PARTS, SCRIPT
 
 if TYPE_CHECKING:

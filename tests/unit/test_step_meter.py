@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 from rankwise.health.flight_recorder import EVERYONE, FlightRecorder, Ticket
-from rankwise.insight.step_meter import StepMeter
+from rankwise.insight.step_meter import FIRST_DETAILED, MOST_SLICES, StepMeter, StepRecorder
 from rankwise.insight.step_record import Record, RecordFile, Step, read, read_latest
-from rankwise.insight.step_recorder import FIRST_DETAILED, MOST_SLICES, StepRecorder
 from rankwise.meter import BACKWARD, CHECKPOINT, DATA, EVALUATION, EXCHANGE, FORWARD, OPTIMIZER, SCRIPT
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from rankwise.errors import ConfigurationError
 from rankwise.insight.clock_offset import note_clock
 from rankwise.insight.device_times import DeviceTimes
 from rankwise.insight.slow_rank import SlowRank
-from rankwise.insight.step_meter import StepMeter
+from rankwise.insight.step_meter import StepMeter, StepRecorder
 from rankwise.insight.step_record import RecordFile
-from rankwise.insight.step_recorder import StepRecorder
 from rankwise.log import warn
 from rankwise.meter import DATA, EVALUATION, record_path
 from rankwise.torch_private.loader import wrap_next

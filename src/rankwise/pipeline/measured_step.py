@@ -6,15 +6,13 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from rankwise.charts.schedule import schedule_legend, schedule_rows
-from rankwise.charts.shapes import picture_of, spans
-from rankwise.charts.units import duration
+from rankwise.charts import duration, picture_of, schedule_legend, schedule_rows, spans
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rankwise.charts.schedule import Measured
+    from rankwise.charts import Measured
     from rankwise.pipeline.executor import Span
 
 
