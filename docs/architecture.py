@@ -45,7 +45,7 @@ text { font-family: system-ui, sans-serif; font-size: 11.5px; fill: #1f2328 }
 """
 
 INTRODUCTIONS = {
-    "rest": "The rest: most jobs never import it, and the core imports none of it.",
+    "rest": "The rest: most jobs import only insight of it, and the core imports none of it.",
     "core": "The core: what a training step may pass.",
 }
 
