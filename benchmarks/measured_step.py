@@ -14,7 +14,7 @@ from measure import Row, seconds, show
 from models import MODELS
 
 import rankwise as rw
-from rankwise.health import step_meter
+from rankwise import meter
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def measured(world: World, folder: str) -> dict[str, list[float]]:
     rw.leave()
     store = f"file://{folder}/store-{world.world_size}"
     with rw.join(init_method=store, rank=world.rank, world_size=world.world_size, report=folder):
-        meter = step_meter.current()
-        if meter is None:
+        measuring = meter.current
+        if meter.is_silent():
             raise RuntimeError("steps are not measured")
         model, shape = MODELS[NAME]()
         rw.replicate(model)
@@ -49,7 +49,7 @@ def measured(world: World, folder: str) -> dict[str, list[float]]:
         for number in range(STEPS + WARM_UP):
             side = draw.choice(("with", "without"))
             if side == "without":
-                step_meter.pause()
+                meter.pause()
             rw.barrier()
             started = time.perf_counter()
             # With measuring, the forward pass also records the step before.
@@ -58,7 +58,7 @@ def measured(world: World, folder: str) -> dict[str, list[float]]:
             optimizer.zero_grad()
             if number >= WARM_UP and side == before:
                 found[side].append(time.perf_counter() - started)
-            step_meter.start(meter)
+            meter.start(measuring)
             before = side
         return found
 

@@ -45,7 +45,7 @@ text { font-family: system-ui, sans-serif; font-size: 11.5px; fill: #1f2328 }
 """
 
 INTRODUCTIONS = {
-    "rest": "The rest: most jobs never import it, and the core imports none of it.",
+    "rest": "The rest: most jobs import only insight of it, and the core imports none of it.",
     "core": "The core: what a training step may pass.",
 }
 
@@ -95,7 +95,7 @@ def layers() -> Layers:
 def room_of(name: str) -> Room:
     """Read a room from the code."""
     folder = SOURCE / name
-    file = folder / "__init__.py" if folder.is_dir() else SOURCE / f"{name}.py"
+    file = folder / "__init__.py" if (folder / "__init__.py").exists() else SOURCE / f"{name}.py"
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     first = re.split(r"(?<=\.)\s", text.replace("``", "").replace("\n", " "), maxsplit=1)[0]
     folders = sorted(inner.parent.name for inner in folder.glob("*/__init__.py"))

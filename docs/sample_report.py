@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 import rankwise
-from rankwise.health.step_record import DATA, EXCHANGE, PARTS, RecordFile, Step, record_path, row_of
-from rankwise.health.tcp_traffic import Traffic, as_json
 from rankwise.insight.checkpoint_contents import page_of_checkpoint
 from rankwise.insight.layouts import page_of_mesh
+from rankwise.insight.network import Traffic, as_json
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import read_run
+from rankwise.insight.step_record import RecordFile, Step, row_of
 from rankwise.insight.step_table import table_of
+from rankwise.meter import DATA, EXCHANGE, PARTS, record_path
 
 NUM_RANKS = 8
 RANKS_PER_HOST = 4

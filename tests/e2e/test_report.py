@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rankwise.health.step_record import EXCHANGE, read
-from rankwise.insight.comparison import speed_of
 from rankwise.insight.run_records import read_run
-from rankwise.insight.step_table import table_of
+from rankwise.insight.step_record import read
+from rankwise.insight.step_table import speed_of, table_of
+from rankwise.meter import EXCHANGE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "slowdowns"))
 from run import SAYS

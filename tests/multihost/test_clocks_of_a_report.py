@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rankwise.health.step_timeline import clock_ahead
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
+from rankwise.insight.trace_events import clock_ahead
 
 if TYPE_CHECKING:
     from pathlib import Path

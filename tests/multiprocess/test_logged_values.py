@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import rankwise as rw
-from rankwise import testing
+from rankwise import meter, testing
 from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined
-from rankwise.health import step_meter
-from rankwise.health.step_record import OPTIMIZER, SCRIPT, read
+from rankwise.insight.step_record import read
+from rankwise.meter import OPTIMIZER, SCRIPT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,12 +179,12 @@ def _part_in_a_closure(_: World, folder: str) -> list[int]:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss = model(torch.ones(1, 2)).square().sum()
-            parts.append(step_meter.meter.enter(OPTIMIZER))
+            parts.append(meter.current.enter(OPTIMIZER))
             loss.backward()
             return loss
 
         optimizer.step(closure)
-        parts.append(step_meter.meter.enter(SCRIPT))
+        parts.append(meter.current.enter(SCRIPT))
     return parts
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rankwise.charts.colors import page_style, picture_style
-from rankwise.charts.shapes import (
+from rankwise.charts import (
     LABEL_WIDTH,
     MOST_COLUMNS,
     WIDTH,
@@ -20,12 +19,14 @@ from rankwise.charts.shapes import (
     cells,
     heat_map,
     lines,
+    page_style,
     picture_of,
+    picture_style,
     stacked_bars,
 )
 
 if TYPE_CHECKING:
-    from rankwise.charts.shapes import Chart
+    from rankwise.charts import Chart
 
 
 def _marks(chart: Chart) -> list[tuple[str, float, float]]:

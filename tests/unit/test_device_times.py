@@ -7,26 +7,10 @@ from typing import TYPE_CHECKING, Self
 
 import pytest
 
-from rankwise.health.device_times import MOST_WAITING, DeviceTimes
-from rankwise.health.step_meter import StepMeter
-from rankwise.health.step_record import (
-    ARRIVAL,
-    ARRIVED,
-    BACKWARD,
-    DATA,
-    EVALUATION,
-    EXCHANGE,
-    FORWARD,
-    LATE_EXCHANGE,
-    OPTIMIZER,
-    PARTS,
-    READ_FOR_EVALUATION,
-    SCRIPT,
-    RecordFile,
-    Step,
-    read,
-)
-from rankwise.health.step_recorder import StepRecorder
+from rankwise.insight.device_times import MOST_WAITING, DeviceTimes
+from rankwise.insight.step_meter import StepMeter, StepRecorder
+from rankwise.insight.step_record import ARRIVAL, ARRIVED, LATE_EXCHANGE, READ_FOR_EVALUATION, RecordFile, Step, read
+from rankwise.meter import BACKWARD, DATA, EVALUATION, EXCHANGE, FORWARD, OPTIMIZER, PARTS, SCRIPT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +25,7 @@ class Device:
         self.num_events = 0
         self.is_capturing = self.has_failed = False
         for module in ("step_meter", "device_times"):
-            monkeypatch.setattr(f"rankwise.health.{module}.monotonic", lambda: self.host)
+            monkeypatch.setattr(f"rankwise.insight.{module}.monotonic", lambda: self.host)
 
     def work(self, seconds: float) -> None:
         self.idle_at = max(self.idle_at, self.host) + seconds
@@ -173,9 +157,7 @@ def one_step(meter: StepMeter, device: Device) -> None:
         before = meter.enter(part)
         device.host += 0.05
         device.work(0.1)
-        if part == OPTIMIZER:
-            meter.note_update()
-        meter.resume(before)
+        meter.resume(before, has_updated=part == OPTIMIZER)
 
 
 def meter_of(device: Device, path: Path) -> StepMeter:

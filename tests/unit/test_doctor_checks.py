@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.cli.doctor import as_json, as_text
-from rankwise.comm.clock_offset import ahead_of
 from rankwise.doctor import checks, gathering
 from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
 from rankwise.doctor.examine import Examination
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
+from rankwise.insight.clock_offset import ahead_of
 from rankwise.launch.messages import value_of
 from rankwise.world.network import Interface, Route
 

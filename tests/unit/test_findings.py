@@ -9,26 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rankwise.charts.units import duration
-from rankwise.health.step_record import (
-    BACKWARD,
-    CHECKPOINT,
-    DATA,
-    EXCHANGE,
-    FORWARD,
-    OPTIMIZER,
-    PARTS,
-    SCRIPT,
-    Now,
-    Record,
-    Step,
-)
+from rankwise.charts import duration
 from rankwise.insight import page, words
-from rankwise.insight.comparison import RunSpeed, times_faster
 from rankwise.insight.findings import Finding, findings_of
 from rankwise.insight.run_records import RunRecords
-from rankwise.insight.step_table import StepTable, table_of
+from rankwise.insight.step_record import Now, Record, Step
+from rankwise.insight.step_table import RunSpeed, StepTable, table_of, times_faster
 from rankwise.insight.titles import PART_NAMES, TITLES
+from rankwise.meter import BACKWARD, CHECKPOINT, DATA, EXCHANGE, FORWARD, OPTIMIZER, PARTS, SCRIPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,20 +5,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from test_findings import NUM_STEPS, job
 
-from rankwise.charts.units import duration
-from rankwise.health.step_record import DATA, Record
-from rankwise.health.tcp_traffic import Traffic, as_json
+from rankwise.charts import duration
 from rankwise.insight import words
 from rankwise.insight.findings import findings_of
-from rankwise.insight.network import SlowNetwork, links_of, slow_network
+from rankwise.insight.network import SlowNetwork, Traffic, as_json, links_of, slow_network
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_table import table_of
 from rankwise.insight.titles import TITLES
+from rankwise.meter import DATA
+
+if TYPE_CHECKING:
+    from rankwise.insight.step_record import Record
 
 MEGABYTES = 10**6
 USUAL = {"busy_seconds": 1.0, "bytes_per_second": 1e9}

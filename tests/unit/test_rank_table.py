@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.cli.top import table
-from rankwise.health.step_record import DATA, EXCHANGE, PARTS, LoggedValue, RecordFile, Step, row_of
+from rankwise.insight.step_record import LoggedValue, RecordFile, Step, row_of
 from rankwise.launch.inspect.steps import as_json, line_of, paces
+from rankwise.meter import DATA, EXCHANGE, PARTS
 
 if TYPE_CHECKING:
     from pathlib import Path

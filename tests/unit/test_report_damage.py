@@ -14,10 +14,10 @@ import pytest
 from test_step_record import some_step
 
 from rankwise.errors import ReportError
-from rankwise.health import step_record
-from rankwise.health.step_record import FACTS_BYTES, MAGIC, RecordFile, read, read_latest, row_of
+from rankwise.insight import step_record
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import read_run
+from rankwise.insight.step_record import FACTS_BYTES, MAGIC, RecordFile, read, read_latest, row_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rankwise.health.step_record import Now, Record
 from rankwise.insight.run_records import RunRecords, events_of, failed_ranks
+from rankwise.insight.step_record import Now, Record
 
 
 def run(notes: list[list[dict[str, Any]]], *events: dict[str, Any]) -> RunRecords:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from rankwise.comm.slow_rank import FIRST_WINDOW, SlowRank
-from rankwise.health.step_record import DATA, EXCHANGE, FORWARD, PARTS, Step
+from rankwise.insight.slow_rank import FIRST_WINDOW, SlowRank
+from rankwise.insight.step_record import Step
+from rankwise.meter import DATA, EXCHANGE, FORWARD, PARTS
 from rankwise.store.values import Store
 
 
@@ -21,7 +22,7 @@ def step_of(number: int, data: float) -> Step:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     heard: list[str] = []
-    monkeypatch.setattr("rankwise.comm.slow_rank.warn", lambda text, **_: heard.append(text))
+    monkeypatch.setattr("rankwise.insight.slow_rank.warn", lambda text, **_: heard.append(text))
     return heard
 
 

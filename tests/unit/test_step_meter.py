@@ -9,30 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from rankwise.health.flight_recorder import Ticket
-from rankwise.health.step_meter import StepMeter
-from rankwise.health.step_record import (
-    BACKWARD,
-    CHECKPOINT,
-    DATA,
-    EVALUATION,
-    EXCHANGE,
-    FORWARD,
-    OPTIMIZER,
-    SCRIPT,
-    Record,
-    RecordFile,
-    Step,
-    read,
-    read_latest,
-)
-from rankwise.health.step_recorder import FIRST_DETAILED, MOST_SLICES, StepRecorder
+from rankwise.health.flight_recorder import EVERYONE, FlightRecorder, Ticket
+from rankwise.insight.step_meter import FIRST_DETAILED, MOST_SLICES, StepMeter, StepRecorder
+from rankwise.insight.step_record import Record, RecordFile, Step, read, read_latest
+from rankwise.meter import BACKWARD, CHECKPOINT, DATA, EVALUATION, EXCHANGE, FORWARD, OPTIMIZER, SCRIPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still; a test moves it."""
     now = [1000.0]
     for module in ("step_meter", "device_times"):
-        monkeypatch.setattr(f"rankwise.health.{module}.monotonic", lambda: now[0])
+        monkeypatch.setattr(f"rankwise.insight.{module}.monotonic", lambda: now[0])
     return now
 
 
@@ -55,6 +40,8 @@ class Measured:
         self.path = folder / "a.steps"
         self.clock = clock
         self.meter = StepMeter(StepRecorder(RecordFile(str(self.path), {}), lambda: 7, folder))
+        self.flight = FlightRecorder()
+        self.meter.recorder.follow_collectives(self.flight)
 
     def spend(self, part: int, seconds: float, *, inside: tuple[int, float] | None = None) -> None:
         """Enter a part, with another one inside it, and resume what was before."""
@@ -67,7 +54,7 @@ class Measured:
     def update(self) -> None:
         """Note an optimizer's update."""
         self.spend(OPTIMIZER, 1.0)
-        self.meter.note_update()
+        self.meter.resume(SCRIPT, has_updated=True)
 
     def ended(self) -> Record:
         """Return what was recorded."""
@@ -126,10 +113,10 @@ def test_data_of_an_evaluation_belong_to_it_and_its_samples_to_nobody(tmp_path: 
     measured = Measured(tmp_path, clock)
     for _ in range(2):
         measured.spend(DATA, 1.0)
-        measured.meter.count_samples(8)
+        measured.meter.resume(SCRIPT, samples=8)
         measured.spend(EVALUATION, 2.0)
     measured.spend(DATA, 1.0)
-    measured.meter.count_samples(5)
+    measured.meter.resume(SCRIPT, samples=5)
     measured.spend(FORWARD, 1.0)
     measured.spend(BACKWARD, 1.0)
     measured.update()
@@ -171,8 +158,7 @@ def test_what_never_updates_is_no_step_and_takes_no_memory(tmp_path: Path, clock
 
 def test_details_hold_the_collectives_of_their_step_only(tmp_path: Path, clock: list[float]) -> None:
     measured = Measured(tmp_path, clock)
-    recent: deque[Ticket] = deque(maxlen=64)
-    measured.meter.recorder.follow_collectives(recent, "exchange {}".format)
+    recent = measured.flight.recent
     for number in range(1, 131):
         measured.spend(FORWARD, 1.0)
         recent.append(Ticket(number, f"sum {number}", sequence=number, since=clock[0] - 0.5, ended=clock[0] - 0.25))
@@ -181,7 +167,7 @@ def test_details_hold_the_collectives_of_their_step_only(tmp_path: Path, clock: 
     details = {note["step"]: note for note in measured.ended().notes if note["kind"] == "detail"}
     assert list(details) == [*range(1, FIRST_DETAILED + 1), 128]
     for step, detail in details.items():
-        assert detail["collectives"] == [[f"sum {step}", 500_000, 250_000, "exchange 0", step]]
+        assert detail["collectives"] == [[f"sum {step}", 500_000, 250_000, EVERYONE, step]]
         assert [part for part, *_ in detail["slices"] if part != SCRIPT] == [FORWARD, BACKWARD, OPTIMIZER]
 
 
@@ -202,9 +188,9 @@ def test_steps_that_are_added_up_together_keep_what_is_their_own(tmp_path: Path,
         before = measured.meter.enter(FORWARD)
         clock[0] += number / 1000
         measured.meter.resume(before)
-        measured.meter.count_samples(number)
-        measured.meter.count_bytes(2 * number)
-        measured.meter.note_update()
+        measured.meter.resume(SCRIPT, samples=number)
+        measured.flight.begin("sum", sent_bytes=2 * number)
+        measured.meter.resume(SCRIPT, has_updated=True)
     steps = measured.ended().steps
     assert [step.samples for step in steps] == list(range(1, 31))
     assert [step.sent_bytes for step in steps] == pytest.approx([2 * step.number for step in steps], rel=1e-3)
@@ -220,12 +206,12 @@ def test_steps_are_recorded_twice_per_second(tmp_path: Path, clock: list[float])
         measured.meter.enter(FORWARD)
         clock[0] += 0.01
         measured.meter.resume(SCRIPT)
-        measured.meter.note_update()
+        measured.meter.resume(SCRIPT, has_updated=True)
     assert len(read(measured.path).steps) == FIRST_DETAILED
     measured.meter.enter(FORWARD)
     clock[0] += 0.6
     measured.meter.resume(SCRIPT)
-    measured.meter.note_update()
+    measured.meter.resume(SCRIPT, has_updated=True)
     measured.meter.enter(FORWARD)
     assert len(read(measured.path).steps) == FIRST_DETAILED + 4
 
@@ -238,7 +224,7 @@ def test_those_who_look_meanwhile_see_steps_that_are_not_recorded_yet(tmp_path: 
     for _ in range(5):
         clock[0] += 0.001
         measured.spend(FORWARD, 0.001)
-        measured.meter.note_update()
+        measured.meter.resume(SCRIPT, has_updated=True)
     clock[0] += 0.001
     measured.spend(FORWARD, 0.001)
     looked = read_latest(measured.path)
@@ -253,7 +239,7 @@ def test_data_that_are_used_without_gradients_first_and_then_for_training_are_da
     measured = Measured(tmp_path, clock)
     for _ in range(2):  # microsteps with a teacher
         measured.spend(DATA, 2.0)
-        measured.meter.count_samples(8)
+        measured.meter.resume(SCRIPT, samples=8)
         measured.spend(EVALUATION, 1.0)
         measured.spend(FORWARD, 1.0)
         measured.spend(BACKWARD, 1.0)
@@ -267,8 +253,8 @@ def test_updates_and_samples_of_other_threads_are_not_those_of_this_one(tmp_path
     measured = Measured(tmp_path, clock)
 
     def train() -> None:
-        measured.meter.count_samples(8)
-        measured.meter.note_update()
+        measured.meter.resume(SCRIPT, samples=8)
+        measured.meter.resume(SCRIPT, has_updated=True)
 
     other = threading.Thread(target=train)
     other.start()
@@ -279,22 +265,22 @@ def test_updates_and_samples_of_other_threads_are_not_those_of_this_one(tmp_path
 
 FORKS = """
 import os
-from rankwise.health import step_meter
+from rankwise import meter
 
-class Meter(step_meter.StepMeter):
+class Meter(meter.Meter):
     def __init__(self):
         pass
 
     def __del__(self):
         os.write(1, b"destroyed")
 
-step_meter.start(Meter())
+meter.start(Meter())
 child = os.fork()
 if not child:
-    os.write(1, b"measures" if step_meter.current() else b"measures nothing")
+    os.write(1, b"measures nothing" if meter.is_silent() else b"measures")
     os._exit(0)
 os.waitpid(child, 0)
-os._exit(0 if step_meter.current() else 1)
+os._exit(int(meter.is_silent()))
 """
 
 
@@ -322,7 +308,7 @@ class Interruption:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if "rankwise/health" not in frame.f_code.co_filename:
+        if "rankwise/insight" not in frame.f_code.co_filename:
             return None
         if event == "line":
             self.left -= 1
@@ -340,8 +326,8 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_a_whole_record(
 ) -> None:
     clock = itertools.count(1000.0)
     at_once = 3
-    monkeypatch.setattr("rankwise.health.step_record.TAIL_RECORDS", at_once)
-    monkeypatch.setattr("rankwise.health.step_meter.monotonic", lambda: next(clock))
+    monkeypatch.setattr("rankwise.insight.step_record.TAIL_RECORDS", at_once)
+    monkeypatch.setattr("rankwise.insight.step_meter.monotonic", lambda: next(clock))
     seen: list[int] = []
     files = Path("/proc/self/fd")
     looked_at = socket.socket()
@@ -350,7 +336,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_a_whole_record(
 
     def step(measured: Measured) -> None:
         measured.spend(DATA, 0.0)
-        measured.meter.count_samples(1)
+        measured.meter.resume(SCRIPT, samples=1)
         measured.spend(FORWARD, 0.0)
         measured.spend(BACKWARD, 0.0, inside=(EXCHANGE, 0.0))
         measured.update()

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from rankwise.errors import ReportError
-from rankwise.health.step_record import (
-    EXCHANGE,
+from rankwise.insight.step_record import (
     MOST_VALUES,
-    PARTS,
     TAIL_RECORDS,
     LoggedValue,
     RecordFile,
@@ -26,6 +24,7 @@ from rankwise.health.step_record import (
     read_latest,
     row_of,
 )
+from rankwise.meter import EXCHANGE, PARTS
 
 
 def some_step(number: int, start: float, draw: random.Random) -> Step:
@@ -112,7 +111,8 @@ KILLED = """
 import os, random, signal, sys
 sys.path.insert(0, {tests!r})
 from test_step_record import some_step
-from rankwise.health.step_record import DATA, RecordFile, row_of
+from rankwise.insight.step_record import RecordFile, row_of
+from rankwise.meter import DATA
 record = RecordFile({path!r}, {{"rank": 3}})
 draw = random.Random(0)
 for number in range(1, 131):
@@ -199,7 +199,7 @@ FULL = """
 import random, resource, sys
 sys.path.insert(0, {tests!r})
 from test_step_record import some_step
-from rankwise.health.step_record import RecordFile, row_of
+from rankwise.insight.step_record import RecordFile, row_of
 record = RecordFile({path!r}, {{}})
 resource.setrlimit(resource.RLIMIT_FSIZE, (16000, 16000))
 draw = random.Random(0)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rankwise.health import tcp_traffic
-from rankwise.health.tcp_traffic import MOST_SECONDS, Traffic, TrafficNotes, as_json, from_json, read_traffic
+from rankwise.insight import network
+from rankwise.insight.network import MOST_SECONDS, Traffic, TrafficNotes, as_json, from_json, read_traffic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.fixture
 def loopback_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses of this machine count as those of others."""
-    monkeypatch.setattr(tcp_traffic, "is_loopback", lambda _: False)
+    monkeypatch.setattr(network, "is_loopback", lambda _: False)
 
 
 def of(traffic: list[Traffic], local: str) -> Traffic:

@@ -23,8 +23,8 @@ from rankwise.auto.proof import PLAIN, as_output, batch_dims, buffers_of, obstac
 from rankwise.auto.settings import GeneratorStates
 from rankwise.auto.split import Ways, first_line, whole_outputs, with_graph
 from rankwise.auto.trial import Trials
-from rankwise.health.step_meter import note_layout
 from rankwise.log import log
+from rankwise.meter import note_layout
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise import meter
 from rankwise.comm.current_batch import CurrentBatch
 from rankwise.errors import CollectiveMismatch
 from rankwise.replicate.random_numbers.model_draws import DrawsOfModel
@@ -82,6 +83,7 @@ class OwnCalls:
         """
         args, kwargs = pytree.tree_unflatten(list(arguments.leaves), arguments.tree)
         values = [one.movedim(dim, 0) for one, dim in arguments.rows]
+        meter.current.resume(meter.current.part, samples=share.num)
         self._session.batches.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
         draws.before(module, args, kwargs)
         try:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
+from rankwise import meter
 from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
@@ -23,10 +24,9 @@ from rankwise.checkpoint.save import PendingSave, SaveJob, write
 from rankwise.comm.agreement import CollectiveRanks, StoreRanks
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
-from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
-from rankwise.health.step_record import CHECKPOINT
 from rankwise.log import log, warn
+from rankwise.meter import CHECKPOINT
 from rankwise.tensors.arrays import memory_of
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import pins, wait_for_copies
@@ -279,7 +279,7 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------
 
     def _save(self, session: Session, step: int | None, objects: dict[str, object], *, asynchronous: bool) -> Path:
-        with step_meter.spending(CHECKPOINT):
+        with meter.current.spending(CHECKPOINT):
             self.wait()
             session.prepare_save()
             ranks = CollectiveRanks(session)
@@ -294,7 +294,7 @@ class Checkpointer:
                 self._save_in_background(session, ranks, job)
             else:
                 write(ranks, job)
-        step_meter.note_event(f"{'saving' if asynchronous else 'saved'} {job.target}")
+        meter.current.note_event(f"{'saving' if asynchronous else 'saved'} {job.target}")
         return job.target
 
     def _unlock(self) -> None:

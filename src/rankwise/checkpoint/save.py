@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise import meter
 from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, manifest
 from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
 from rankwise.comm.agreement import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
-from rankwise.health import step_meter
-from rankwise.health.step_record import CHECKPOINT
+from rankwise.meter import CHECKPOINT
 from rankwise.tensors.arrays import as_sent, memory_of
 from rankwise.tensors.synced_folders import make_folder
 from rankwise.version import VERSION
@@ -106,7 +106,7 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
             the folder cannot be written. What ``directory`` held before is still there.
         PeerFailed: that happened on another rank.
     """
-    with step_meter.spending(CHECKPOINT):
+    with meter.current.spending(CHECKPOINT):
         current().prepare_save()
         ranks = CollectiveRanks(current())
         content = contents.read(ranks, objects)
@@ -117,7 +117,7 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
         path, token = ranks.confirm("choosing the checkpoint's directory", choose)[0]
         target = Path(path)
         write(ranks, SaveJob(world=current().world, content=content, target=target, token=token, sweep=target.name))
-    step_meter.note_event(f"saved {target}")
+    meter.current.note_event(f"saved {target}")
     return target
 
 

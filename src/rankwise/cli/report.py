@@ -41,8 +41,8 @@ def _run_report(options: argparse.Namespace) -> int:
     """Write the page, print its first sentence, and return the exit code."""
     # Imported here: they cost import time that only this command should pay.
     from rankwise.insight.page import page_of  # noqa: PLC0415
-    from rankwise.insight.profiler_traces import timeline_of  # noqa: PLC0415
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
+    from rankwise.insight.trace_events import timeline_of  # noqa: PLC0415
 
     if options.profiles and not options.trace:
         raise ConfigurationError("--with is for a timeline.", do="pass --trace FILE too")
@@ -116,10 +116,10 @@ def _page(options: argparse.Namespace) -> Page:
     # Imported here: they cost import time that only this command should pay.
     from rankwise.checkpoint.folder import find, list_numbered  # noqa: PLC0415
     from rankwise.checkpoint.manifest import MANIFEST_NAME  # noqa: PLC0415
-    from rankwise.health.step_record import SUFFIX  # noqa: PLC0415
     from rankwise.insight.checkpoint_contents import page_of_checkpoint  # noqa: PLC0415
     from rankwise.insight.layouts import page_of_layouts, page_of_mesh  # noqa: PLC0415
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
+    from rankwise.meter import SUFFIX  # noqa: PLC0415
 
     folder = find(Path(options.what))
     newest = next(iter(list_numbered(folder).values()), folder) if folder.is_dir() else folder

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rankwise.health import step_meter
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -89,7 +87,6 @@ class BatchesInUse:
         if batch.loader not in self._outer:
             self._outer[batch.loader] = self.current
         self.current = batch
-        step_meter.meter.count_samples(batch.num)
         self.in_use.pop(batch.loader, None)
         self.in_use[batch.loader] = batch
         for action in self._taking:

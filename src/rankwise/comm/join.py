@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from rankwise.comm import optimizer_steps, step_measuring, transport_interface
+from rankwise import meter
+from rankwise.comm import optimizer_steps, step_hooks, transport_interface
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.collectives.objects import agree_on_key
@@ -57,6 +58,7 @@ from rankwise.world.environments.process import (
     device_mask,
     explicit,
     in_kubernetes,
+    launcher,
     may_share_gpus,
     note_echo,
     read_process,
@@ -169,7 +171,7 @@ def join(
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session)
     speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
-    step_measuring.start(world, report)
+    meter.listener().start(world, report)
     _hook_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
@@ -179,7 +181,7 @@ def join(
         except BaseException as error:
             fail(error)
             raise
-    step_measuring.follow(session, [place.hostname for place in addresses])
+    meter.listener().follow(session, [place.hostname for place in addresses])
     return world
 
 
@@ -232,7 +234,8 @@ def fail(error: BaseException) -> RankwiseError | None:
             session.detector.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
     else:
         annotate(error)
-    step_measuring.note_failure(error, session.world.rank)
+    if not launcher():
+        meter.note_failure(error, session.world.rank)
     _close(session, failed=True)
     return reason
 
@@ -242,7 +245,8 @@ def _close(session: Session, *, failed: bool) -> None:
     for action in session.ending:
         action()
     optimizer_steps.stop()
-    step_measuring.stop()
+    step_hooks.uninstall()
+    meter.stop()
     transport_interface.forget()
     # The process is about to exit, and another signal must not make it look killed.
     if not session.preemption.has_stopped:

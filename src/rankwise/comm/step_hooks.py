@@ -23,8 +23,8 @@ from weakref import ref
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankwise.health import step_meter
-from rankwise.health.step_record import BACKWARD, OPTIMIZER, SCRIPT
+from rankwise import meter
+from rankwise.meter import BACKWARD, OPTIMIZER, SCRIPT
 from rankwise.torch_private.compiler import between_graphs, skipped
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _living() -> list[_Entry]:
 
 def _backward(*args: Any, **kwargs: Any) -> None:
     """Run a backward. Called in place of ``torch.autograd.backward``."""
-    part = step_meter.meter.enter(BACKWARD)
+    part = meter.current.enter(BACKWARD)
     backward = _torchs_backward or _AT_IMPORT  # another library may have kept this function for longer
     try:
         if _around is None:
@@ -200,7 +200,7 @@ def _backward(*args: Any, **kwargs: Any) -> None:
         else:
             _around(backward, *args, **kwargs)
     finally:
-        step_meter.meter.resume(part)
+        meter.current.resume(part)
 
 
 @skipped
@@ -208,7 +208,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Call the followers. Called by torch before every step."""
     if torch.compiler.is_compiling():
         return _before_between_graphs(optimizer, args, kwargs)
-    part = step_meter.meter.enter(OPTIMIZER)
+    part = meter.current.enter(OPTIMIZER)
     if part != OPTIMIZER:  # A step that has failed has left its own.
         _here.begun.clear()
     followed = _followed(optimizer)
@@ -228,9 +228,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if torch.compiler.is_compiling():
         return _after_between_graphs(optimizer, args, kwargs)
     part, followed = _here.begun.pop() if _here.begun else (SCRIPT, None)
-    meter = step_meter.meter
-    meter.note_update()
-    meter.resume(part)
+    meter.current.resume(part, has_updated=True)
     known = _known.get(id(optimizer))
     if followed is None or followed is not known or followed.num_groups != len(optimizer.param_groups):
         followed = _followed(optimizer)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
+from rankwise import meter
 from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.current_batch import CurrentBatch
 from rankwise.comm.session import current, current_or_none
@@ -43,9 +44,8 @@ from rankwise.data.sources import (
 )
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.errors import ConfigurationError, DatasetError
-from rankwise.health import step_meter
 from rankwise.health.preemption import StepSource
-from rankwise.health.step_record import DATA, EVALUATION
+from rankwise.meter import DATA, EVALUATION
 from rankwise.world.device.streams import can_pin, pins
 
 if TYPE_CHECKING:
@@ -313,14 +313,18 @@ class DataLoader(StepSource, EpochPosition):
             session = current_or_none()
             if session is not None:
                 session.preemption.before_step(self)
-            part = step_meter.meter.enter(DATA if torch.is_grad_enabled() else EVALUATION)
+            part = meter.current.enter(DATA if torch.is_grad_enabled() else EVALUATION)
             fetched = next(batches, None)
-            step_meter.meter.resume(part)
             if fetched is None:
+                meter.current.resume(part)
                 break
             batch = fetched.batch
-            if session is not None:
-                session.batches.take(*self._in_hand(position, fetched, full_part), share_note)
+            if session is None:
+                meter.current.resume(part)
+            else:
+                taken, failure_note = self._in_hand(position, fetched, full_part)
+                meter.current.resume(part, samples=taken.num)
+                session.batches.take(taken, failure_note, share_note)
             position = fetched.stop
             self._cursor.take(iteration, position)
             in_hand = None if session is None else session.batches.current

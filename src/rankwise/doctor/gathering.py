@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.clock_offset import clock_ahead
 from rankwise.comm.collectives import all_reduce, all_to_all
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, Finding
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.errors import ConfigurationError, fold_ranks
+from rankwise.insight.clock_offset import clock_ahead
 from rankwise.launch.messages import value_of
 from rankwise.version import VERSION
 from rankwise.world import network

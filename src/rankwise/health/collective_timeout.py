@@ -13,12 +13,13 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from rankwise import meter
 from rankwise.errors import RankwiseError
-from rankwise.health import diagnosis, step_meter
+from rankwise.health import diagnosis
 from rankwise.health.event_log import ProcessEnded, TimedOut, post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
-from rankwise.health.step_record import EXCHANGE, SCRIPT
 from rankwise.log import warn
+from rankwise.meter import EXCHANGE, SCRIPT
 from rankwise.store.values import StoreLost
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class CollectiveWait:
 
     def __enter__(self) -> Self:
         self._detector.note_wait(self._ticket)
-        self._part = step_meter.meter.enter(EXCHANGE)
+        self._part = meter.current.enter(EXCHANGE)
         self._start = time.monotonic()
         return self
 
@@ -127,7 +128,7 @@ class CollectiveWait:
             if isinstance(error, RuntimeError | StoreLost) and not isinstance(error, RankwiseError):
                 self._raise_reason(error)
         finally:
-            step_meter.meter.resume(self._part)
+            meter.current.resume(self._part)
             self._detector.note_wait(None)
 
     def _raise_reason(self, error: Exception) -> None:
@@ -162,7 +163,7 @@ class CollectiveWait:
         answers = self._detector.poll_status(ticket.exchange_id, ticket.sequence)
         told = diagnosis.notice(diagnosis.of_answers(ticket.words, waited, answers, ticket.sequence, self._members()))
         warn(told, all_ranks=True)
-        step_meter.note_event(told)
+        meter.current.note_event(told)
 
     def _raise_deadlock(self, waited: float) -> None:
         """Raise on all ranks if some of them wait for each other."""

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rankwise.errors import ConfigurationError, RankwiseError
-from rankwise.health import diagnosis, process_probe, status_poll, step_meter
+from rankwise.health import diagnosis, process_probe, status_poll
 from rankwise.health.event_log import (
     ConnectionBroke,
     DetectorEnded,
@@ -108,13 +108,16 @@ class FailureDetector:
         )
         self._thread.start()
 
-    def ticket(self, what: str, exchange_id: int = 0, tensor: torch.Tensor | None = None) -> Ticket:
+    def ticket(
+        self, what: str, exchange_id: int = 0, tensor: torch.Tensor | None = None, *, sent_bytes: int = 0
+    ) -> Ticket:
         """Record that one more collective begins, and return its ticket.
 
         Args:
             what: its description; the same on every rank.
             exchange_id: see :class:`rankwise.health.flight_recorder.Ticket`.
             tensor: what this rank sends, for ranks to compare if ``what`` does not include its shape and dtype.
+            sent_bytes: how much it sends, if no tensor is given.
         """
         if self.error is not None:
             # Hooks run in a thread of torch's on GPUs: backward() then raises it in the thread that trains.
@@ -125,9 +128,7 @@ class FailureDetector:
         # Collectives of some ranks cannot be compared on all.
         if self.check is not None and all(self.recorder.is_member(r, exchange_id) for r in range(self.world_size)):
             self.check(what if tensor is None else with_kind(what, tensor))
-        if tensor is not None:
-            step_meter.meter.count_bytes(tensor.nbytes)
-        return self.recorder.begin(what, exchange_id)
+        return self.recorder.begin(what, exchange_id, sent_bytes if tensor is None else tensor.nbytes)
 
     def _refuse_two_threads(self, what: str) -> None:
         """Raise if another thread waits for a collective of all ranks: each rank would order the two in its own way."""

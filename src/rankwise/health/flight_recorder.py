@@ -136,6 +136,8 @@ class FlightRecorder:
         """Number of the latest collective."""
         self.step = 0
         """The number of optimizer updates whose gradients have been exchanged."""
+        self.sent_bytes = 0
+        """What this rank has given to all collectives."""
         self._purpose = ""
         self._counts = [0]
         """How many collectives of each exchange this rank has begun."""
@@ -166,8 +168,9 @@ class FlightRecorder:
         members = self._members[exchange_id]
         return members is None or rank in members
 
-    def begin(self, what: str, exchange_id: int = 0) -> Ticket:
-        """Record that a collective begins here."""
+    def begin(self, what: str, exchange_id: int = 0, sent_bytes: int = 0) -> Ticket:
+        """Record that a collective begins here, to which this rank gives so many bytes."""
+        self.sent_bytes += sent_bytes
         self.last = number = self.last + 1
         self._counts[exchange_id] = sequence = self._counts[exchange_id] + 1
         site = call_site.user_call_site()

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.charts.colors import NUM_KEYS
-from rankwise.charts.shapes import Bar, stacked_bars
-from rankwise.charts.units import memory
+from rankwise.charts import NUM_KEYS, Bar, memory, stacked_bars
 from rankwise.checkpoint.load import read_manifest
 from rankwise.insight import words
-from rankwise.insight.html import Page, Section, Table, rendered
+from rankwise.insight.html import Page, Section, rendered, tabled
 from rankwise.insight.titles import TITLES
 
 if TYPE_CHECKING:
@@ -83,12 +81,13 @@ def _files(saved: Manifest, language: Language) -> Section:
         (name, memory(saved.files[name].size_bytes), *(memory(size) for size in sizes.values()))
         for name, sizes in held.items()
     )
-    return Section(
-        name="files",
-        title=titles["files"],
+    return tabled(
+        "files",
+        titles["files"],
+        (titles["file"], titles["bytes"], *objects),
+        rows,
         chart=stacked_bars(bars, titles["files"], lambda _, length: memory(length)) if bars else None,
         legend=tuple({"style": styles[name], "name": f"{name}: {saved.objects[name].kind}"} for name in objects),
-        tables=(Table(caption=titles["files"], head=(titles["file"], titles["bytes"], *objects), rows=rows),),
     )
 
 
@@ -104,18 +103,13 @@ def _tensors(saved: Manifest, language: Language) -> list[Section]:
     )
     left_out = len(ordered) - len(rows)
     return [
-        Section(
-            name="tensors",
-            title=titles["tensors"],
+        tabled(
+            "tensors",
+            titles["tensors"],
+            (titles["tensor"], "dtype", titles["shape"], titles["bytes"], titles["file"]),
+            rows,
             note=titles["more tensors"].format(left_out) if left_out else "",
             chart=stacked_bars(bars, titles["tensors"], lambda _, length: memory(length)),
-            tables=(
-                Table(
-                    caption=titles["tensors"],
-                    head=(titles["tensor"], "dtype", titles["shape"], titles["bytes"], titles["file"]),
-                    rows=rows,
-                ),
-            ),
         )
     ]
 

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from rankwise.health.step_record import (
-    BACKWARD,
-    CHECKPOINT,
-    DATA,
-    EVALUATION,
-    EXCHANGE,
-    FORWARD,
-    OPTIMIZER,
-    SCRIPT,
-)
 from rankwise.insight.network import slow_network
+from rankwise.meter import BACKWARD, CHECKPOINT, DATA, EVALUATION, EXCHANGE, FORWARD, OPTIMIZER, SCRIPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

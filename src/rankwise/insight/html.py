@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from rankwise.charts.colors import page_style
+from rankwise.charts import page_style
 from rankwise.insight.titles import PART_NAMES, TITLES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from rankwise.charts.shapes import Chart
+    from rankwise.charts import Chart
     from rankwise.insight.titles import Language
 
 ORDER = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
@@ -41,6 +41,22 @@ class Section:
     chart: Chart | None = None
     legend: tuple[dict[str, str], ...] = ()
     tables: tuple[Table, ...] = field(default_factory=tuple)
+
+
+def tabled(
+    name: str,
+    title: str,
+    head: tuple[str, ...],
+    rows: Iterable[tuple[str, ...]],
+    *,
+    note: str = "",
+    chart: Chart | None = None,
+    legend: tuple[dict[str, str], ...] = (),
+    is_text: bool = False,
+) -> Section:
+    """Return a section with one table under its own title, or none without rows."""
+    table = Table(caption=title, head=head, rows=tuple(rows), is_text=is_text)
+    return Section(name=name, title=title, note=note, chart=chart, legend=legend, tables=(table,) if table.rows else ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,29 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rankwise.charts.colors import NUM_KEYS
-from rankwise.charts.schedule import schedule_legend, schedule_rows
-from rankwise.charts.shapes import MOST_COLUMNS, Bar, Cell, cells, spans, stacked_bars
-from rankwise.charts.units import duration, memory
+from rankwise.charts import (
+    MOST_COLUMNS,
+    NUM_KEYS,
+    Bar,
+    Cell,
+    cells,
+    duration,
+    memory,
+    schedule_legend,
+    schedule_rows,
+    spans,
+    stacked_bars,
+)
 from rankwise.errors import ConfigurationError, ReportError
 from rankwise.insight import words
-from rankwise.insight.html import Page, Section, Table, rendered
+from rankwise.insight.html import Page, Section, rendered, tabled
 from rankwise.insight.titles import TITLES
 from rankwise.world.mesh import NAMES, Axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.charts.schedule import Measured
+    from rankwise.charts import Measured
     from rankwise.insight.run_records import RunRecords
     from rankwise.insight.titles import Language
 
@@ -30,7 +39,7 @@ def layout_sections(layouts: Sequence[dict[str, Any]], hosts: Sequence[str], lan
     """Return a section for each layout that a run has recorded, where there is more than one rank or device.
 
     Args:
-        layouts: what :func:`rankwise.health.step_meter.note_layout` has recorded.
+        layouts: what :func:`rankwise.meter.note_layout` has recorded.
         hosts: of each rank.
         language: of the page.
     """
@@ -55,10 +64,11 @@ def mesh_section(axes: Axes, hosts: Sequence[str], language: Language) -> Sectio
     for name in named:
         along = [axes.coordinate(rank, name) for rank in shown]
         rows.append((name, [_key(at, f"{titles['rank']} {rank}: {name} {at}") for rank, at in enumerate(along)]))
-    table = Table(
-        caption=titles["mesh"],
-        head=(titles["axis"], titles["size"], titles["groups"], titles["what it is"]),
-        rows=tuple(
+    return tabled(
+        "mesh",
+        titles["mesh"],
+        (titles["axis"], titles["size"], titles["groups"], titles["what it is"]),
+        [
             (
                 name,
                 str(axes.size(name)),
@@ -66,15 +76,10 @@ def mesh_section(axes: Axes, hosts: Sequence[str], language: Language) -> Sectio
                 titles[f"axis {name}"],
             )
             for name in named
-        ),
-        is_text=True,
-    )
-    return Section(
-        name="mesh",
-        title=titles["mesh"],
+        ],
         note=titles["mesh note"],
         chart=cells(rows, titles["mesh"]),
-        tables=(table,),
+        is_text=True,
     )
 
 
@@ -92,16 +97,17 @@ def _groups_in_words(groups: Sequence[Sequence[int]], hosts: Sequence[str], titl
 def _calls(rows: Sequence[tuple[str, int, str]], language: Language) -> Section:
     """Return which calls of modules were split over the ranks, with ``--auto``, and why others were not."""
     titles = TITLES[language]
-    table = Table(
-        caption=titles["calls"],
-        head=(titles["module"], titles["number of calls"], titles["runs on"], titles["why"]),
-        rows=tuple(
+    return tabled(
+        "calls",
+        titles["calls"],
+        (titles["module"], titles["number of calls"], titles["runs on"], titles["why"]),
+        [
             (name, f"{count:,}", titles["one rank"] if reason else titles["all ranks"], reason)
             for name, count, reason in sorted(rows, key=lambda row: -row[1])
-        ),
+        ],
+        note=titles["calls note"],
         is_text=True,
     )
-    return Section(name="calls", title=titles["calls"], note=titles["calls note"], tables=(table,))
 
 
 def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
@@ -119,19 +125,14 @@ def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
         for device in devices
     ]
     rows = tuple((module, device, memory(size), runs_on, why) for module, device, size, runs_on, why in parts)
-    return Section(
-        name="placement",
-        title=titles["placement"],
+    return tabled(
+        "placement",
+        titles["placement"],
+        (titles["part"], titles["device"], titles["bytes"], titles["runs on"], titles["why"]),
+        rows,
         note=titles["placement note"],
         chart=stacked_bars(bars, titles["placement"], lambda _, length: memory(length)),
-        tables=(
-            Table(
-                caption=titles["placement"],
-                head=(titles["part"], titles["device"], titles["bytes"], titles["runs on"], titles["why"]),
-                rows=rows,
-                is_text=True,
-            ),
-        ),
+        is_text=True,
     )
 
 
@@ -140,21 +141,14 @@ def _schedule(title: str, measured: Sequence[Measured], language: Language) -> S
     rows = schedule_rows(measured, titles)
     busy = [sum(span.end - span.start for span in row) for _, row in rows]
     whole = max(end for *_, end in measured)
-    return Section(
-        name="schedule",
-        title=titles["schedule"],
+    return tabled(
+        "schedule",
+        titles["schedule"],
+        (titles["rank"], titles["computes"], titles["waits"]),
+        tuple((name, duration(time), duration(whole - time)) for (name, _), time in zip(rows, busy, strict=True)),
         note=title,
         chart=spans(rows, titles["schedule"], duration),
         legend=tuple({"style": style, "name": name} for style, name in schedule_legend(measured)),
-        tables=(
-            Table(
-                caption=titles["schedule"],
-                head=(titles["rank"], titles["computes"], titles["waits"]),
-                rows=tuple(
-                    (name, duration(time), duration(whole - time)) for (name, _), time in zip(rows, busy, strict=True)
-                ),
-            ),
-        ),
     )
 
 

@@ -9,27 +9,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rankwise.charts.colors import NUM_KEYS
-from rankwise.charts.shapes import Bar, binned, heat_map, lines, stacked_bars
-from rankwise.charts.units import duration, memory, speed
-from rankwise.health.step_record import EXCHANGE
+from rankwise.charts import NUM_KEYS, Bar, binned, duration, heat_map, lines, memory, speed, stacked_bars
 from rankwise.insight import words
-from rankwise.insight.comparison import speeds_of, times_faster
 from rankwise.insight.findings import findings_of
-from rankwise.insight.html import ORDER, Page, Section, Table, legend_of, rendered
+from rankwise.insight.html import ORDER, Page, Section, legend_of, rendered, tabled
 from rankwise.insight.layouts import layout_sections
 from rankwise.insight.network import links_of
 from rankwise.insight.run_records import events_of, failed_ranks
-from rankwise.insight.step_table import table_of
+from rankwise.insight.step_table import speeds_of, table_of, times_faster
 from rankwise.insight.titles import PART_NAMES, TITLES
+from rankwise.meter import EXCHANGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.insight.comparison import RunSpeed
     from rankwise.insight.network import Link
     from rankwise.insight.run_records import RunRecords
-    from rankwise.insight.step_table import StepTable
+    from rankwise.insight.step_table import RunSpeed, StepTable
     from rankwise.insight.titles import Language
 
 MOST_INCOMPLETE = 4
@@ -139,14 +135,7 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
         for index in order
     )
     head = (titles["run"], titles["ranks column"], titles["total"], titles["samples per second"], titles["times"])
-    return Section(
-        name="compare",
-        title=titles["compare"],
-        note=titles["compare note"],
-        chart=chart,
-        legend=legend,
-        tables=(Table(caption=titles["compare"], head=head, rows=rows),),
-    )
+    return tabled("compare", titles["compare"], head, rows, note=titles["compare note"], chart=chart, legend=legend)
 
 
 def _parts(table: StepTable, names: Sequence[str], language: Language) -> Section:
@@ -159,18 +148,13 @@ def _parts(table: StepTable, names: Sequence[str], language: Language) -> Sectio
         (name, *(duration(means[style][row]) for style in shown), duration(float(table.seconds[row].mean())))
         for row, name in enumerate(names)
     )
-    return Section(
-        name="parts",
-        title=titles["parts"],
+    return tabled(
+        "parts",
+        titles["parts"],
+        (titles["rank"], *(part_names[style] for style in shown), titles["total"]),
+        rows,
         chart=stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {duration(length)}"),
         legend=tuple(one for one in legend_of(language) if one["style"] in shown),
-        tables=(
-            Table(
-                caption=titles["parts"],
-                head=(titles["rank"], *(part_names[style] for style in shown), titles["total"]),
-                rows=rows,
-            ),
-        ),
     )
 
 
@@ -186,12 +170,13 @@ def _steps(table: StepTable, language: Language) -> Section:
         curves.append((label, xs, working[0]))
         legend.append({"style": "key1", "name": label})
     rows = tuple((f"{int(x)}", *(duration(ys[column]) for _, _, ys in curves)) for column, x in enumerate(xs.tolist()))
-    return Section(
-        name="steps",
-        title=titles["steps"],
+    return tabled(
+        "steps",
+        titles["steps"],
+        (titles["step"], *(name for name, _, _ in curves)),
+        rows,
         chart=lines(curves, titles["steps"], duration),
         legend=tuple(legend),
-        tables=(Table(caption=titles["steps"], head=(titles["step"], *(name for name, _, _ in curves)), rows=rows),),
     )
 
 
@@ -209,12 +194,13 @@ def _heat(table: StepTable, names: Sequence[str], language: Language) -> Section
 
     spread = [np.quantile(table.seconds - table.parts[:, :, EXCHANGE], at, axis=1) for at in (0.1, 0.5, 0.9)]
     rows = tuple((name, *(duration(float(column[row])) for column in spread)) for row, name in enumerate(names))
-    return Section(
-        name="heat",
-        title=titles["heat"],
+    return tabled(
+        "heat",
+        titles["heat"],
+        (titles["rank"], "10 %", "50 %", "90 %"),
+        rows,
         note=titles["heat note"],
         chart=heat_map(working, names, titles["heat"], told),
-        tables=(Table(caption=titles["heat"], head=(titles["rank"], "10 %", "50 %", "90 %"), rows=rows),),
     )
 
 
@@ -227,12 +213,7 @@ def _who(table: StepTable, names: Sequence[str], language: Language) -> Section 
         (name, *(duration(value) if value > 0 else "" for value in matrix[row].tolist()))
         for row, name in enumerate(names)
     )
-    return Section(
-        name="who",
-        title=titles["who"],
-        note=titles["who note"],
-        tables=(Table(caption=titles["who"], head=(titles["rank"], *names), rows=rows),),
-    )
+    return tabled("who", titles["who"], (titles["rank"], *names), rows, note=titles["who note"])
 
 
 def _network(links: Sequence[Link], language: Language) -> Section:
@@ -249,13 +230,8 @@ def _network(links: Sequence[Link], language: Language) -> Section:
         for link in links
     )
     columns = ("from and to", "sent per step", "rate", "round trip", "least round trip", "resent")
-    table = Table(caption=titles["network"], head=tuple(titles[name] for name in columns), rows=rows)
-    return Section(
-        name="network",
-        title=titles["network"],
-        note=titles["network note" if rows else "no network"],
-        tables=(table,) if rows else (),
-    )
+    note = titles["network note" if rows else "no network"]
+    return tabled("network", titles["network"], tuple(titles[name] for name in columns), rows, note=note)
 
 
 def _values(run: RunRecords, language: Language) -> list[Section]:
@@ -277,12 +253,13 @@ def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language:
     odd = [round(step) for step, value in pairs if not math.isfinite(value)]
     notes = [titles["means"].format(per_point)] if per_point > 1 else []
     notes += [titles["not finite"].format(len(odd), odd[0])] if odd else []
-    return Section(
-        name=f"values-{name}",
-        title=title,
+    return tabled(
+        f"values-{name}",
+        title,
+        (titles["step"], name),
+        rows,
         note=" ".join(notes),
         chart=lines([(name, xs[0], ys[0])], title, lambda value: f"{value:.4g}", from_zero=False),
-        tables=(Table(caption=title, head=(titles["step"], name), rows=rows),),
     )
 
 
@@ -295,12 +272,13 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
         (name, memory(float(table.memory_bytes[row, 0])), memory(float(table.memory_bytes[row].max())))
         for row, name in enumerate(names)
     )
-    return Section(
-        name="memory",
-        title=titles["memory"],
+    return tabled(
+        "memory",
+        titles["memory"],
+        (titles["rank"], titles["at first"], titles["most"]),
+        rows,
         chart=lines(curves, titles["memory"], memory),
         legend=tuple({"style": f"key{row % NUM_KEYS}", "name": name} for row, name in enumerate(names)),
-        tables=(Table(caption=titles["memory"], head=(titles["rank"], titles["at first"], titles["most"]), rows=rows),),
     )
 
 
@@ -309,14 +287,8 @@ def _events(run: RunRecords, language: Language) -> Section:
     rows = tuple(
         (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text) for time, text in events_of(run)
     )
-    return Section(
-        name="events",
-        title=titles["events"],
-        note="" if rows else titles["no events"],
-        tables=(Table(caption=titles["events"], head=(titles["time"], titles["event"]), rows=rows, is_text=True),)
-        if rows
-        else (),
-    )
+    note = "" if rows else titles["no events"]
+    return tabled("events", titles["events"], (titles["time"], titles["event"]), rows, note=note, is_text=True)
 
 
 def _environment(run: RunRecords, language: Language) -> Section:
@@ -325,8 +297,4 @@ def _environment(run: RunRecords, language: Language) -> Section:
         (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts.get(name, "")) for name in _FACTS))
         for record in run.ranks
     )
-    return Section(
-        name="environment",
-        title=titles["environment"],
-        tables=(Table(caption=titles["environment"], head=(titles["rank"], *_FACTS), rows=rows),),
-    )
+    return tabled("environment", titles["environment"], (titles["rank"], *_FACTS), rows)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ReportError, fold_ranks
-from rankwise.health.step_record import FAILURE, SUFFIX, Record, read
+from rankwise.insight.step_record import Record, read
 from rankwise.launch.report.failure_report import EVENTS
 from rankwise.log import warn
+from rankwise.meter import FAILURE, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,20 +8,21 @@ share, and within a checkpoint, they wait again, for the one that takes longest 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rankwise.health.step_record import BACKWARD, CHECKPOINT, EXCHANGE, OPTIMIZER, PARTS
-from rankwise.health.step_timeline import clock_ahead
+from rankwise.insight.trace_events import clock_ahead
+from rankwise.meter import BACKWARD, CHECKPOINT, EXCHANGE, OPTIMIZER, PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from rankwise.health.step_record import Record
+    from rankwise.insight.run_records import RunRecords
+    from rankwise.insight.step_record import Record
 
     Floats = NDArray[np.float64]
 
@@ -183,3 +184,51 @@ def _is_shifted(records: Sequence[Record], start: Floats, seconds: Floats) -> bo
     last = slice(-max(start.shape[1] // 4, 1), None)
     apart = np.ptp(start[:, last], axis=0) / seconds[:, last].mean(axis=0)
     return bool(np.median(apart) > HALF_A_STEP)
+
+
+# -- runs side by side ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpeed:
+    """How fast one run was."""
+
+    name: str
+    num_ranks: int
+    step_seconds: float
+    samples_per_second: float
+    """Of all ranks together; 0 if unknown."""
+    parts: dict[str, float]
+    """The mean time of each part of a step, over ranks, in seconds; waiting apart from the rest of the exchange."""
+
+
+def speed_of(run: RunRecords) -> RunSpeed:
+    """Return how fast a run was, without its first step."""
+    steady = table_of(run.ranks).steady()
+    step_seconds = float(steady.seconds.mean())
+    parts = {name: float(means.mean()) for name, means in steady.mean_parts().items()}
+    return RunSpeed(
+        name=run.folder.name or str(run.folder),
+        num_ranks=steady.num_ranks,
+        step_seconds=step_seconds,
+        samples_per_second=float(steady.samples.sum(axis=0).mean()) / step_seconds,
+        parts=parts,
+    )
+
+
+def speeds_of(runs: Sequence[RunRecords]) -> list[RunSpeed]:
+    """Return how fast runs were, by different names where their folders lie in different ones."""
+    speeds = [speed_of(run) for run in runs]
+    if len({speed.name for speed in speeds}) == len(speeds):
+        return speeds
+    return [replace(speed, name=str(run.folder)) for speed, run in zip(speeds, runs, strict=True)]
+
+
+def times_faster(speeds: Sequence[RunSpeed]) -> list[float]:
+    """Return how many times as fast each run was as the first one of those with the fewest ranks."""
+    first = min(speeds, key=lambda speed: speed.num_ranks)
+    # Of runs of which some count no samples, steps are compared.
+    by_samples = all(speed.samples_per_second for speed in speeds)
+    if by_samples:
+        return [speed.samples_per_second / first.samples_per_second for speed in speeds]
+    return [first.step_seconds / speed.step_seconds for speed in speeds]

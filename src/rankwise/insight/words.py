@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rankwise.charts.units import duration, speed
+from rankwise.charts import duration, speed
 from rankwise.insight.titles import PART_NAMES
 
 if TYPE_CHECKING:

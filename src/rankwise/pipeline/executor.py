@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.charts.schedule import schedule_legend, schedule_rows
-from rankwise.charts.shapes import picture_of, spans
-from rankwise.charts.units import duration
+from rankwise.charts import duration, picture_of, schedule_legend, schedule_rows, spans
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline import schedule as kinds
 from rankwise.pipeline.stage_executor import BoundStage, HeldActivations, received_like
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from pathlib import Path
 
-    from rankwise.charts.schedule import Measured
+    from rankwise.charts import Measured
     from rankwise.comm.backends.protocol import Amount
     from rankwise.pipeline.link import PipelineLink, Transfer
     from rankwise.pipeline.schedule import Action

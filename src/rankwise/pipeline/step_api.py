@@ -15,8 +15,8 @@ import torch
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.event_log import Failed, post
-from rankwise.health.step_meter import note_layout
 from rankwise.log import warn
+from rankwise.meter import note_layout
 from rankwise.pipeline import micro_batches as parts
 from rankwise.pipeline.executor import MeasuredStep, MicroBatch, Span, StepRun, now, write_picture
 from rankwise.pipeline.link import PipelineLink

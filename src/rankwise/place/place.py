@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.health.step_meter import note_layout
+from rankwise.meter import note_layout
 from rankwise.place import hooks
 from rankwise.place.device_memory import default_budgets, device_name, free_disk_bytes
 from rankwise.place.offload_files import OffloadFiles

@@ -11,8 +11,8 @@ from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
-from rankwise.health.step_meter import note_layout
 from rankwise.log import log, warn
+from rankwise.meter import note_layout
 from rankwise.torch_private.groups import mesh_groups
 from rankwise.world.device.choice import HOST, choose_backend, goes_through_host
 from rankwise.world.device.kinds import is_accelerator, type_of

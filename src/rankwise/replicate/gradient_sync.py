@@ -16,10 +16,10 @@ from weakref import ref
 
 import torch
 
+from rankwise import meter
 from rankwise.comm.backends.through_host import ThroughHost
 from rankwise.compress.methods import Narrow
-from rankwise.health import step_meter
-from rankwise.health.step_record import BACKWARD, EXCHANGE
+from rankwise.meter import BACKWARD, EXCHANGE
 from rankwise.replicate.accumulation import Accumulation
 from rankwise.replicate.bucket import Weights, WeightUnit, own_gradient
 from rankwise.replicate.buffers import count_registrations
@@ -453,8 +453,7 @@ def _finish_round() -> None:
         if len(syncs) > 1:
             sync.note_other_models()
         is_alone = is_alone and sync.num_ranks == 1
-    step_meter.meter.note_arrival()
-    part = BACKWARD if is_alone else step_meter.meter.enter(EXCHANGE)
+    part = meter.current.arrive(BACKWARD if is_alone else EXCHANGE)
     try:
         for sync in syncs:
             sync.send_rest()
@@ -465,7 +464,7 @@ def _finish_round() -> None:
             sync.abandon()
         raise
     finally:
-        step_meter.meter.resume(part)
+        meter.current.resume(part)
 
 
 class SyncAfterForward(OwnHook):

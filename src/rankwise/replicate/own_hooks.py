@@ -9,9 +9,9 @@ from weakref import ref
 
 import torch
 
+from rankwise import meter
 from rankwise.comm.step_hooks import is_updating
-from rankwise.health import step_meter
-from rankwise.health.step_record import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, SCRIPT
+from rankwise.meter import BACKWARD, EVALUATION, FORWARD, OPTIMIZER, SCRIPT
 from rankwise.torch_private.compiler import between_graphs, skipped
 
 if TYPE_CHECKING:
@@ -121,19 +121,18 @@ def _without(table: dict[Any, Any], keys: list[Any]) -> dict[Any, Any]:
 
 def measure_forward(model: nn.Module) -> None:
     """Count the time of each forward pass of ``model`` as such, if this rank measures its steps."""
-    if step_meter.current() is not None:
+    if not meter.is_silent():
         model.register_forward_pre_hook(OwnHook(_before_forward), prepend=True)
         model.register_forward_hook(OwnHook(_after_forward), always_call=True)
 
 
 def _before_forward(*_: object) -> None:
-    part = step_meter.meter.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
+    part = meter.current.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
     if part == BACKWARD:
         # A checkpoint that computes its part again: that is backward too.
-        step_meter.meter.resume(BACKWARD)
+        meter.current.resume(BACKWARD)
 
 
 def _after_forward(*_: object) -> None:
-    meter = step_meter.meter
-    if meter.part != BACKWARD:
-        meter.resume(OPTIMIZER if is_updating() else SCRIPT)
+    if meter.current.part != BACKWARD:
+        meter.current.resume(OPTIMIZER if is_updating() else SCRIPT)

@@ -23,7 +23,6 @@ from rankwise.comm.backends.engine import Counters, Operation
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.comm.backends.reducing import add_own, weighted_sum_into
 from rankwise.comm.backends.torch_group import REDUCE_OPS, handle_of
-from rankwise.health import step_meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -222,8 +221,7 @@ class SharedChannel:
 
     def start(self, share: float, weight: float, absent: Sequence[int]) -> None:
         """Publish the body, and advance as far as possible without waiting."""
-        self._ticket = self._engine.detector.ticket(self._what, self._exchange_id)
-        step_meter.meter.count_bytes(self.body.nbytes)
+        self._ticket = self._engine.detector.ticket(self._what, self._exchange_id, sent_bytes=self.body.nbytes)
         header = self._headers[self._rank]
         HEADER.pack_into(header, 0, share, weight, len(absent))
         if self._all_flags:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 
+from rankwise import meter
 from rankwise.comm.collectives.group import agreed
 from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.health import step_meter
-from rankwise.health.step_record import LoggedValue
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,9 +97,7 @@ class _LoggedValues:
 
     def add(self, name: str, value: torch.Tensor | float, weight: float) -> None:
         """Keep a value of the step under way, and add up all that were kept if that is due."""
-        meter = step_meter.current()
-        step = 0 if meter is None else meter.step
-        self._pending.append((name, step, value, weight))
+        self._pending.append((name, meter.current.step, value, weight))
         if len(self._pending) >= self._patience:
             self._flush()
 
@@ -139,21 +136,14 @@ class _LoggedValues:
 
     def _show(self, means: dict[str, float]) -> None:
         """Have ``rankwise top`` show the last means, and this rank's own values beside them."""
-        meter = step_meter.current()
-        if meter is not None:
-            meter.record.show_values({name: LoggedValue(self._own.get(name), mean) for name, mean in means.items()})
+        meter.current.show_values({name: (self._own.get(name), mean) for name, mean in means.items()})
 
     def _write(self, values: list[tuple[str, int, float]]) -> None:
-        meter = step_meter.current()
-        if meter is None:
-            return
         for name in dict.fromkeys(name for name, *_ in values):
             own = [(step, mean) for one, step, mean in values if one == name]
             steps = [step for step, _ in own]
-            meter.record.note(
-                {"kind": "values", "name": name, "steps": steps, "values": [_shortened(mean) for _, mean in own]}
-            )
-        writer = self._tensorboard(meter.recorder.folder)
+            meter.current.note("values", name=name, steps=steps, values=[_shortened(mean) for _, mean in own])
+        writer = self._tensorboard(meter.current.folder)
         if writer is not None:
             for name, step, mean in values:
                 writer.add_scalar(name, mean, step)

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rankwise import meter
 from rankwise.errors import PeerMissing
-from rankwise.health import call_site, diagnosis, process_probe, status_poll, step_meter
+from rankwise.health import call_site, diagnosis, process_probe, status_poll
 from rankwise.health.collective_timeout import NOTICE_SECONDS, SLICE_SECONDS, CollectiveWait, PeerEnded
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.health.flight_recorder import Ticket
@@ -96,7 +97,7 @@ def _wait(peer_wait: PeerWait, changed: threading.Condition, is_there: Callable[
             words = f"{peer_wait.what} has been waiting {waited:.0f} s for rank {peer_wait.peer}:"
             told = f"{words}\n{_doing(peer_wait)}"
             warn(told, all_ranks=True)
-            step_meter.note_event(told)
+            meter.current.note_event(told)
 
 
 def _why_never(peer_wait: PeerWait, broken: str | None) -> Exception | None:

@@ -19,7 +19,6 @@ from rankwise.comm import optimizer_steps
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.join import join, leave
 from rankwise.comm.session import current, current_or_none
-from rankwise.comm.timeline import Timeline
 from rankwise.compat.horovod.exceptions import not_initialized
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
 from rankwise.compat.horovod.queue import (
@@ -31,6 +30,7 @@ from rankwise.compat.horovod.queue import (
 )
 from rankwise.compat.horovod.request import SetMembers
 from rankwise.errors import ConfigurationError
+from rankwise.insight.timeline import Timeline
 from rankwise.log import log, logger
 from rankwise.world.device import accelerator
 from rankwise.world.environments import process
@@ -350,7 +350,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
     Raises:
         ConfigurationError: :func:`init` has not been called, the file cannot be written, or steps are not measured.
 
-    Source: rankwise.comm.timeline.
+    Source: rankwise.insight.timeline.
     """
     del mark_cycles
     current_queue().session.once(_Timelines).start(Path(file_path))

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Literal
 
 from rankwise.health import call_site, flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.health.step_record import SUFFIX, record_path
 from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
 from rankwise.launch.messages import RankEnds, StartAttempt
 from rankwise.launch.report import failure
 from rankwise.launch.report.exit_code import OomCount
 from rankwise.launch.report.failure_report import launcher_name
+from rankwise.meter import SUFFIX, record_path
 from rankwise.world.device.kinds import variables_for_instance
 from rankwise.world.environments.process import REPORT_OFF, slurm_variables_for
 from rankwise.world.environments.rankwise import echo_note, variables_for

@@ -21,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from rankwise import meter
 from rankwise.errors import LaunchError
 from rankwise.health import preemption, process_probe
 from rankwise.health.fork_safety import threads_are_known
@@ -346,6 +347,7 @@ def _preload() -> None:
     rankwise = importlib.import_module("rankwise")
     for name in rankwise.__all__:
         getattr(rankwise, name)
+    meter.listener()
 
 
 def _preload_for_restarts() -> None:

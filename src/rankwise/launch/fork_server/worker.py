@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rankwise import meter
 from rankwise.comm import session
 from rankwise.health import process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
@@ -54,9 +55,7 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     _watch_for_mistakes(start)
     sys.argv[0] = str(target)  # for what is recorded before the target has set its own
     if start.variables.get("RANKWISE_REPORT", REPORT_OFF) != REPORT_OFF:
-        from rankwise.comm import step_measuring  # noqa: PLC0415 - keeps the launcher's half of this module light
-
-        step_measuring.start_unjoined()
+        meter.listener().start_unjoined()
     close_groups = partial(_close_groups_left_open, own_pid)
     atexit.register(close_groups)  # before the script's own, which are called first
     try:

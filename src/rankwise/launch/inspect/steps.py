@@ -7,31 +7,28 @@ The ranks are not asked, and notice nothing. Imported by the service that answer
 from __future__ import annotations
 
 import contextlib
-import math
-import time
-from statistics import fmean
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ReportError, fold_ranks
-from rankwise.health.step_record import EXCHANGE, PARTS, read_latest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rankwise.health.diagnosis import Answers
-    from rankwise.health.step_record import Record
 
-NUM_STEPS = 32
-"""The pace is the mean of so many steps."""
+PACE = "rankwise.insight.pace"
+"""What reads the record of a rank, by name: the core imports no room of the rest."""
 
 
 def paces(paths: Mapping[int, Path]) -> Answers:
     """Return what the last steps of each rank took, what it logged and does now; only of ranks with a record."""
+    pace_of = import_module(PACE).pace_of
     found: Answers = {}
     for rank, path in paths.items():
         with contextlib.suppress(OSError, ReportError):
-            found[rank] = _pace(read_latest(path))
+            found[rank] = pace_of(path)
     return found
 
 
@@ -50,32 +47,6 @@ def as_json(parts: Iterable[Answers], unanswered: Sequence[str]) -> dict[str, An
         "values": means[0] if means else {},
         "unanswered": list(unanswered),
     }
-
-
-def _pace(record: Record) -> dict[str, Any]:
-    now = record.now
-    # The first one includes the start of the script.
-    steps = [step for step in record.steps[-NUM_STEPS:] if step.number > 1] or record.steps
-    seconds = fmean(step.seconds for step in steps) if steps else 0.0
-    return {
-        "steps": now.num_steps,
-        "host": record.facts["hostname"],
-        "world_size": record.facts["world_size"],
-        "step_seconds": seconds,
-        "parts": {name: fmean(step.parts[part] for step in steps) if steps else 0.0 for part, name in enumerate(PARTS)},
-        "own_seconds": seconds - fmean(step.parts[EXCHANGE] for step in steps) if steps else 0.0,
-        "memory_bytes": steps[-1].memory_bytes if steps else 0,
-        "samples": fmean(step.samples for step in steps) if steps else 0.0,
-        "values": {name: _number(value.own) for name, value in record.values.items() if value.own is not None},
-        "means": {name: _number(value.mean) for name, value in record.values.items()},
-        "now": PARTS[now.part],
-        "seconds_in_step": max(0.0, time.monotonic() - now.step_began),
-    }
-
-
-def _number(value: float) -> float | str:
-    """Return a number as JSON, which has none for what is not finite: ``"nan"``, ``"inf"``, ``"-inf"``."""
-    return value if math.isfinite(value) else str(value)
 
 
 def number_text(value: float | str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rankwise.errors import fold_ranks, rank_prefix
 from rankwise.health.process_probe import start_time_of
-from rankwise.health.step_record import FAILURE
+from rankwise.meter import FAILURE
 from rankwise.world.device.kinds import ASK_FIRST, MISSING_GPU
 
 if TYPE_CHECKING:

@@ -247,7 +247,7 @@ class RecordFile:
         """Record how many steps have ended and when the one under way began, for those who look meanwhile."""
         self._num_ended[0], self._began[0] = num_ended, began
 
-    def show_values(self, values: Mapping[str, LoggedValue]) -> None:
+    def show_values(self, values: Mapping[str, tuple[float | None, float]]) -> None:
         """Record the last values that were logged, by name, for those who look meanwhile."""
         for name, (own, mean) in values.items():
             if name not in self._value_names and len(self._value_names) < MOST_VALUES:
@@ -356,14 +356,18 @@ def read(path: Path) -> Record:
 
 def parse(data: bytes, name: str) -> Record:
     """Return the same from the bytes of a file, called ``name``. Raises as :func:`read` does."""
-    facts = _facts(name, data)
+    if not data.startswith(MAGIC) or len(data) < _MAPPED_BYTES:
+        raise ReportError(f"{name} is not the record of a rank.", do="pass the folder that --report was given")
     try:
-        return _parsed(facts, data)
+        return _parsed(data)
     except _DAMAGE as error:
         raise ReportError(f"{name} is damaged: {error}.", do="move it out of the folder") from error
 
 
-def _parsed(facts: dict[str, Any], data: bytes) -> Record:
+def _parsed(data: bytes) -> Record:
+    facts = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
+    if not isinstance(facts, dict):
+        raise TypeError("its header describes no rank")
     steps: list[Step] = []
     notes: list[dict[str, Any]] = []
     unpacker = zlib.decompressobj(wbits=-zlib.MAX_WBITS)
@@ -387,7 +391,7 @@ def _parsed(facts: dict[str, Any], data: bytes) -> Record:
             steps += _after(steps, _steps(rows, first, base))
     tail, now = _tail(data)
     steps += _after(steps, tail)
-    return Record(facts=facts, steps=steps, notes=notes, now=now, values=_values(data))
+    return Record(facts=cast("dict[str, Any]", facts), steps=steps, notes=notes, now=now, values=_values(data))
 
 
 def _after(steps: Sequence[Step], more: Iterable[Step]) -> list[Step]:
@@ -418,25 +422,7 @@ def read_latest(path: Path) -> Record:
         ReportError: the file is no record of a rank.
     """
     with path.open("rb") as file:
-        data = file.read(_MAPPED_BYTES)
-    facts = _facts(str(path), data)
-    try:
-        steps, now = _tail(data)
-    except _DAMAGE as error:
-        raise ReportError(f"{path} is damaged: {error}.", do="move it out of the folder") from error
-    return Record(facts=facts, steps=steps, notes=[], now=now, values=_values(data))
-
-
-def _facts(name: str, data: bytes) -> dict[str, Any]:
-    if not data.startswith(MAGIC) or len(data) < _MAPPED_BYTES:
-        raise ReportError(f"{name} is not the record of a rank.", do="pass the folder that --report was given")
-    try:
-        facts = json.loads(data[len(MAGIC) : FACTS_BYTES].rstrip(b"\0"))
-        if not isinstance(facts, dict):
-            raise TypeError("its header describes no rank")
-    except _DAMAGE as error:
-        raise ReportError(f"{name} is damaged: {error}.", do="move it out of the folder") from error
-    return cast("dict[str, Any]", facts)
+        return parse(file.read(_MAPPED_BYTES), str(path))
 
 
 def _tail(data: bytes) -> tuple[list[Step], Now]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from rankwise.health.step_meter import note_event
-from rankwise.health.step_record import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, PARTS
+from rankwise import meter
 from rankwise.log import warn
+from rankwise.meter import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, PARTS
 
 if TYPE_CHECKING:
-    from rankwise.health.step_record import Step
+    from rankwise.insight.step_record import Step
     from rankwise.store.values import Store
 
 FIRST_WINDOW, LARGEST_WINDOW = 50, 200
@@ -100,7 +100,7 @@ class SlowRank:
             f"it: {_ADVICE[cause]}"
         )
         warn(told, all_ranks=True)
-        note_event(told)
+        meter.current.note_event(told)
 
 
 def _spent(steps: list[Step]) -> list[float]:

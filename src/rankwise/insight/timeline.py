@@ -12,19 +12,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rankwise.comm.step_measuring import facts_of, note_clock
+from rankwise import meter
 from rankwise.errors import ConfigurationError
-from rankwise.health import step_meter
-from rankwise.health.step_record import RecordFile, parse
-from rankwise.health.step_timeline import as_trace, events_of_ranks, origin_of
+from rankwise.insight.clock_offset import note_clock
+from rankwise.insight.measuring import facts_of
+from rankwise.insight.step_meter import StepMeter
+from rankwise.insight.step_record import RecordFile, parse
+from rankwise.insight.trace_events import as_trace, events_of_ranks, origin_of
 from rankwise.log import log, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.session import Session
-    from rankwise.health.step_meter import StepMeter
-    from rankwise.health.step_record import Record
+    from rankwise.insight.step_record import Record
 
 WAIT_SECONDS = 10.0
 """How long rank zero waits for the parts of the others, all together."""
@@ -44,7 +45,14 @@ class Timeline:
     """
 
     def __init__(self, session: Session, path: Path, number: int, hostnames: Sequence[str]) -> None:
-        self._meter = _meter()
+        measuring = meter.current
+        if not isinstance(measuring, StepMeter):
+            raise ConfigurationError(
+                "A timeline needs the times of steps, which are not measured.",
+                evidence="--report off, or RANKWISE_REPORT=off",
+                do="run without that",
+            )
+        self._meter = measuring
         self._world = session.world
         self._path = path
         self._store = None if session.store is None else session.store.prefixed(f"rankwise/timeline/{number}")
@@ -94,17 +102,6 @@ class Timeline:
                 continue
             found.append(parse(data, f"rank {rank}"))
         return found
-
-
-def _meter() -> StepMeter:
-    meter = step_meter.current()
-    if meter is None:
-        raise ConfigurationError(
-            "A timeline needs the times of steps, which are not measured.",
-            evidence="--report off, or RANKWISE_REPORT=off",
-            do="run without that",
-        )
-    return meter
 
 
 def _try_to_write(path: Path) -> None:

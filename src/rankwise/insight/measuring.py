@@ -7,13 +7,11 @@ Called by ``join`` and ``leave``. Waits for no other rank.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import resource
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -21,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rankwise import meter
 from rankwise.comm import step_hooks
-from rankwise.comm.clock_offset import clock_ahead
-from rankwise.comm.slow_rank import SlowRank
-from rankwise.errors import ConfigurationError, PeerFailed, PeerMissing
-from rankwise.health import step_meter
-from rankwise.health.device_times import DeviceTimes
-from rankwise.health.step_meter import StepMeter
-from rankwise.health.step_record import DATA, EVALUATION, RecordFile, record_path
-from rankwise.health.step_recorder import StepRecorder
+from rankwise.errors import ConfigurationError
+from rankwise.insight.clock_offset import note_clock
+from rankwise.insight.device_times import DeviceTimes
+from rankwise.insight.slow_rank import SlowRank
+from rankwise.insight.step_meter import StepMeter, StepRecorder
+from rankwise.insight.step_record import RecordFile
 from rankwise.log import warn
+from rankwise.meter import DATA, EVALUATION, record_path
 from rankwise.torch_private.loader import wrap_next
 from rankwise.version import VERSION
 from rankwise.world.device import accelerator
@@ -47,15 +45,10 @@ from rankwise.world.facts import World
 
 if TYPE_CHECKING:
     from rankwise.comm.session import Session
-    from rankwise.store.values import Store
 
-CLOCK_SECONDS = 10.0
-"""How long an answer about a clock may take."""
 UNJOINED = "unknown"
 """The backend of a rank that has not joined."""
 _PAGE_BYTES = resource.getpagesize()
-_undo: list[Callable[[], None]] = []
-"""What stops measuring."""
 
 
 def start(world: World, report: str | os.PathLike[str] | None) -> None:
@@ -85,13 +78,19 @@ def start(world: World, report: str | os.PathLike[str] | None) -> None:
             ) from error
         warn(f"steps are not measured, because of their record: {error.strerror}")
         return
-    stop()
-    folder_path = Path(folder) if folder else None
+    meter.stop()
     device_times = None if new_event is None else DeviceTimes(new_event)
-    recorder = StepRecorder(record, _memory_of(world.device), folder_path, device_times)
-    step_meter.start(StepMeter(recorder))
+    # In memory it has, of its accelerator, else of the host.
+    memory_bytes = accelerator.memory_reader(world.device) or _resident_bytes
+    recorder = StepRecorder(record, memory_bytes, Path(folder) if folder else None, device_times)
     step_hooks.install()
-    _undo.append(wrap_next(_measuring_data))
+    leave_loaders = wrap_next(_measuring_data)
+
+    def leave_to_torch() -> None:
+        leave_loaders()
+        step_hooks.uninstall()
+
+    meter.start(StepMeter(recorder, leave_to_torch))
 
 
 def follow(session: Session, hostnames: Sequence[str]) -> None:
@@ -100,11 +99,11 @@ def follow(session: Session, hostnames: Sequence[str]) -> None:
     Called by: join, on every rank, after :func:`start`. The first rank of each host but rank zero's exchanges a few
     messages with rank zero if the run was given the folder of a report.
     """
-    meter = step_meter.current()
-    if meter is None or session.detector is None or session.store is None:
+    measuring = meter.current
+    if not isinstance(measuring, StepMeter) or session.detector is None or session.store is None:
         return
-    recorder = meter.recorder
-    recorder.follow_collectives(session.detector.recorder.recent, session.detector.recorder.name_of)
+    recorder = measuring.recorder
+    recorder.follow_collectives(session.detector.recorder)
     world = session.world
     if world.local_world_size <= len(os.sched_getaffinity(0)):  # Ranks that share a core are slow in turn.
         recorder.report_steps_to(SlowRank(session.store.prefixed("rankwise/pace"), world.world_size).note)
@@ -114,37 +113,6 @@ def follow(session: Session, hostnames: Sequence[str]) -> None:
         except TimeoutError:
             missing = "the clocks of the hosts were not compared: were all ranks given the folder of a report?"
             warn(missing, all_ranks=True)
-
-
-def note_clock(record: RecordFile, store: Store, rank: int, hostnames: Sequence[str]) -> None:
-    """Record how far this host's clock is ahead of rank zero's. Called by: every rank.
-
-    Args:
-        record: of this rank.
-        store: keys of this measurement, unused so far.
-        rank: this rank.
-        hostnames: of all ranks.
-
-    Raises:
-        TimeoutError: a rank did not answer.
-    """
-    own = hostnames.index(hostnames[rank])
-    others = [first for name in dict.fromkeys(hostnames) if (first := hostnames.index(name))]
-    measured = _clock_of_host(store, rank, own, others) if others else None
-    if measured is not None:
-        error, ahead = measured
-        record.note({"kind": "clock", "ahead": ahead, "error": error})
-
-
-def _clock_of_host(store: Store, rank: int, first: int, others: Sequence[int]) -> tuple[float, float] | None:
-    """Return the error, and how far this host's clock is ahead of rank zero's; ``None`` on rank zero's host."""
-    measured = clock_ahead(store, rank, others, time.monotonic, CLOCK_SECONDS)
-    if measured is not None:
-        store.set(f"host/{rank}", json.dumps(measured))
-    elif first:
-        error, ahead = json.loads(store.get(f"host/{first}", CLOCK_SECONDS * len(others)))
-        measured = error, ahead
-    return measured
 
 
 def start_unjoined() -> None:
@@ -166,29 +134,7 @@ def start_unjoined() -> None:
         source=reading.source,
     )
     start(world, None)
-    atexit.register(stop)
-
-
-def note_failure(error: BaseException, rank: int) -> None:
-    """Record that ``rank``, this one, ends with ``error``, unless a launcher records what becomes of its ranks.
-
-    Called by: fail.
-    """
-    if launcher():
-        return
-    if isinstance(error, PeerFailed | PeerMissing):
-        ranks = [error.rank] if isinstance(error, PeerFailed) else error.ranks
-        step_meter.note_failure(f"{type(error).__name__}: {error}", ranks, is_of_another=True)
-    else:
-        step_meter.note_failure("".join(traceback.format_exception(error)), [rank], is_of_another=False)
-
-
-def stop() -> None:
-    """Stop measuring, and complete the record."""
-    while _undo:
-        _undo.pop()()
-    step_hooks.uninstall()
-    step_meter.stop()
+    atexit.register(meter.stop)
 
 
 def _measuring_data(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -197,14 +143,15 @@ def _measuring_data(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(inner)
     def call(iterator: object) -> object:
         is_training = torch.is_grad_enabled()
-        part = step_meter.meter.enter(DATA if is_training else EVALUATION)
+        part = meter.current.enter(DATA if is_training else EVALUATION)
+        samples = 0
         try:
             batch = inner(iterator)
+            if is_training and part != DATA:  # Otherwise it is rankwise.DataLoader that reads, and counts.
+                samples = _rows_of(batch)
+            return batch
         finally:
-            step_meter.meter.resume(part)
-        if is_training and part != DATA:  # Otherwise it is rankwise.DataLoader that reads, and counts.
-            step_meter.meter.count_samples(_rows_of(batch))
-        return batch
+            meter.current.resume(part, samples=samples)
 
     return call
 
@@ -254,11 +201,6 @@ def facts_of(world: World) -> dict[str, object]:
         "started": time.time(),
         "monotonic": time.monotonic(),
     }
-
-
-def _memory_of(device: str) -> Callable[[], int]:
-    """Return a function for the bytes that this rank has in memory: of its accelerator, else of the host."""
-    return accelerator.memory_reader(device) or _resident_bytes
 
 
 def _resident_bytes() -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of charts: stacked bars, rows of cells or spans, a map of rank by step, and lines. Colors are the style's.
+"""Charts as SVG text: stacked bars, rows of cells or spans, a map of rank by step, and lines; their colors and units.
 
 Every mark has a title that says its value, and every chart a label for those who do not see it. A chart may also be a
-file by itself, with its title, its legend and its colors inside.
+file by itself, with its title, its legend and its colors inside. Values in, text out; writes no file.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rankwise.charts.colors import NUM_KEYS, NUM_SHADES, picture_style
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,6 +33,17 @@ _TOP = 62
 """Height of the title and the legend."""
 _LEGEND_WIDTH = 150
 """Of one entry."""
+STYLES = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward of inputs": "exchange",
+    "backward of weights": "optimizer",
+}
+"""Of each kind of box in a measured step of a pipeline: a row per rank, gaps where a rank waited."""
+ENGLISH = {"rank": "rank", "stage": "stage", "micro-batch": "micro-batch"}
+
+Measured = tuple[int, str, int, int, float, float]
+"""Rank, kind, stage, micro-batch, beginning and end in seconds, of one forward or backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,25 @@ def spans(rows: Sequence[tuple[str, Sequence[Span]]], title: str, words: Callabl
         for part, anchor in enumerate(("start", "middle", "middle", "middle", "end"))
     ]
     return _svg(bottom + ROW_HEIGHT, title, [*_boxes(placed), *axis])
+
+
+def schedule_rows(measured: Sequence[Measured], names: Mapping[str, str] = ENGLISH) -> list[tuple[str, list[Span]]]:
+    """Return the row of each rank, with its label.
+
+    Args:
+        measured: of all ranks; at least one.
+        names: what "rank", "stage" and "micro-batch" are called.
+    """
+    rows: list[list[Span]] = [[] for _ in range(1 + max(rank for rank, *_ in measured))]
+    for rank, kind, stage, micro_batch, start, end in measured:
+        told = f"{kind}, {names['stage']} {stage}, {names['micro-batch']} {micro_batch}: {duration(end - start)}"
+        rows[rank].append(Span(STYLES[kind], start, end, str(micro_batch), told))
+    return [(f"{names['rank']} {rank}", row) for rank, row in enumerate(rows)]
+
+
+def schedule_legend(measured: Sequence[Measured]) -> list[tuple[str, str]]:
+    """Return style and name of each kind of box that there is, in the order in which they are first met."""
+    return [(STYLES[kind], kind) for kind in dict.fromkeys(kind for _, kind, *_ in measured)]
 
 
 def _boxes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str, str]]]]) -> list[str]:
@@ -243,3 +271,125 @@ def picture_of(chart: Chart, title: str, legend: Sequence[tuple[str, str]]) -> s
         lines.append(f'<rect class="{style}" x="{x}" y="36" width="12" height="12"/>')
         lines.append(f'<text x="{x + 17}" y="46">{escape(name)}</text>')
     return "\n".join([*lines, f'<g transform="translate({_MARGIN} {_TOP})">{chart.svg}</g>', "</svg>", ""])
+
+
+# -- colors, on light and dark screens, as CSS -----------------------------------------------------------
+
+NUM_KEYS = 8
+"""How many colors there are for things of one kind."""
+_LIGHT = {
+    "text": "#1f2328",
+    "back": "#ffffff",
+    "soft": "#59636e",
+    "line": "#d1d9e0",
+    "card": "#f6f8fa",
+    "script": "#8c959f",
+    "data": "#bf8700",
+    "forward": "#0969da",
+    "backward": "#54aeff",
+    "exchange": "#8250df",
+    "waiting": "#cf222e",
+    "optimizer": "#1a7f37",
+    "checkpoint": "#bc4c00",
+    "evaluation": "#57606a",
+    "heat-low": "#ddf4ff",
+    "heat-high": "#0a3069",
+}
+_DARK = {
+    "text": "#e6edf3",
+    "back": "#0d1117",
+    "soft": "#9198a1",
+    "line": "#3d444d",
+    "card": "#151b23",
+    "script": "#656c76",
+    "data": "#d29922",
+    "forward": "#1f6feb",
+    "backward": "#79c0ff",
+    "exchange": "#a371f7",
+    "waiting": "#f85149",
+    "optimizer": "#3fb950",
+    "checkpoint": "#db6d28",
+    "evaluation": "#8b949e",
+    "heat-low": "#0c2d6b",
+    "heat-high": "#cae8ff",
+}
+_PARTS = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
+_KEYS = ("forward", "waiting", "optimizer", "data", "exchange", "checkpoint", "backward", "script")
+NUM_SHADES = 8
+"""How many shades a map has."""
+
+
+def page_style() -> str:
+    """Return the style of a page's charts, and the variables ``--text``, ``--back`` and others for the rest of it."""
+    return "\n".join(
+        [
+            f":root {{ color-scheme: light dark; {_variables(_LIGHT)} }}",
+            f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}",
+            *_rules(lambda name: f"var(--{name})"),
+        ]
+    )
+
+
+def picture_style() -> str:
+    """Return the style of a picture by itself, without variables: not every program that shows SVG knows them."""
+    return "\n".join(
+        [*_rules(_LIGHT.__getitem__), "@media (prefers-color-scheme: dark) {", *_rules(_DARK.__getitem__), "}"]
+    )
+
+
+def _variables(colors: dict[str, str]) -> str:
+    return "; ".join(f"--{name}: {color}" for name, color in colors.items())
+
+
+def _rules(color: Callable[[str], str]) -> list[str]:
+    shares = [round(100 * shade / (NUM_SHADES - 1)) for shade in range(NUM_SHADES)]
+    return [
+        f"svg text {{ font: 12px system-ui, sans-serif; fill: {color('soft')} }}",
+        *(_filled(part, color(part)) for part in _PARTS),
+        *(_filled(f"key{number}", color(name)) for number, name in enumerate(_KEYS)),
+        *(
+            f".heat{shade} {{ fill: color-mix(in oklab, {color('heat-high')} {share}%, {color('heat-low')}) }}"
+            for shade, share in enumerate(shares)
+        ),
+        *(f".curve{number} {{ stroke: {color(name)} }}" for number, name in enumerate(_KEYS)),
+        f".curve {{ fill: none; stroke-width: 1.6 }} .grid {{ stroke: {color('line')} }}",
+        f".cell {{ stroke: {color('back')}; stroke-width: 1 }} svg text.in {{ fill: {color('back')} }}",
+        f".back {{ fill: {color('back')} }} svg text.title {{ font-size: 14px; fill: {color('text')} }}",
+    ]
+
+
+def _filled(style: str, color: str) -> str:
+    return f".{style} {{ fill: {color}; background: {color} }}"
+
+
+# -- units ----------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with three digits: ``12.3 ms``."""
+    if seconds == 0.0:
+        return "0 s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} µs"
+
+
+def memory(num_bytes: float) -> str:
+    """Return a number of bytes with three digits: ``1.25 GiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{_three_digits(num_bytes / 2**10)} KiB"
+
+
+def speed(bytes_per_second: float) -> str:
+    """Return a speed with three digits: ``1.25 MB/s``."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_second >= size:
+            return f"{_three_digits(bytes_per_second / size)} {unit}"
+    return f"{_three_digits(bytes_per_second / 1e3)} kB/s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"  # noqa: PLR2004

@@ -7,14 +7,19 @@ request and its receipt.
 
 from __future__ import annotations
 
+import json
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankwise.insight.step_record import RecordFile
     from rankwise.store.values import Store
 
 NUM_PINGS = 8
+CLOCK_SECONDS = 10.0
+"""How long an answer about a clock may take."""
 
 
 def clock_ahead(
@@ -58,3 +63,34 @@ def _ask(store: Store, key: str, clock: Callable[[], float], timeout_seconds: fl
 def ahead_of(asked: float, told: float, heard: float) -> tuple[float, float]:
     """Return the largest error, and how far the asking clock is ahead of the answering one."""
     return (heard - asked) / 2, (asked + heard) / 2 - told
+
+
+def note_clock(record: RecordFile, store: Store, rank: int, hostnames: Sequence[str]) -> None:
+    """Record how far this host's clock is ahead of rank zero's. Called by: every rank.
+
+    Args:
+        record: of this rank.
+        store: keys of this measurement, unused so far.
+        rank: this rank.
+        hostnames: of all ranks.
+
+    Raises:
+        TimeoutError: a rank did not answer.
+    """
+    own = hostnames.index(hostnames[rank])
+    others = [first for name in dict.fromkeys(hostnames) if (first := hostnames.index(name))]
+    measured = _clock_of_host(store, rank, own, others) if others else None
+    if measured is not None:
+        error, ahead = measured
+        record.note({"kind": "clock", "ahead": ahead, "error": error})
+
+
+def _clock_of_host(store: Store, rank: int, first: int, others: Sequence[int]) -> tuple[float, float] | None:
+    """Return the error, and how far this host's clock is ahead of rank zero's; ``None`` on rank zero's host."""
+    measured = clock_ahead(store, rank, others, time.monotonic, CLOCK_SECONDS)
+    if measured is not None:
+        store.set(f"host/{rank}", json.dumps(measured))
+    elif first:
+        error, ahead = json.loads(store.get(f"host/{first}", CLOCK_SECONDS * len(others)))
+        measured = error, ahead
+    return measured

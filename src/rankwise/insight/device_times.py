@@ -13,7 +13,8 @@ from collections import deque
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from rankwise.health.step_record import LATE_EXCHANGE, SCRIPT, add_segments
+from rankwise.insight.step_record import LATE_EXCHANGE, add_segments
+from rankwise.meter import SCRIPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
