@@ -6,8 +6,10 @@ The limits only go down. ``pytest -s`` prints the tables.
 
 from __future__ import annotations
 
+import re
 from functools import reduce
 from operator import and_
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import calls
@@ -19,10 +21,9 @@ import rankwise as rw
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rankwise.world.facts import World
 
+ROOT = Path(__file__).parents[2]
 NUM_STEPS = 40
 FIRST_COUNTED = 8
 """By now buckets are laid out, kinds of calls are known, and checks of first steps are done."""
@@ -64,4 +65,16 @@ def test_calls_and_files(tmp_path: Path) -> None:
     for name, counted in of_rank_0.items():
         print(calls.table(name, counted))  # noqa: T201 - shown by pytest -s
     measured = {name: (counted.total(), len(calls.files(counted))) for name, counted in of_rank_0.items()}
+    assert set(calls.files(of_rank_0["step"])) == _walked(), "docs/architecture.md walks other files"
     assert all(a <= b for name in LIMITS for a, b in zip(measured[name], LIMITS[name], strict=True)), measured
+
+
+def _walked() -> set[str]:
+    """Return the files that docs/architecture.md says a step passes: the first column of its table."""
+    section = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## From a batch to a step")[1]
+    rows = [line.split(" | ")[0] for line in section.split("\n## ")[0].splitlines() if line.startswith("| `")]
+    found: set[str] = set()
+    for name in re.findall(r"`([^`]+)`", " ".join(rows)):
+        folder, _, names = name.partition("{")
+        found |= {f"{folder}{one.strip()}.py" for one in names.rstrip("}").split(",")}
+    return found
