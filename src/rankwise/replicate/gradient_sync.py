@@ -149,8 +149,14 @@ class GradientSync:
         self._on_backward = listener
 
     def report_forwards_to(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each forward pass that may be trained, unless it is one of several microsteps."""
+        """Call ``listener`` before each forward pass that may be trained, unless it is one of several microsteps."""
         self._on_forward = listener
+
+    def before_forward(self, *_: object) -> None:
+        """Call what :meth:`report_forwards_to` was given: forward itself may change parameters. Called by torch."""
+        is_microstep = self._accumulation.is_continued or self._accumulation.is_open
+        if self._on_forward is not None and not is_microstep and torch.is_grad_enabled() and not in_backward():
+            self._on_forward()
 
     def is_mid_step(self) -> bool:
         """Whether gradients of some microsteps wait, on every rank, for those of the last."""
@@ -194,8 +200,6 @@ class GradientSync:
             raise self.followed.changed()
         if self.followed.unhooked:
             self.hook_new_parameters()
-        if self._on_forward is not None and not (self._accumulation.is_continued or self._accumulation.is_open):
-            self._on_forward()
 
     def note_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the inputs of the model's first call."""

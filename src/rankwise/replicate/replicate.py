@@ -165,7 +165,7 @@ def replicate(
         guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         sync.loss.guard_by(guard)
         sync.report_forwards_to(guard.note_forward)
-        before += [split.begin, ModuleHooks(model).before_forward]
+        before += [split.begin, ModuleHooks(model).before_forward, sync.before_forward]
     model.register_forward_pre_hook(OwnHook(*before))
     model.register_forward_hook(SyncAfterForward(sync, weight, after_training), with_kwargs=True)
     draw_as_one_rank(model, session, exchange, randomness)

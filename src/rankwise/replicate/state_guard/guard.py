@@ -95,7 +95,7 @@ class StateGuard:
         posted = Posted.of_exchange(exchange, session, f"rankwise/reports/{next(_numbers)}")
         self._unaveraged = WithoutBackward(model_name, self._parameters, posted)
         self.note_forward = self._unaveraged.note_forward
-        """Called after each forward pass that may be trained, but for those of further microsteps."""
+        """Called before each forward pass that may be trained, but for those of further microsteps."""
         self._used = UsedSettings(model_name, posted, session)
         self._optimizers = OptimizersOf(list(parameters.values()), self._used, self._unaveraged.note_step)
         self._names = list(parameters)
