@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from rankwise.auto.messages import dumped, dumped_tree, loaded, loaded_tree
+from rankwise.auto.shipping import dumped, dumped_tree, loaded, loaded_tree
 from rankwise.torch_private import tree as pytree
 
 

@@ -286,3 +286,10 @@ def test_a_path_that_code_builds_from_its_own_exists() -> None:
     ]
     assert found
     assert [path for path in found if not path.exists()] == []
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| `([a-z_/]+)` \|$", text.split("## Where is ...?")[1].split("\n## ")[0], re.MULTILINE)
+    assert len(rows) == 25
+    assert [row for row in rows if not (SOURCE / f"{row}.py").is_file()] == []

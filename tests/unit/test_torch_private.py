@@ -37,6 +37,7 @@ from rankwise.torch_private import (
     compiler,
     dtensor,
     foreach,
+    gradient_totals,
     groups,
     kernels,
     loader,
@@ -829,8 +830,8 @@ def check_gradient_totals() -> None:
         found.append(float(by_device[weight.device]))
         return {weight.device: torch.ones(())}
 
-    modules.replace_norm(lambda tensors, *_: modules.total_norm(tensors) * 2)
-    modules.replace_scaler(complete, lambda one: begun.append(modules.has_scaled(one)))
+    gradient_totals.replace_norm(lambda tensors, *_: gradient_totals.total_norm(tensors) * 2)
+    gradient_totals.replace_scaler(complete, lambda one: begun.append(gradient_totals.has_scaled(one)))
     try:
         assert clip_grad_norm_([weight], 5.0).item() == nn.utils.get_total_norm([torch.tensor(10.0)]).item() / 2 == 10
         torch.testing.assert_close(weight.grad, torch.tensor([1.5, 2.0]))
@@ -844,7 +845,7 @@ def check_gradient_totals() -> None:
         assert scaler.get_scale() == 4
         assert (begun, found) == ([False, True, True, True], [0.0])
     finally:
-        modules.restore_totals()
+        gradient_totals.restore()
     assert nn.utils.get_total_norm([torch.tensor(10.0)]).item() == 10
     scaler.step(optimizer)
     assert len(begun) == 4

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.auto.messages import Backward, End, Failed, Forward, Outputs, Rows, loaded, loaded_tree
+from rankwise.auto.messages import Backward, End, Failed, Forward, Outputs, Rows
 from rankwise.auto.own_call import OwnArguments, added_together
 from rankwise.auto.parameters import ServerTensors
 from rankwise.auto.proof import buffers_of, parameters_of
 from rankwise.auto.rows import Share
 from rankwise.auto.settings import AppliedSettings
+from rankwise.auto.shipping import loaded, loaded_tree
 from rankwise.errors import RankwiseError
 from rankwise.torch_private import tree as pytree
 

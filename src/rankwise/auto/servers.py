@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rankwise.auto.messages import End, Failed, Forward, Rows, dumped, dumped_tree
+from rankwise.auto.messages import End, Failed, Forward, Rows
 from rankwise.auto.own_call import OwnArguments
 from rankwise.auto.parameters import TensorsOfModule, TensorTable, broadcast
 from rankwise.auto.rows import Share
 from rankwise.auto.settings import settings
+from rankwise.auto.shipping import dumped, dumped_tree
 from rankwise.errors import RankwiseError
 from rankwise.health.call_site import user_call_site
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded

@@ -14,7 +14,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.device_mesh import exchange_along
 from rankwise.torch_private.dtensor import own_part
-from rankwise.torch_private.modules import has_scaled, replace_norm, replace_scaler, restore_totals, total_norm
+from rankwise.torch_private.gradient_totals import has_scaled, replace_norm, replace_scaler, restore, total_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,7 @@ class _WholeModels:
         """Scalers whose scale is known on every rank."""
         replace_norm(self._norm)
         replace_scaler(self._complete, self._begin)
-        session.at_end(restore_totals)
+        session.at_end(restore)
 
     @torch.no_grad()
     def _norm(
