@@ -102,7 +102,7 @@ slowdowns: setup  ## jobs with one slow rank each: does the report name it and w
 	$(BIN)/python tests/slowdowns/run.py
 
 bench: setup  ## ratios against other tools; run nothing else at the same time
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(ONLY)
 
 bench-peers: $(PEERS_READY)  ## a training step beside other libraries, from .venv-peers
 	$(PEERS_BIN)/python benchmarks/peers.py

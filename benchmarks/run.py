@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run every benchmark, one after the other, and print one table: `make bench`."""
+"""Run every benchmark, one after the other, and print one table: `make bench`.
+
+Arguments: words; only benchmarks with one of them in their name (`make bench ONLY=step`). Every benchmark's rows are
+printed on stderr as it ends: a run that is interrupted after half an hour has not lost what it measured.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +47,19 @@ BENCHMARKS = (
 def main() -> int:
     print(machine(), flush=True)
     rows: list[Row] = []
+    words = sys.argv[1:]
     for name in BENCHMARKS:
+        if words and not any(word in name for word in words):
+            continue
         print(f"... {name}", file=sys.stderr, flush=True)
         script = Path(__file__).with_name(name)
         done = subprocess.run([sys.executable, str(script), "--json"], check=False, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             print(f"{name} failed with exit code {done.returncode}", file=sys.stderr)
             return done.returncode
-        rows += [Row(**fields) for fields in json.loads(done.stdout.strip().splitlines()[-1])]
+        own = [Row(**fields) for fields in json.loads(done.stdout.strip().splitlines()[-1])]
+        print(table(own), file=sys.stderr, flush=True)
+        rows += own
     print(table(rows))
     return 0
 
