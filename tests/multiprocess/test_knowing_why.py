@@ -21,7 +21,7 @@ from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, PeerMissing
-from rankwise.health import collective_timeout, process_probe, status_poll
+from rankwise.health import collective_timeout, process_probe
 from rankwise.health.collective_timeout import CollectiveWait
 from rankwise.launch.inspect import stacks
 from rankwise.replicate.loss.reports import channel_length
@@ -82,7 +82,7 @@ def _offer_stack(world: World, folder: Path) -> None:
     """Do what the launcher has a rank do before its script begins, and join() with what the launcher has said."""
     path = str(folder / f"stack-{world.rank}")
     process_probe.offer_stack(path)
-    status_poll.introduce(_store(), world.rank, process_probe.this_process(path))
+    process_probe.introduce(_store(), world.rank, process_probe.this_process(path))
 
 
 def _stuck(world: World, how: Callable[[Path], None], folder: Path) -> None:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rankwise.comm.backends.engine import SYSCALL_NUMBER, Counters, sleep_while
 from rankwise.comm.backends.mapping import PAGE_BYTES, Mapping, rounded_up
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.comm.backends.reducing import REDUCIBLE, reduce_into, weighted_sum_into
-from rankwise.comm.backends.shared_channel import ChannelLayout, lay_out
+from rankwise.comm.backends.shared_channel import ChannelLayout, lay_out, weighted_sum_into
 from rankwise.comm.backends.shared_memory import ResultMemory
+from rankwise.comm.backends.staging import REDUCIBLE, reduce_into
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from event_followers import following, log_of
 
 from rankwise.errors import PeerFailed, PeerMissing
-from rankwise.health import collective_timeout, event_log, process_probe, status_poll
+from rankwise.health import collective_timeout, event_log, process_probe
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
 from rankwise.health.flight_recorder import EVERYONE
 from rankwise.health.process_probe import Process
@@ -95,7 +95,7 @@ def test_only_processes_of_this_machine_that_have_not_left_are_looked_at() -> No
     store = Store(dist.HashStore())
     here = process_probe.this_process()
     for rank, host in enumerate([here.host, "another machine", "", here.host]):
-        status_poll.introduce(store, rank, Process(host, os.getpid(), ""))
-    status_poll.take_leave(store, 3)
-    assert list(status_poll.look_at(store, range(5))) == [0]
-    assert [status_poll.is_introduced(store, rank) for rank in (2, 3, 4)] == [True, False, False]
+        process_probe.introduce(store, rank, Process(host, os.getpid(), ""))
+    process_probe.withdraw(store, 3)
+    assert list(process_probe.probe_silent(store, range(5))) == [0]
+    assert [process_probe.is_introduced(store, rank) for rank in (2, 3, 4)] == [True, False, False]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.comm.transport_interface import common_interface
+from rankwise.comm.world_group import common_interface
 from rankwise.errors import ConfigurationError, PeerMissing
 from rankwise.store.bootstrap import EVERY_INTERFACE, RankAddress, listening_address, wait_for_store
 from rankwise.world import network

@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankwise.comm.same_state.differences import first_unlike_setting, listed, unlike_summaries
-from rankwise.comm.same_state.owners import names_in_modules, split_by_wrapper
-from rankwise.comm.same_state.posted import Posted
-from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.same_state import (
+    CheckSchedule,
+    Posted,
+    first_unlike_setting,
+    listed,
+    names_in_modules,
+    split_by_wrapper,
+    unlike_summaries,
+)
 from rankwise.store.values import Store
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.comm.point_to_point.waiting import PeerWait, wait
+from rankwise.health.collective_timeout import PeerWait, wait_for_peer
 from rankwise.store import bootstrap
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import listen, open_connection, prepare, receive_frame_on_loop, send_frame
@@ -292,7 +292,7 @@ class Connection:
             broken=lambda: None,
             do="look where that rank is, and in which state; kill -CONT resumes one that was stopped",
         )
-        wait(late, readiness, readiness.is_there)
+        wait_for_peer(late, readiness, readiness.is_there)
 
 
 def accept_servers(session: Session, store: Store, detector: FailureDetector) -> list[Connection]:

@@ -19,11 +19,9 @@ from rankwise.auto.rows import Share
 from rankwise.auto.settings import settings
 from rankwise.auto.shipping import dumped, dumped_tree
 from rankwise.errors import RankwiseError
-from rankwise.health.call_site import user_call_site
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
-from rankwise.health.flight_recorder import Ticket
-from rankwise.health.process_probe import this_process
-from rankwise.health.status_poll import process_of
+from rankwise.health.flight_recorder import Ticket, user_call_site
+from rankwise.health.process_probe import process_of, this_process
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import BatchNorm
 

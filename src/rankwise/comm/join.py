@@ -24,13 +24,19 @@ import torch
 import torch.distributed as dist
 
 from rankwise import meter
-from rankwise.comm import optimizer_steps, step_hooks, transport_interface
+from rankwise.comm import optimizer_steps, step_hooks
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.collectives.objects import agree_on_key
 from rankwise.comm.point_to_point.endpoint import current_endpoint, watch_ring
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
-from rankwise.comm.world_group import is_opening, open_group, open_group_of_one
+from rankwise.comm.world_group import (
+    choose_interface,
+    forget_interface,
+    is_opening,
+    open_group,
+    open_group_of_one,
+)
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
 from rankwise.health.diagnosis import forked_from, world_left
@@ -164,7 +170,7 @@ def join(
         world = _world(reading, device, backend, addresses)
         # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
         accelerator.use(world.device)
-        transport_interface.choose(reading, addresses)
+        choose_interface(reading, addresses)
         object_key = agree_on_key(job_store, _secret(reading))
         session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
     set_current(session)
@@ -247,7 +253,7 @@ def _close(session: Session, *, failed: bool) -> None:
     optimizer_steps.stop()
     step_hooks.uninstall()
     meter.stop()
-    transport_interface.forget()
+    forget_interface()
     # The process is about to exit, and another signal must not make it look killed.
     if not session.preemption.has_stopped:
         session.on_close()

@@ -16,9 +16,7 @@ from weakref import WeakSet, ref
 from torch import nn
 from torch.optim import LBFGS
 
-from rankwise.comm.same_state.differences import listed
-from rankwise.comm.same_state.owners import checksum_of_shapes, names_in_modules, split_by_wrapper
-from rankwise.comm.same_state.posted import Posted
+from rankwise.comm.same_state import Posted, checksum_of_shapes, listed, names_in_modules, split_by_wrapper
 from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, with_closure
 from rankwise.comm.step_hooks import follow as follow_steps
 from rankwise.errors import ConfigurationError

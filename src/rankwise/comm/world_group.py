@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens torch's process group of the world.
+"""Opens torch's process group of the world, over the network interface that connects its ranks.
 
-torch connects the ranks in C++ and waits there for each of them, without a look at who has died meanwhile. So a thread
-opens the group while the rank's own thread waits as for any collective.
+torch connects the ranks in C++ and waits there for each of them, without checking which have died meanwhile. So a
+thread opens the group while the rank's own thread waits as for any collective.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from datetime import timedelta
 from functools import partial
@@ -14,22 +16,29 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from rankwise.health import process_probe, status_poll
+from rankwise.errors import ConfigurationError, rank_prefix
+from rankwise.health import process_probe
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
+from rankwise.store.bootstrap import route_beyond_loopback
+from rankwise.world import network
 from rankwise.world.device import accelerator
 from rankwise.world.device.choice import bound_device, choose_backend, torch_backends
-from rankwise.world.environments.process import keep_nccl_from_exiting
+from rankwise.world.environments.process import gloo_interfaces, keep_nccl_from_exiting, set_interface, unset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankwise.health.failure_detector import FailureDetector
+    from rankwise.store.bootstrap import RankAddress
     from rankwise.store.values import Store
+    from rankwise.world.environments.reading import Reading
     from rankwise.world.facts import World
 
-_LOOK_SECONDS = 0.2
+_PEER_CHECK_SECONDS = 0.2
 _threads: list[threading.Thread] = []
 """The one that has opened a group last, or waits in torch for a rank that has failed."""
+_interface_variables: list[str] = []
+"""The variables set here, which are removed when the world is left."""
 
 
 def open_group_of_one(world: World) -> None:
@@ -58,7 +67,7 @@ def open_group(world: World, store: Store, detector: FailureDetector) -> None:
     _threads.clear()
     _threads.append(opening.thread)
     with CollectiveWait(detector, detector.ticket("opening torch's process group")) as wait:
-        while not opening.is_done(_LOOK_SECONDS):
+        while not opening.is_done(_PEER_CHECK_SECONDS):
             wait.check()
             _check_neighbour(detector)
 
@@ -71,7 +80,7 @@ def is_opening() -> bool:
 def _check_neighbour(detector: FailureDetector) -> None:
     """Raise if the process of the rank before this one has exited: there is no connection yet that would break."""
     before = (detector.world.rank - 1) % detector.world_size
-    process = status_poll.process_of(detector.store, before)
+    process = process_probe.process_of(detector.store, before)
     is_here = process is not None and process.host == process_probe.this_process().host
     if process is not None and is_here and process_probe.has_exited(process.pid):
         raise PeerEnded(before, process.pid)
@@ -113,3 +122,50 @@ class _Opening:
         if self._error is not None:
             raise self._error
         return True
+
+
+# -- the network interface --------------------------------------------------------------------------
+
+
+def choose_interface(reading: Reading, addresses: list[RankAddress]) -> None:
+    """Set the interface of Gloo and NCCL to the one that connects the ranks, unless the user named one."""
+    forget_interface()  # from a join that failed
+    wrong = set(gloo_interfaces()) - {one.name for one in network.interfaces()}
+    if wrong:
+        raise ConfigurationError(
+            f"GLOO_SOCKET_IFNAME names {', '.join(sorted(wrong))}, which is not an interface of this machine.",
+            where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+            evidence="\n".join(network.interface_lines()),
+            do="unset GLOO_SOCKET_IFNAME: rankwise picks the interface that reaches the other ranks",
+        )
+    found = common_interface(addresses, reading.rank, None if reading.address is None else reading.address[0])
+    if found is not None:
+        name, is_loopback = found
+        _interface_variables.extend(set_interface(name, is_loopback=is_loopback))
+
+
+def forget_interface() -> None:
+    """Remove the variables that :func:`choose_interface` has set."""
+    unset(_interface_variables)
+    _interface_variables.clear()
+
+
+def common_interface(addresses: Sequence[RankAddress], rank: int, store_host: str | None) -> tuple[str, bool] | None:
+    """Return the interface that ranks reach each other through, and whether it is loopback.
+
+    On one machine that is loopback; on several it is the one that reaches the store or, if that does not decide (the
+    store is on this machine, under a name that resolves to loopback), the one that reaches a rank elsewhere.
+    ``store_host`` is ``None`` where the store is a file.
+
+    Returns:
+        ``None`` if no interface is found; torch then uses the machine's own hostname, which is not used otherwise.
+    """
+    own = addresses[rank]
+    if all(place == own for place in addresses):
+        return next(((one.name, True) for one in network.interfaces() if one.is_loopback and one.is_up), None)
+    route = route_beyond_loopback(store_host)
+    others = [place.address for place in addresses if place.hostname != own.hostname and place.address is not None]
+    for address in others if route is None else []:
+        with contextlib.suppress(ConfigurationError):
+            return network.route_to(address).interface, False
+    return None if route is None else (route.interface, False)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankwise.comm.backends.choose import MirrorChannel
 from rankwise.comm.backends.protocol import describe_channels
-from rankwise.comm.backends.through_host import MirrorChannel
 from rankwise.compress.allgather_channel import AllGatherChannel, SharedAllGather, sum_of_largest, sum_of_quantised
 from rankwise.compress.low_rank import FactorPlan, Factors, LowRankChannel
 from rankwise.compress.methods import Narrow, PowerSGD, TopK

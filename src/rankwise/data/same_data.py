@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from rankwise.comm.collectives import gather_json
-from rankwise.comm.same_state.posted import Posted
+from rankwise.comm.same_state import Posted
 from rankwise.comm.session import current, current_or_none
 from rankwise.data.batches import map_tensors
 from rankwise.data.fingerprints import Leaf, Listing, digest_of, leaves_of, listings_of, unlike

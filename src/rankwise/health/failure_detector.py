@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rankwise.errors import ConfigurationError, RankwiseError
-from rankwise.health import diagnosis, process_probe, status_poll
+from rankwise.health import diagnosis, process_probe
 from rankwise.health.event_log import (
     ConnectionBroke,
     DetectorEnded,
@@ -102,7 +102,7 @@ class FailureDetector:
         """A number below which the log is full."""
         self._optional: set[int] = set()
         self._main_thread_id = threading.get_ident()
-        status_poll.introduce(self.store, world.rank, process_probe.this_process(stack_file))
+        process_probe.introduce(self.store, world.rank, process_probe.this_process(stack_file))
         self._thread = threading.Thread(
             target=self._follow, args=(store.clone(),), name="rankwise-failure-detector", daemon=True
         )
@@ -227,14 +227,14 @@ class FailureDetector:
         # From here on the store may exit before this rank's thread has read its own departure: that is not a failure.
         self.departures.setdefault(self.world.rank, Left(self.world.rank))
         with contextlib.suppress(StoreLost):
-            status_poll.take_leave(self.store, self.world.rank)
+            process_probe.withdraw(self.store, self.world.rank)
             post(self.store, Left(self.world.rank, last=self.recorder.last, begun=self.recorder.begun()))
             self._end((self.timeout_seconds if self.error is None else END_SECONDS) if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
         """Report to every rank that this one failed, and stop the thread; else as :meth:`leave`."""
         with contextlib.suppress(StoreLost):
-            status_poll.take_leave(self.store, self.world.rank)
+            process_probe.withdraw(self.store, self.world.rank)
             post(self.store, Failed(self.world.rank, error_type, text, self.world.hostname))
             self._end(END_SECONDS if wait_for_peers else 0.0)
 
@@ -291,7 +291,7 @@ class FailureDetector:
                 self._optional.update(event.ranks)
             case StatusPoll():
                 situation = self.recorder.situation(self._waits(), self._main_thread_id, event)
-                status_poll.answer(store, event, self.world.rank, {"host": self.hostname, **situation})
+                process_probe.answer_poll(store, event, self.world.rank, {"host": self.hostname, **situation})
             case TimedOut():
                 self._take_loss(store, event, [])
             case ConnectionBroke():
@@ -360,7 +360,7 @@ class FailureDetector:
     ) -> diagnosis.Answers:
         """Ask every rank what it is doing, and probe those on this host that do not answer."""
         world = self.world
-        answers = status_poll.call(
+        answers = process_probe.poll_ranks(
             self.store,
             world.world_size,
             exchange=self.recorder.name_of(exchange_id),
@@ -370,7 +370,7 @@ class FailureDetector:
             first=self.next_event,
         )
         silent_ranks = sorted(set(range(world.world_size)) - set(answers))
-        seen = status_poll.look_at(self.store, silent_ranks)
+        seen = process_probe.probe_silent(self.store, silent_ranks)
         return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
 
 

@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be seen from outside of a process that does not answer: whether it has exited, its state, and its stack.
+"""What every rank is doing: asked over the store (a status poll), and seen from outside where it does not answer.
 
-A process that is stopped, or whose GIL is held by a call into C, cannot report itself. Reads ``/proc``; asks for
-a stack only if the process has offered one. Used by ranks and by the launcher.
+The failure detector's thread answers a poll, so the script need not do anything for it. A process that is stopped, or
+whose GIL is held by a call into C, cannot report itself: ``/proc`` shows whether it has exited and its state, and it is
+asked for a stack if it has offered one. Used by ranks and by the launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import select
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rankwise.health.event_log import StatusPoll, post
 from rankwise.world.processes import machine_name, stat_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
+    from rankwise.health.diagnosis import Answers
+    from rankwise.store.values import Store
 
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """The signal on which a rank writes its stack into its file, whatever holds the GIL."""
@@ -238,3 +243,92 @@ class Peers:
             if handle is not None:
                 os.close(handle)
         self._handles.clear()
+
+
+# -- status polls --------------------------------------------------------------------------------------
+
+POLL_ANSWER_SECONDS = 2.0
+"""How long ranks may take to answer."""
+MOST_PROBED = 8
+"""How many silent ranks one rank probes."""
+
+
+def poll_ranks(
+    store: Store,
+    world_size: int,
+    *,
+    exchange: str = "",
+    sequence: int = 0,
+    stacks: str,
+    awaited: Collection[int] | None = None,
+    first: int = 1,
+) -> Answers:
+    """Ask every rank what it is doing; ranks that do not answer are absent from the result.
+
+    Waits only for the answers of ``awaited``, by default of all. ``exchange``, ``sequence`` and ``stacks`` are as in
+    :class:`rankwise.health.event_log.StatusPoll`. The event log is full below ``first``.
+    """
+    number = store.add("rankwise/roll_calls", 1)
+    post(store, StatusPoll(number, exchange, sequence, stacks), first)
+    deadline = time.monotonic() + POLL_ANSWER_SECONDS
+    answers: Answers = {}
+    pending = set(range(world_size))
+    essential = pending if awaited is None else set(awaited)
+    while True:
+        for other in sorted(pending):
+            given = store.peek(_answer_key(number, other))
+            if given is not None:
+                answers[other] = json.loads(given)
+        pending -= set(answers)
+        if not essential & pending or time.monotonic() > deadline:
+            return answers
+        # The store's own wait would print a line on stderr for each rank that does not answer.
+        time.sleep(0.01)
+
+
+def answer_poll(store: Store, poll: StatusPoll, rank: int, situation: dict[str, Any]) -> None:
+    """Answer a status poll."""
+    store.set(_answer_key(poll.number, rank), json.dumps(situation))
+
+
+def introduce(store: Store, rank: int, process: Process) -> None:
+    """Publish which process this rank is, for when it cannot answer itself."""
+    store.set(_process_key(rank), json.dumps(asdict(process)))
+
+
+def withdraw(store: Store, rank: int) -> None:
+    """Undo :func:`introduce`: this rank no longer answers, and has not failed."""
+    store.delete(_process_key(rank))
+
+
+def is_introduced(store: Store, rank: int) -> bool:
+    """Return whether a rank has joined and not left."""
+    return store.check(_process_key(rank))
+
+
+def process_of(store: Store, rank: int) -> Process | None:
+    """Return the process of a rank that has joined and not left."""
+    introduced = store.peek(_process_key(rank))
+    return None if introduced is None else Process(**json.loads(introduced))
+
+
+def probe_silent(store: Store, ranks: Iterable[int]) -> Answers:
+    """Probe from outside those silent ranks that run on this host, and return what is found."""
+    here = this_process()
+    found: Answers = {}
+    for rank in list(ranks):
+        if len(found) == MOST_PROBED:
+            break
+        process = process_of(store, rank)
+        if process is not None and process.host and process.host == here.host:
+            state, stack = state_of(process.pid), stack_of(process.pid, process.stack_file)
+            found[rank] = {"silent": state, "stack": stack}
+    return found
+
+
+def _answer_key(number: int, rank: int) -> str:
+    return f"rankwise/roll_calls/{number}/{rank}"
+
+
+def _process_key(rank: int) -> str:
+    return f"rankwise/processes/{rank}"

@@ -16,10 +16,17 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from rankwise.comm.same_state.differences import first_unlike_setting, listed, unlike_summaries
-from rankwise.comm.same_state.owners import checksum_of_shapes, names_in_modules, split_by_wrapper
-from rankwise.comm.same_state.posted import ANSWER_SECONDS, Posted
-from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.same_state import (
+    STORE_READ_SECONDS,
+    CheckSchedule,
+    Posted,
+    checksum_of_shapes,
+    first_unlike_setting,
+    listed,
+    names_in_modules,
+    split_by_wrapper,
+    unlike_summaries,
+)
 from rankwise.comm.session import current_or_none
 from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.errors import ReplicasDiffer, fold_values
@@ -173,7 +180,7 @@ class _Guard(Follower):
             if reading.address is None or reading.secret is None:
                 message = "the variables of rankwise's launcher were removed from this process"
                 raise OSError(message)
-            opened = opening.connect(*reading.address, ANSWER_SECONDS, secret=reading.secret.encode())
+            opened = opening.connect(*reading.address, STORE_READ_SECONDS, secret=reading.secret.encode())
             self._store = opened.prefixed(f"attempt/{reading.attempt}/guard")
         return self._store
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.comm.point_to_point.waiting import PeerWait, wait
 from rankwise.errors import ConfigurationError, NotJoined, RankwiseError
+from rankwise.health.collective_timeout import PeerWait, wait_for_peer
 from rankwise.parameter_server.messages import (
     PURPOSE,
     ServerMessage,
@@ -378,7 +378,7 @@ class Worker:
             spare_seconds=SPARE_SECONDS,
             do=f"look at the output of rank {rank}, a parameter server, and of the slowest worker",
         )
-        wait(peer_wait, self._changed, is_there)
+        wait_for_peer(peer_wait, self._changed, is_there)
 
 
 def left(what: str) -> NotJoined:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.health.call_site import user_call_site, words
+from rankwise.health.flight_recorder import user_call_site, words
 from rankwise.log import warn
 from rankwise.pipeline.micro_batch_losses import NO_STEP, NOTHING, CopyLosses, StepWeight, settled
 from rankwise.replicate.loss.amounts import plain
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rankwise.comm.backends.protocol import Exchange
-    from rankwise.health.call_site import CallSite
+    from rankwise.health.flight_recorder import CallSite
     from rankwise.pipeline.micro_batch_losses import MicroBatchLosses, StepLosses
     from rankwise.replicate.loss.batch_statistics import Statistic
     from rankwise.replicate.loss.reports import GlobalTerm

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.comm.backends.protocol import Amount
-    from rankwise.health.call_site import CallSite
+    from rankwise.health.flight_recorder import CallSite
     from rankwise.pipeline.executor import MicroBatch
     from rankwise.replicate.loss.reports import GlobalLoss, RowLengths, TermReadings
     from rankwise.replicate.loss.terms import Term

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.comm.same_state.collective import numbers_of_all
+from rankwise.comm.same_state import numbers_of_all
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.pipeline.traced import tensor_places

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from rankwise.comm.same_state.collective import furthest_from, largest_element, numbers_of_all
-from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.same_state import CheckSchedule, furthest_from, largest_element, numbers_of_all
 from rankwise.comm.session import current_or_none
 from rankwise.log import warn
 from rankwise.replicate.batchnorm import SYNCHRONISED

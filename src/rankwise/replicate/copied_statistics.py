@@ -15,10 +15,7 @@ import torch
 from torch import nn
 
 from rankwise.comm import optimizer_steps
-from rankwise.comm.same_state.differences import unlike_summaries
-from rankwise.comm.same_state.owners import alive
-from rankwise.comm.same_state.posted import Posted
-from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.same_state import CheckSchedule, Posted, alive, unlike_summaries
 from rankwise.log import warn
 from rankwise.replicate.batchnorm import SYNCHRONISED
 from rankwise.tensors.rounding import summary_of

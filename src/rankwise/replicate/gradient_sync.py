@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from rankwise import meter
-from rankwise.comm.backends.through_host import ThroughHost
+from rankwise.comm.backends.choose import ThroughHost
 from rankwise.compress.methods import Narrow
 from rankwise.meter import BACKWARD, EXCHANGE
 from rankwise.replicate.accumulation import Accumulation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rankwise.comm.collectives import gather_json
-from rankwise.comm.same_state.collective import numbers_of_all
+from rankwise.comm.same_state import numbers_of_all
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ModelMismatch, fold_values
 from rankwise.log import log, warn

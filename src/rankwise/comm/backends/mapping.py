@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import torch
 
-from rankwise.comm.backends.gather_text import gather_texts
+from rankwise.comm.backends.protocol import gather_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,23 +13,22 @@ the owners of the same slice on the other hosts, over a torch group; every rank 
 from __future__ import annotations
 
 import struct
-import time
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from rankwise.comm.backends.engine import Counters, Operation
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
-from rankwise.comm.backends.reducing import add_own, weighted_sum_into
-from rankwise.comm.backends.torch_group import REDUCE_OPS, handle_of
+from rankwise.comm.backends.staging import pieces_of
+from rankwise.comm.backends.torch_group import HALF_PRECISION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Generator, Sequence
 
     from rankwise.comm.backends.engine import Awaited, Engine
     from rankwise.comm.backends.mapping import Mapping, ViewPart
     from rankwise.comm.backends.protocol import ChannelSize, Piece
+    from rankwise.comm.backends.staging import CrossHostGroup
     from rankwise.health.flight_recorder import Ticket
 
 
@@ -296,69 +295,6 @@ class SharedChannel:
         return flags.to_bytes(len(self._all_flags), "little")
 
 
-MOMENT_SECONDS = 100e-6
-"""torch's own wait with a timeout ends in an exception, which costs more."""
-
-
-class _Elsewhere:
-    """Waits for a condition that no rank of this host posts: there is no word of memory to sleep on."""
-
-    def __init__(self, is_met: Callable[[], bool]) -> None:
-        self._is_met = is_met
-
-    def reach(self, value: int) -> bool:
-        return self._is_met() >= value
-
-    def sleep_until(self, _: int, seconds: float) -> None:
-        """Sleep for a moment; all other pending operations are advanced afterwards."""
-        time.sleep(min(seconds, MOMENT_SECONDS))
-
-    def last(self, _: int) -> int | None:
-        return None
-
-
-class CrossHostGroup:
-    """The ranks that own one slice, one on each host. Sends in the order in which turns were taken."""
-
-    def __init__(self, group: dist.ProcessGroup | None, num_slices: int) -> None:
-        self.num_slices = num_slices
-        self.num_sent = 0
-        self._group = group
-        self._num_turns = 0
-
-    @classmethod
-    def open(cls, hosts: Sequence[Sequence[int]], rank: int) -> CrossHostGroup:
-        """Open the groups of all slices and return that of ``rank``.
-
-        Called by: every rank of the world, with the ranks of each host.
-        """
-        own = None
-        for owners in zip(*hosts, strict=False):
-            group = dist.new_group(list(owners))
-            if rank in owners and isinstance(group, dist.ProcessGroup):
-                own = group
-        return cls(own, min(map(len, hosts)))
-
-    def take_turn(self) -> int:
-        """Return a place in the order of sending."""
-        self._num_turns += 1
-        return self._num_turns - 1
-
-    def all_reduce_(self, turn: int, tensors: Sequence[torch.Tensor], op: str = "sum") -> Generator[Awaited]:
-        """Reduce tensors over the hosts, in place."""
-        yield _Elsewhere(lambda: self.num_sent >= turn), True
-        try:
-            works = [
-                handle_of(dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
-                for tensor in tensors
-            ]
-        finally:
-            self.num_sent += 1
-        for work in works:
-            yield _Elsewhere(work.is_completed), True
-            work.wait()  # raises its error
-
-
 class TwoLevelChannel(SharedChannel):
     """A channel for one bucket through the memory of each host, and between hosts."""
 
@@ -410,3 +346,50 @@ class TwoLevelChannel(SharedChannel):
         self._flags = (self._tail[1:] > 0).to(torch.uint8).numpy().tobytes()
         self._take_result()
         self._consumed.post(round_)
+
+
+# -- weighted sums -------------------------------------------------------------------------------------
+
+
+def weighted_sum_into(out: torch.Tensor, parts: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
+    """Write sum_r factors[r] * parts[r] into ``out``. A part with factor 0 has no effect, not even a NaN.
+
+    ``out`` is not one of the parts.
+    """
+    if 0.0 in factors:
+        parts = [part for part, factor in zip(parts, factors, strict=True) if factor]
+        factors = [factor for factor in factors if factor]
+    if not parts:
+        out.zero_()
+        return
+    if out.dtype not in HALF_PRECISION:
+        _weighted_sum(out, parts, factors)
+        return
+    for piece in pieces_of(out, parts):
+        wide = [part.float() for part in piece[1:]]
+        _weighted_sum(wide[0], wide, factors)
+        piece[0].copy_(wide[0])
+
+
+def add_own(out: torch.Tensor, parts: Sequence[torch.Tensor], own: torch.Tensor, factor: float) -> None:
+    """Write the sum of ``parts``, at least one, and ``factor * own`` into ``out``, in one pass for one part."""
+    torch.add(parts[0], own, alpha=factor, out=out)
+    for part in parts[1:]:
+        out.add_(part)
+
+
+def _weighted_sum(out: torch.Tensor, parts: Sequence[torch.Tensor], factors: Sequence[float]) -> None:
+    first = factors[0]
+    if factors.count(first) == len(factors):
+        if len(parts) > 1:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+            if first != 1.0:
+                out.mul_(first)
+        else:
+            torch.mul(parts[0], first, out=out)
+        return
+    torch.mul(parts[0], first, out=out)
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        out.add_(part, alpha=factor)

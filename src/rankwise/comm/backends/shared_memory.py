@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.comm.backends.engine import HostMemory
-from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, calls_differ
 from rankwise.comm.backends.mapping import PAGE_BYTES, open_together, rounded_up
-from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
-from rankwise.comm.backends.reducing import REDUCIBLE
-from rankwise.comm.backends.shared_channel import ChannelLayout, CrossHostGroup, SharedChannel, TwoLevelChannel, lay_out
-from rankwise.comm.backends.staging import CallsDiffer, Staging
+from rankwise.comm.backends.protocol import NOTE_BYTES, WHAT_EACH_CALLED, calls_differ, describe_channels
+from rankwise.comm.backends.shared_channel import ChannelLayout, SharedChannel, TwoLevelChannel, lay_out
+from rankwise.comm.backends.staging import REDUCIBLE, CallsDiffer, CrossHostGroup, Staging
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import warn
 from rankwise.tensors.arrays import bytes_of

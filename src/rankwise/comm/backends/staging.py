@@ -2,28 +2,30 @@
 """Collectives through a small piece of memory that all ranks of a host share, piece by piece.
 
 Every rank has a few slots. In a round each fills one of its own and reads everyone's; while the others read one
-slot, the next is filled. Legend: L ranks of the host.
+slot, the next is filled. Tensors are reduced in rank order, in half precision summed in float32 and rounded once.
+Legend: L ranks of the host.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from itertools import accumulate
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from rankwise.comm.backends.engine import Counters
 from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
-from rankwise.comm.backends.reducing import reduce_into
+from rankwise.comm.backends.torch_group import HALF_PRECISION, REDUCE_OPS, handle_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from rankwise.comm.backends.engine import Awaited
     from rankwise.comm.backends.mapping import Mapping
-    from rankwise.comm.backends.shared_channel import CrossHostGroup
 
     Take = Callable[[list[torch.Tensor], int, int, int], Generator[Awaited] | None]
     """Reads a piece from the slots of all ranks: its round, its first element and the one after its last. What it
@@ -32,6 +34,19 @@ if TYPE_CHECKING:
 NUM_SLOTS = 2
 ALONE_BYTES = 2**15
 """Up to this size a rank reduces everything itself, rather than wait a second time."""
+
+
+_PIECE_ELEMENTS = 2**18
+_REAL = (torch.float64, torch.float32, *HALF_PRECISION, torch.int64, torch.int32, torch.int8, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
+_STEPS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+REDUCIBLE = {op: frozenset({*_REAL, torch.bool, *(_COMPLEX if op == "sum" else ())}) for op in _STEPS}
+"""By operation, the dtypes that every exchange can reduce: a limit of Gloo must not show up only on several hosts."""
 
 
 class CallsDiffer(Exception):
@@ -220,3 +235,91 @@ class Staging:
             if self._words[places[slot]] != digest:
                 self._consumed.post(round_)
                 raise CallsDiffer(what)
+
+
+# -- between hosts -------------------------------------------------------------------------------------
+
+_POLL_SECONDS = 100e-6
+"""torch's own wait with a timeout ends in an exception, which costs more."""
+
+
+class _PolledProgress:
+    """Waits for a condition that no rank of this host posts: there is no word of memory to sleep on."""
+
+    def __init__(self, is_met: Callable[[], bool]) -> None:
+        self._is_met = is_met
+
+    def reach(self, value: int) -> bool:
+        return self._is_met() >= value
+
+    def sleep_until(self, _: int, seconds: float) -> None:
+        """Sleep for a moment; all other pending operations are advanced afterwards."""
+        time.sleep(min(seconds, _POLL_SECONDS))
+
+    def last(self, _: int) -> int | None:
+        return None
+
+
+class CrossHostGroup:
+    """The ranks that own one slice, one on each host. Sends in the order in which turns were taken."""
+
+    def __init__(self, group: dist.ProcessGroup | None, num_slices: int) -> None:
+        self.num_slices = num_slices
+        self.num_sent = 0
+        self._group = group
+        self._num_turns = 0
+
+    @classmethod
+    def open(cls, hosts: Sequence[Sequence[int]], rank: int) -> CrossHostGroup:
+        """Open the groups of all slices and return that of ``rank``.
+
+        Called by: every rank of the world, with the ranks of each host.
+        """
+        own = None
+        for owners in zip(*hosts, strict=False):
+            group = dist.new_group(list(owners))
+            if rank in owners and isinstance(group, dist.ProcessGroup):
+                own = group
+        return cls(own, min(map(len, hosts)))
+
+    def take_turn(self) -> int:
+        """Return a place in the order of sending."""
+        self._num_turns += 1
+        return self._num_turns - 1
+
+    def all_reduce_(self, turn: int, tensors: Sequence[torch.Tensor], op: str = "sum") -> Generator[Awaited]:
+        """Reduce tensors over the hosts, in place."""
+        yield _PolledProgress(lambda: self.num_sent >= turn), True
+        try:
+            works = [
+                handle_of(dist.all_reduce(tensor, REDUCE_OPS[op], group=self._group, async_op=True))
+                for tensor in tensors
+            ]
+        finally:
+            self.num_sent += 1
+        for work in works:
+            yield _PolledProgress(work.is_completed), True
+            work.wait()  # raises its error
+
+
+# -- reductions ----------------------------------------------------------------------------------------
+
+
+def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
+    """Reduce ``parts`` into ``out``; all of one shape [n] and dtype. ``out`` is not one of them, except the first."""
+    step = _STEPS[op]
+    if out.dtype not in HALF_PRECISION:
+        step(parts[0], parts[1], out=out) if len(parts) > 1 else out.copy_(parts[0])
+        for part in parts[2:]:
+            step(out, part, out=out)
+        return
+    for piece in pieces_of(out, parts):
+        total = piece[1].float()
+        for part in piece[2:]:
+            step(total, part, out=total)
+        piece[0].copy_(total)
+
+
+def pieces_of(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """Return pieces of ``out`` and of the parts that a core's cache holds together."""
+    return list(zip(out.split(_PIECE_ELEMENTS), *(part.split(_PIECE_ELEMENTS) for part in parts), strict=True))

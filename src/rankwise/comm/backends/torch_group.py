@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rankwise.comm.backends.gather_text import WHAT_EACH_CALLED, bytes_of_rows, calls_differ, row_of
-from rankwise.comm.backends.protocol import NOTE_BYTES, describe_channels
+from rankwise.comm.backends.protocol import (
+    NOTE_BYTES,
+    WHAT_EACH_CALLED,
+    bytes_of_rows,
+    calls_differ,
+    describe_channels,
+    row_of,
+)
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.diagnosis import is_of_a_signal_handler
 from rankwise.health.queued_collectives import order_stream

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar, cast
 
 import torch
 
-from rankwise.comm.backends.reducing import REDUCIBLE, reduce_into
+from rankwise.comm.backends.staging import REDUCIBLE, reduce_into
 from rankwise.comm.collectives.group import agreed, rank_in_group
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, flattened, kind, kinds, sent_by_dtype

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.point_to_point.message import sizes_of
-from rankwise.comm.point_to_point.waiting import PeerWait, wait
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, RankwiseError, fold_ranks
-from rankwise.health import diagnosis, status_poll
+from rankwise.health import diagnosis, process_probe
+from rankwise.health.collective_timeout import PeerWait, wait_for_peer
 from rankwise.health.event_log import ProcessEnded, post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.log import warn
@@ -316,7 +316,7 @@ class Endpoint:
             detector=self.detector,
             broken=lambda: self.recv_queue.ended.get(peer) or (None if send_queue is None else send_queue.error),
         )
-        wait(peer_wait, self.recv_queue.changed, is_there)
+        wait_for_peer(peer_wait, self.recv_queue.changed, is_there)
 
     def leave(self) -> None:
         """Wait until every message has arrived, then close.
@@ -412,7 +412,7 @@ def watch_ring(endpoint: Endpoint) -> Callable[[], RankwiseError | None]:
             detector.changed.wait_for(
                 lambda: detector.error is not None or detector.departed(before), EXPLANATION_SECONDS
             )
-        process = status_poll.process_of(detector.store, before)
+        process = process_probe.process_of(detector.store, before)
         if detector.error is not None or detector.departed(before) or process is None:
             return detector.error
         if not diagnosis.unanswered(detector.poll_status(), [before]):

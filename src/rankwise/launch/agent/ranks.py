@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rankwise.health import call_site, flight_recorder, process_probe
+from rankwise.health import flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
@@ -170,7 +170,7 @@ class LocalRanks:
             def look(rank: int = rank, pid: int = pid) -> None:
                 stack = process_probe.stack_of(pid, files[rank], partial(self.send_signal, rank))
                 if stack and self.attempt is attempt:
-                    self._located_at[rank] = call_site.innermost_of_user(stack)
+                    self._located_at[rank] = flight_recorder.innermost_of_user(stack)
 
             threading.Thread(target=look, name="rankwise-look", daemon=True).start()
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rankwise.health import diagnosis, process_probe, status_poll
+from rankwise.health import diagnosis, process_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -33,11 +33,11 @@ def look(
     send_signal: Callable[[int, int], None],
 ) -> Answers:
     """Ask ranks over the attempt's store, and probe those of this machine that do not answer, by process id."""
-    answers = status_poll.call(store, world_size, stacks="all", awaited=processes.keys())
+    answers = process_probe.poll_ranks(store, world_size, stacks="all", awaited=processes.keys())
     unanswered = {rank: pid for rank, pid in processes.items() if rank not in answers}
     if not unanswered:
         return answers
-    joined = {rank for rank in unanswered if status_poll.is_introduced(store, rank)}
+    joined = {rank for rank in unanswered if process_probe.is_introduced(store, rank)}
 
     def see(rank: int) -> dict[str, Any]:
         pid, path = unanswered[rank], stack_files.get(rank, "")

@@ -12,14 +12,14 @@ import os
 import sys
 from pathlib import Path
 
-from rankwise.health.call_site import FOR_OTHERS, responsible_module
+from rankwise.health.flight_recorder import FOR_OTHERS, responsible_module
 from rankwise.log import warn
 
 MOST_FILES = 10_000
 """How many files of one rank are tracked."""
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _LOCKS = (".lock", ".lck")
-_MEANS = ("rankwise.launch.", "rankwise.torch_private.", "rankwise.health.call_site")
+_MEANS = ("rankwise.launch.", "rankwise.torch_private.", "rankwise.health.flight_recorder")
 """Modules by which opened files are noticed."""
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.health.call_site import user_call_site
+from rankwise.health.flight_recorder import user_call_site
 from rankwise.replicate.loss.amounts import is_zero
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.comm.session import Session
-    from rankwise.health.call_site import CallSite
+    from rankwise.health.flight_recorder import CallSite
     from rankwise.replicate.accumulation import Microsteps
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.replicate.loss.reports import GlobalLoss, RowLengths, TermReading

@@ -9,7 +9,7 @@ from rankwise.comm.agreement import same_on_all_ranks
 from rankwise.comm.backends.engine import Meeting
 from rankwise.comm.backends.mapping import PAGE_BYTES
 from rankwise.comm.backends.shared_memory import SharedMemory
-from rankwise.comm.same_state.posted import Posted
+from rankwise.comm.same_state import Posted
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.log import log
 from rankwise.replicate.one_copy.divided_step import DividedSteps

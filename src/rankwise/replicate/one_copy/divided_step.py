@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from rankwise.comm.backends.engine import Meeting
 from rankwise.comm.backends.mapping import PAGE_BYTES
-from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.same_state import CheckSchedule
 from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, follow, with_closure
 from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
 from rankwise.log import log
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.engine import HostMemory
     from rankwise.comm.backends.shared_memory import SharedMemory
-    from rankwise.comm.same_state.posted import Posted
+    from rankwise.comm.same_state import Posted
     from rankwise.comm.session import Session
     from rankwise.errors import RankwiseError
     from rankwise.replicate.one_copy.shared_parameters import SharedParameters

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rankwise.comm.same_state.collective import numbers_of_all
+from rankwise.comm.same_state import numbers_of_all
 from rankwise.log import warn
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.random_numbers.batch_tracer import BatchTracer

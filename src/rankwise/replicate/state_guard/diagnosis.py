@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.comm.collectives.group import gather_bytes
-from rankwise.comm.same_state.collective import furthest_apart, largest_element
-from rankwise.comm.same_state.differences import first_unlike_setting, listed
+from rankwise.comm.same_state import first_unlike_setting, furthest_apart, largest_element, listed
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.tensors.checksum import checksums_of_each, settings_in

@@ -19,8 +19,7 @@ from weakref import ref
 import torch
 from torch.optim.optimizer import Optimizer
 
-from rankwise.comm.same_state.posted import Posted
-from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.same_state import CheckSchedule, Posted
 from rankwise.comm.session import current
 from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.replicate.state_guard.diagnosis import DivergedReplicas, check_used, diagnose, plain

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.comm.same_state.differences import unlike_summaries
-from rankwise.comm.same_state.schedule import CheckSchedule
+from rankwise.comm.same_state import CheckSchedule, unlike_summaries
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.tensors.rounding import summary_of
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import Optimizer
 
-    from rankwise.comm.same_state.posted import Posted
+    from rankwise.comm.same_state import Posted
 
 NUM_FIRST = 16
 EVERY = 64
