@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from rankwise.auto.shipping import dumped, dumped_tree, loaded, loaded_tree
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import tree_flatten, tree_unflatten
 
 
 class Pair(NamedTuple):
@@ -77,5 +77,5 @@ def test_what_cannot_be_pickled_raises() -> None:
 
 def test_the_structure_of_arguments_keeps_classes_of_the_script() -> None:
     arguments = ((Pair(1, [2, 3]),), {"mask": None})
-    leaves, tree = pytree.tree_flatten(arguments)
-    assert pytree.tree_unflatten(leaves, loaded_tree(dumped_tree(tree))) == arguments
+    leaves, tree = tree_flatten(arguments)
+    assert tree_unflatten(leaves, loaded_tree(dumped_tree(tree))) == arguments

@@ -233,7 +233,7 @@ def test_a_private_name_is_seen(source: str, word: str) -> None:
     [
         "import torch.distributed.tensor",
         "from rankwise.torch_private.autograd import version_of",
-        "from rankwise.torch_private import tree\ntree.tree_flatten(x)",
+        "from rankwise.torch_private import tensors\ntensors.tree_flatten(x)",
         "class A:\n    def f(self):\n        self._modules = self._buffers",
         "class A:\n    __slots__ = ('_modules',)",
         "one._own",

@@ -36,16 +36,12 @@ from rankwise.torch_private import (
     autograd,
     compiler,
     dtensor,
-    foreach,
     gradient_totals,
     groups,
     kernels,
-    loader,
     modules,
-    pipelining,
-    rendezvous,
+    processes,
     tensors,
-    tree,
 )
 from rankwise.torch_private.names import NAMES
 from rankwise.world import torch_versions
@@ -440,13 +436,13 @@ def check_foreach() -> None:
     some = [torch.ones(2), torch.ones(3)]
     others = [torch.full((2,), 4.0), torch.full((3,), 5.0)]
     for act, expected in (
-        (lambda: foreach.copy_(some, others), [4.0, 5.0]),
-        (lambda: foreach.mul_(some, 3), [12.0, 15.0]),
-        (lambda: foreach.add_(some, others), [16.0, 20.0]),
-        (lambda: foreach.add_(some, others, alpha=-0.5), [14.0, 17.5]),
-        (lambda: foreach.sub_(some, others), [10.0, 12.5]),
-        (lambda: foreach.div_(some, 2.5), [4.0, 5.0]),
-        (lambda: foreach.zero_(some), [0.0, 0.0]),
+        (lambda: tensors.foreach_copy_(some, others), [4.0, 5.0]),
+        (lambda: tensors.foreach_mul_(some, 3), [12.0, 15.0]),
+        (lambda: tensors.foreach_add_(some, others), [16.0, 20.0]),
+        (lambda: tensors.foreach_add_(some, others, alpha=-0.5), [14.0, 17.5]),
+        (lambda: tensors.foreach_sub_(some, others), [10.0, 12.5]),
+        (lambda: tensors.foreach_div_(some, 2.5), [4.0, 5.0]),
+        (lambda: tensors.foreach_zero_(some), [0.0, 0.0]),
     ):
         act()
         assert [one.unique().tolist() for one in some] == [[value] for value in expected]
@@ -548,12 +544,12 @@ def check_rendezvous() -> None:
         assert url.startswith("env:")
         yield store, 0, 1
 
-    rendezvous.replace_handler("env", handler)
+    processes.replace_handler("env", handler)
     try:
         dist.init_process_group("gloo", init_method="env://", rank=0, world_size=1)
         dist.destroy_process_group()
     finally:
-        rendezvous.replace_handler("env", before)
+        processes.replace_handler("env", before)
 
 
 # -- loader --------------------------------------------------------------------------------------------
@@ -570,7 +566,7 @@ def check_next() -> None:
 
         return call
 
-    undo = loader.wrap_next(wrap)
+    undo = processes.wrap_next(wrap)
     try:
         assert list(DataLoader([1, 2], batch_size=None)) == seen == [1, 2]
     finally:
@@ -591,25 +587,25 @@ def check_workers() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         iterator = iter(data)
         assert int(next(iterator)) == 0
-        (process,) = loader.workers_of(iterator)
+        (process,) = processes.workers_of(iterator)
         assert process.is_alive()
-        loader.end_workers(iterator)
+        processes.end_workers(iterator)
         assert process.exitcode is not None
-        loader.forget_iterator(data)
+        processes.forget_iterator(data)
         again = iter(data)
         assert again is not iterator
         assert [int(one) for one in again] == [0, 1, 2, 3]
-        loader.end_workers(again)
+        processes.end_workers(again)
 
 
 @canary("torch.utils.data._utils.worker._worker_info")
 def check_worker_info() -> None:
     info = object()
-    loader.show_worker(info)
+    processes.show_worker(info)
     try:
         assert get_worker_info() is info
     finally:
-        loader.show_worker(None)
+        processes.show_worker(None)
     assert get_worker_info() is None
 
 
@@ -858,7 +854,7 @@ def check_gradient_totals() -> None:
 @canary("torch.serialization._open_zipfile_writer_file")
 def check_saving() -> None:
     opened: list[str] = []
-    stop = rendezvous.on_save(opened.append)
+    stop = processes.on_save(opened.append)
     try:
         with tempfile.TemporaryDirectory() as folder:
             value = {"a": torch.arange(3)}
@@ -932,21 +928,21 @@ def check_can_take_data() -> None:
 )))  # fmt: skip
 def check_tree() -> None:
     value = {"a": [1, 2.0], "b": (None, 3)}
-    leaves, spec = tree.tree_flatten(value)
-    assert leaves == tree.tree_leaves(value) == [1, 2.0, None, 3]
-    assert isinstance(spec, tree.TreeSpec)
-    assert tree.tree_unflatten(leaves, spec) == value
-    assert spec == tree.tree_flatten({"a": [0, 0], "b": (0, 0)})[1]
-    assert spec != tree.tree_flatten({"a": [0, 0], "b": [0, 0]})[1]
-    assert tree.tree_map(lambda one: 0, value) == {"a": [0, 0], "b": (0, 0)}
-    assert tree.tree_map_only(float, operator.neg, value) == {"a": [1, -2.0], "b": (None, 3)}
+    leaves, spec = tensors.tree_flatten(value)
+    assert leaves == tensors.tree_leaves(value) == [1, 2.0, None, 3]
+    assert isinstance(spec, tensors.TreeSpec)
+    assert tensors.tree_unflatten(leaves, spec) == value
+    assert spec == tensors.tree_flatten({"a": [0, 0], "b": (0, 0)})[1]
+    assert spec != tensors.tree_flatten({"a": [0, 0], "b": [0, 0]})[1]
+    assert tensors.tree_map(lambda one: 0, value) == {"a": [0, 0], "b": (0, 0)}
+    assert tensors.tree_map_only(float, operator.neg, value) == {"a": [1, -2.0], "b": (None, 3)}
 
 
 @canary("torch.utils._pytree")
 def check_tree_logger() -> None:
-    assert inspect.getmodule(tree.tree_flatten).__name__ == tree.LOGGER
+    assert inspect.getmodule(tensors.tree_flatten).__name__ == tensors.TREE_LOGGER
     if torch_versions.is_at_least((2, 12)):  # before, it logs nothing
-        assert tree.LOGGER in logging.root.manager.loggerDict
+        assert tensors.TREE_LOGGER in logging.root.manager.loggerDict
 
 
 # -- DTensor -------------------------------------------------------------------------------------------
@@ -1019,9 +1015,9 @@ def check_shard_order() -> None:
     since=SPLIT,
 )
 def check_actions() -> None:
-    order = {stage: [pipelining.forward_action(stage, 0), pipelining.backward_action(stage, 0)] for stage in (0, 1)}
-    whole = pipelining.with_sends(order, stage_to_rank=lambda stage: stage, num_stages=2)
-    told = {rank: [pipelining.read_action(one) for one in actions] for rank, actions in whole.items()}
+    order = {stage: [autograd.forward_action(stage, 0), autograd.backward_action(stage, 0)] for stage in (0, 1)}
+    whole = autograd.with_sends(order, stage_to_rank=lambda stage: stage, num_stages=2)
+    told = {rank: [autograd.read_action(one) for one in actions] for rank, actions in whole.items()}
     assert told == {
         0: [("F", 0, 0), ("SEND_F", 0, 0), ("RECV_B", 0, 0), ("B", 0, 0)],
         1: [("RECV_F", 1, 0), ("F", 1, 0), ("B", 1, 0), ("SEND_B", 1, 0)],
@@ -1036,10 +1032,10 @@ def check_backward_in_two_parts() -> None:
     layer = nn.Linear(2, 2, bias=False)
     x = leaf(3, 2)
     gradient = torch.rand(3, 2)
-    inputs, left = pipelining.backward_of_inputs([layer(x)], [gradient], [x], iter(layer.parameters()))
+    inputs, left = autograd.backward_of_inputs([layer(x)], [gradient], [x], iter(layer.parameters()))
     torch.testing.assert_close(inputs[0], gradient @ layer.weight)
     assert layer.weight.grad is None
-    pipelining.backward_of_weights(iter(layer.parameters()), left)
+    autograd.backward_of_weights(iter(layer.parameters()), left)
     torch.testing.assert_close(layer.weight.grad, gradient.T @ x.detach())
 
 

@@ -16,7 +16,7 @@ import torch
 import rankwise
 from rankwise.errors import TorchTooOld, UntestedTorch
 from rankwise.pipeline.schedule import schedule_of
-from rankwise.torch_private.pipelining import BACKWARD_OF_INPUTS
+from rankwise.torch_private.autograd import BACKWARD_OF_INPUTS
 from rankwise.world import torch_versions
 from tests.refusals import is_refusal
 

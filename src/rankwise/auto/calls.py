@@ -25,7 +25,7 @@ from rankwise.auto.split import Ways, first_line, whole_outputs, with_graph
 from rankwise.auto.trial import Trials
 from rankwise.log import log
 from rankwise.meter import note_layout
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -88,7 +88,7 @@ class SplitCalls:
         known = self._known.of(module)
         if known is None:
             return self._whole
-        given, tree = pytree.tree_flatten((args, kwargs))
+        given, tree = tree_flatten((args, kwargs))
         kind = self._known.kind(known, module, given, tree)
         if kind is None:
             return self._whole
@@ -166,7 +166,7 @@ class SplitCalls:
             ways = Ways(self._servers, partial(self._differentiated_again, call, before), self._signals)
             parameters = parameters_of(call.module)
             whole = with_graph(ran, whole, kind.outputs, arguments=arguments, parameters=parameters, ways=ways)
-        return pytree.tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
+        return tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
 
     def _rows_computed(
         self, call: Call, arguments: OwnArguments, batch: BatchDims, generators: GeneratorStates | None
@@ -201,7 +201,7 @@ class SplitCalls:
             now.restore(self._device)
             for one, value in buffers:
                 one.data.copy_(value)  # the graph that was made now may hold it, and does not read it
-        return pytree.tree_leaves(result)  # type: ignore[no-any-return]
+        return tree_leaves(result)  # type: ignore[no-any-return]
 
     def _note_sizes(self, call: Call, outputs: Sequence[Any]) -> None:
         """Say so where what travels is mostly outputs."""

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from rankwise.auto.guards import Guard
 from rankwise.auto.proof import PLAIN
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import has_hooks_of_all, hooks_of, own_parameters
+from rankwise.torch_private.tensors import TreeSpec, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -180,7 +180,7 @@ class Call:
     """Its arguments, flat."""
     leaves: list[Any]
     """The same, of which ranks take their rows."""
-    tree: pytree.TreeSpec
+    tree: TreeSpec
 
     @property
     def name(self) -> str:
@@ -189,7 +189,7 @@ class Call:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and named arguments."""
-        return pytree.tree_unflatten(list(self.given), self.tree)  # type: ignore[no-any-return]
+        return tree_unflatten(list(self.given), self.tree)  # type: ignore[no-any-return]
 
 
 class KnownModules:
@@ -224,9 +224,7 @@ class KnownModules:
             known.guard, known.modes = known.guard.renewed(), _modes(module)
         return known
 
-    def kind(
-        self, known: KnownModule, module: nn.Module, given: Sequence[Any], tree: pytree.TreeSpec
-    ) -> KindOfCall | None:
+    def kind(self, known: KnownModule, module: nn.Module, given: Sequence[Any], tree: TreeSpec) -> KindOfCall | None:
         """Return what is known of calls with such arguments; ``None``: there are too many kinds."""
         key = _key(known.modes, given, tree)
         kind = known.kinds.get(key)
@@ -256,7 +254,7 @@ def _doubt(known: KnownModule) -> None:
                 kind.doubt()
 
 
-def _key(modes: tuple[object, ...], leaves: Sequence[Any], tree: pytree.TreeSpec) -> Key:
+def _key(modes: tuple[object, ...], leaves: Sequence[Any], tree: TreeSpec) -> Key:
     facts = tuple(
         (type(one), one.dim(), one.dtype, one.requires_grad)
         if isinstance(one, torch.Tensor)

@@ -13,8 +13,7 @@ from rankwise import meter
 from rankwise.comm.current_batch import CurrentBatch
 from rankwise.errors import CollectiveMismatch
 from rankwise.replicate.random_numbers.model_draws import DrawsOfModel
-from rankwise.torch_private import foreach
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import TreeSpec, foreach_add_, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +34,7 @@ class OwnArguments:
     leaves: Sequence[Any]
     dims: Sequence[int | None]
     """Per leaf, the dim of the rows."""
-    tree: pytree.TreeSpec
+    tree: TreeSpec
 
     @property
     def rows(self) -> list[tuple[torch.Tensor, int]]:
@@ -81,7 +80,7 @@ class OwnCalls:
             meets: whether ranks exchange statistics within the call.
             watch: sees the call.
         """
-        args, kwargs = pytree.tree_unflatten(list(arguments.leaves), arguments.tree)
+        args, kwargs = tree_unflatten(list(arguments.leaves), arguments.tree)
         values = [one.movedim(dim, 0) for one, dim in arguments.rows]
         meter.current.resume(meter.current.part, samples=share.num)
         self._session.batches.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
@@ -182,7 +181,7 @@ def added(
         pairs = [(one, other) for one, other in zip(sums, of_rank, strict=True) if other is not None]
         into = [one for one, _ in pairs if one is not None]
         if into:
-            foreach.add_(into, [other.to(one.device) for one, other in zip(into, (o for _, o in pairs), strict=True)])
+            foreach_add_(into, [other.to(one.device) for one, other in zip(into, (o for _, o in pairs), strict=True)])
     return sums
 
 

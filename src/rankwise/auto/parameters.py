@@ -19,8 +19,8 @@ from torch import nn
 from rankwise.auto.connection import SharedBytes, lay_out
 from rankwise.auto.messages import TensorFacts, Values
 from rankwise.auto.proof import buffers_of, parameters_of
-from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import version_of
+from rankwise.torch_private.tensors import foreach_copy_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ class TensorTable:
         self._place_new()
         shared = [(one, copied) for one, copied in zip(held.all, held.copies, strict=True) if copied.memory is not None]
         if shared:
-            foreach.copy_([copied.values for _, copied in shared], [own for own, _ in shared])
+            foreach_copy_([copied.values for _, copied in shared], [own for own, _ in shared])
         if len(shared) == len(held.copies):
             return
         for own, copied in zip(held.all, held.copies, strict=True):
@@ -200,7 +200,7 @@ class ServerTensors:
         pairs = [(one, shared) for one in buffers if (shared := self._shared.get(id(one))) is not None]
         if pairs:
             # Of an earlier call's graph rank zero's own backward says whether torch lets values change.
-            foreach.copy_([one.data for one, _ in pairs], [shared for _, shared in pairs])
+            foreach_copy_([one.data for one, _ in pairs], [shared for _, shared in pairs])
 
 
 @torch.no_grad()

@@ -18,9 +18,9 @@ from rankwise.auto.rows import OutputRows
 from rankwise.replicate.random_numbers.sample_layout import SampleLayout
 from rankwise.replicate.random_numbers.scope import memory_order
 from rankwise.tensors.checksum import checksums_of_each, combined
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import is_compiled, module_within
 from rankwise.torch_private.modules import BatchNorm, has_hooks_of_all, hooks_of, own_buffers, own_parameters
+from rankwise.torch_private.tensors import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,7 +166,7 @@ def tensors_kept(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in _OF_TORCH
-        for held in pytree.tree_leaves(value)
+        for held in tree_leaves(value)
         if isinstance(held, torch.Tensor) and id(held) not in own
     ]
 
@@ -214,7 +214,7 @@ def gradient_elsewhere(module: nn.Module, given: Sequence[Any], result: object) 
     # functional_call() gives a module parameters that have been computed from others.
     own = [*parameters_of(module), *(one for one in given if isinstance(one, torch.Tensor))]
     known = set(map(id, own))
-    pending = [one.grad_fn for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
+    pending = [one.grad_fn for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
     seen: set[Any] = {one.grad_fn for one in own}
     while pending:
         node = pending.pop()
@@ -275,7 +275,7 @@ def shares_memory(result: object, given: Sequence[Any], module: nn.Module) -> Re
     """Return why a call must not be split that returns memory of its arguments or the module, or some memory twice."""
     held = [one for one in (*given, *parameters_of(module), *buffers_of(module)) if isinstance(one, torch.Tensor)]
     places = {_address(one) for one in held} - {0}
-    returned = {id(one): one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
+    returned = {id(one): one for one in tree_leaves(result) if isinstance(one, torch.Tensor)}
     addresses = [address for one in returned.values() if (address := _address(one))]
     if any(one in places for one in addresses):
         return Reason("it returns memory of its arguments or parameters, which the script could change")

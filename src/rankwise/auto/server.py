@@ -18,7 +18,7 @@ from rankwise.auto.rows import Share
 from rankwise.auto.settings import AppliedSettings
 from rankwise.auto.shipping import loaded, loaded_tree
 from rankwise.errors import RankwiseError
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import TreeSpec, tree_leaves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,7 +41,7 @@ class _Module:
 class _Kind:
     """Calls that draw alike, with arguments of one structure."""
 
-    tree: pytree.TreeSpec
+    tree: TreeSpec
     draws: DrawsOfModel
 
 
@@ -121,7 +121,7 @@ class Server:
         arguments = OwnArguments(leaves, message.dims, kind.tree)
         with self._settings.applied(message.settings):
             result = self._own.run(entry.module, kind.draws, share, arguments, meets=message.meets)
-        outputs = pytree.tree_leaves(result)
+        outputs = tree_leaves(result)
         if message.has_graph and any(isinstance(one, torch.Tensor) and one.requires_grad for one in outputs):
             shared = [one for one in (*parameters_of(entry.module), *arguments.whole) if one.requires_grad]
             rows = [one for one, _ in arguments.rows if one.requires_grad]

@@ -22,8 +22,8 @@ from rankwise.errors import RankwiseError
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
 from rankwise.health.flight_recorder import Ticket, user_call_site
 from rankwise.health.process_probe import process_of, this_process
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import BatchNorm
+from rankwise.torch_private.tensors import TreeSpec, tree_flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class Ran:
     own: OwnArguments
     outputs: list[Any]
     """Rank zero's, flat."""
-    structure: pytree.TreeSpec
+    structure: TreeSpec
     others: list[list[Any]]
     """The outputs of the other ranks."""
     meets: bool
@@ -199,7 +199,7 @@ class Servers:
         own = OwnArguments(leaves, arguments.dims, arguments.tree)
         try:
             result = self.own.run(module, call.kind.draws, share, own, meets=message.meets, watch=watch)
-            outputs, tree = pytree.tree_flatten(result)
+            outputs, tree = tree_flatten(result)
             return Ran(message.call, share, own, outputs, tree, self.replies(), message.meets)
         except BaseException:
             self.forget(message.call)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rankwise.torch_private import tree as pytree
+    from rankwise.torch_private.tensors import TreeSpec
 
 _by_value: set[str] = set()
 
@@ -57,16 +57,16 @@ def dumped(module: nn.Module, number_of: Callable[[object], int | None]) -> byte
     return file.getvalue()
 
 
-def dumped_tree(tree: pytree.TreeSpec) -> bytes:
+def dumped_tree(tree: TreeSpec) -> bytes:
     """Return the structure of arguments as bytes. Its classes may be the script's, as named tuples are."""
     return cast("bytes", importlib.import_module("cloudpickle").dumps(tree))
 
 
-def loaded_tree(data: bytes) -> pytree.TreeSpec:
+def loaded_tree(data: bytes) -> TreeSpec:
     """Return what :func:`dumped_tree` was given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about a class of its own
-        return cast("pytree.TreeSpec", pickle.loads(data))  # noqa: S301 - rank zero holds the job's secret
+        return cast("TreeSpec", pickle.loads(data))  # noqa: S301 - rank zero holds the job's secret
 
 
 def loaded(data: bytes, tensor: Callable[[int], torch.Tensor]) -> Any:

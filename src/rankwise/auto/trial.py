@@ -39,7 +39,7 @@ from rankwise.auto.split import ResultChanged, first_line, whole_outputs
 from rankwise.errors import ConfigurationError
 from rankwise.health.flight_recorder import user_call_site, words
 from rankwise.replicate.random_numbers.source import draws_forgotten
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import tree_flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -174,7 +174,7 @@ class Trials:
             if self._servers.have_failed:
                 raise
             return Reason(f"it fails for a part of the batch ({first_line(error)})"), ()
-        whole, structure = pytree.tree_flatten(whole_run.result)
+        whole, structure = tree_flatten(whole_run.result)
         if structure != ran.structure or len(whole) != len(ran.outputs):
             return Reason("it returns something else for a part of the batch"), ()
         whole_plain = [plain(one) for one in whole]

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from rankwise.data.sources import FetchedBatch, MapSource, StreamSource
 from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.health.fork_safety import threads_are_known
-from rankwise.torch_private.loader import end_workers, forget_iterator, show_worker, workers_of
+from rankwise.torch_private.processes import end_workers, forget_iterator, show_worker, workers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

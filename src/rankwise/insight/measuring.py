@@ -29,7 +29,7 @@ from rankwise.insight.step_meter import StepMeter, StepRecorder
 from rankwise.insight.step_record import RecordFile
 from rankwise.log import warn
 from rankwise.meter import DATA, EVALUATION, record_path
-from rankwise.torch_private.loader import wrap_next
+from rankwise.torch_private.processes import wrap_next
 from rankwise.version import VERSION
 from rankwise.world.device import accelerator
 from rankwise.world.device.streams import timing_events

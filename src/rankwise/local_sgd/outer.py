@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.torch_private import foreach
+from rankwise.torch_private.tensors import foreach_add_, foreach_mul_, foreach_sub_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,10 +89,10 @@ def step_outer(
     if not anchors:
         return
     if outer is None:
-        foreach.sub_(list(anchors), list(changes))
+        foreach_sub_(list(anchors), list(changes))
         return
     if momentum:
-        foreach.mul_(list(momentum), outer.momentum)
-        foreach.add_(list(momentum), list(changes))
-        foreach.add_(list(anchors), list(momentum), alpha=-outer.lr * outer.momentum)
-    foreach.add_(list(anchors), list(changes), alpha=-outer.lr)
+        foreach_mul_(list(momentum), outer.momentum)
+        foreach_add_(list(momentum), list(changes))
+        foreach_add_(list(anchors), list(momentum), alpha=-outer.lr * outer.momentum)
+    foreach_add_(list(anchors), list(changes), alpha=-outer.lr)

@@ -16,8 +16,8 @@ from rankwise.local_sgd.outer import step_outer
 from rankwise.log import warn
 from rankwise.replicate.bucket import gradient_of
 from rankwise.replicate.same_model import broadcast_tensors
-from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
+from rankwise.torch_private.tensors import foreach_add_, foreach_copy_, foreach_sub_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -347,11 +347,11 @@ class LocalSGD(Follower):
         if parts:
             step_outer(self._outer, self._anchors, changes, self._momentum)
             if self._is_begun:
-                foreach.sub_(parts, ends)
-                foreach.add_(parts, self._anchors)
+                foreach_sub_(parts, ends)
+                foreach_add_(parts, self._anchors)
             else:
                 # A copy also replaces NaN, whose difference is never zero.
-                foreach.copy_(parts, self._anchors)
+                foreach_copy_(parts, self._anchors)
 
     def _leave(self) -> None:
         """Finish the exchange on its way when the world is left."""

@@ -10,8 +10,7 @@ import torch
 
 from rankwise.errors import ConfigurationError, fold_values
 from rankwise.parameter_server.messages import TensorBuffer, TensorRows
-from rankwise.torch_private import foreach
-from rankwise.torch_private.tensors import sparse_indices
+from rankwise.torch_private.tensors import foreach_copy_, sparse_indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +82,7 @@ class ParameterShard:
         stale = [position for position in whole if not self._is_copied[position]]
         if stale:
             own = [self.parameters[position].detach() for position in stale]
-            foreach.copy_([self._body.views[position] for position in stale], own)
+            foreach_copy_([self._body.views[position] for position in stale], own)
             for position in stale:
                 self._is_copied[position] = True
         rows: list[TensorRows] = []

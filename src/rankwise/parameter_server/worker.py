@@ -33,7 +33,7 @@ from rankwise.parameter_server.messages import (
     receive_buffers,
 )
 from rankwise.store.wire import fill, json_frame, open_connection, receive_frame
-from rankwise.torch_private import foreach
+from rankwise.torch_private.tensors import foreach_copy_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -340,7 +340,7 @@ class Worker:
         gradients = [self._parameters[channel.server.numbers[position]].grad for position in positions]
         if gradients:
             views = [channel.outgoing.views[position] for position in positions]
-            foreach.copy_(views, [one for one in gradients if one is not None])
+            foreach_copy_(views, [one for one in gradients if one is not None])
 
     def _take(self) -> None:
         """Wait for the answers to the requests, and copy their parameters."""
@@ -360,7 +360,7 @@ class Worker:
         own = [self._parameters[number].detach() for number in channel.server.numbers]
         whole = answer.head["whole"]
         if whole:
-            foreach.copy_(
+            foreach_copy_(
                 [own[position] for position in whole], [channel.incoming.views[position] for position in whole]
             )
         for rows in answer.rows:

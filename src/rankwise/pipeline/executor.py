@@ -20,7 +20,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.pipeline import schedule as kinds
 from rankwise.pipeline.stage_executor import BoundStage, HeldActivations, received_like
 from rankwise.replicate.loss.amounts import is_zero
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -157,7 +157,7 @@ class StepRun:
             # The same for a scale on a device: it leaves nothing of a loss and its gradients if it is zero.
             is_nothing = scale == 0
             scaled = scaled.masked_fill(is_nothing, 0.0)
-            for leaf in pytree.tree_leaves(held.output):
+            for leaf in tree_leaves(held.output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(_masked, is_nothing))
         held.end_forward(scaled)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ def num_samples(value: object, what: str) -> int:
     Raises:
         ConfigurationError: they differ, or there is none.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     sizes = sorted({tensor.shape[0] for tensor in tensors})
     if len(sizes) != 1:
         raise ConfigurationError(
@@ -51,7 +51,7 @@ def sizes_of(total: int, count: int) -> list[int]:
 def split(value: object, sizes: Sequence[int]) -> list[list[Any]]:
     """Return per part the leaves of a tree; tensors are split along dimension 0, other leaves repeated."""
     columns: list[Sequence[Any]] = []
-    for leaf in pytree.tree_leaves(value):
+    for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             columns.append(leaf.split(list(sizes)))
         else:
@@ -86,7 +86,7 @@ def first_part(example: object, num_micro_batches: int) -> tuple[tuple[Any, ...]
     if samples == 0:
         raise ConfigurationError("The example has no samples.", do="pass a batch like those used in training")
     sizes = sizes_of(samples, min(num_micro_batches, samples))
-    return pytree.tree_unflatten(split(x, sizes)[0], pytree.tree_flatten(x)[1])
+    return tree_unflatten(split(x, sizes)[0], tree_flatten(x)[1])
 
 
 def common_samples(x: object, target: object) -> int:

@@ -31,8 +31,8 @@ from rankwise.replicate.same_model import broadcast_tensors, check_same_model
 from rankwise.replicate.self_check import check_torch, gradients
 from rankwise.replicate.self_check import loss_fn as trial_loss
 from rankwise.replicate.strategy_registry import check_unregistered, register
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part
+from rankwise.torch_private.tensors import tree_map_only
 from rankwise.world import torch_versions
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def pipeline(
     with all_ranks_succeed("rankwise.pipeline()"):
         args, kwargs = parts.first_part(example, num_micro_batches)
         if not plan.can_run:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(plan.device), (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, lambda leaf: leaf.to(plan.device), (args, kwargs))
         program = plan.trace(args, kwargs)
     costs = _measured(plan, program, args, kwargs) if names is None and plan.num_stages > 1 else None
     with all_ranks_succeed("rankwise.pipeline()"):

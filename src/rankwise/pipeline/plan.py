@@ -23,10 +23,10 @@ from rankwise.pipeline.stages import Stage, balanced, called_blocks, cut, cuts_b
 from rankwise.pipeline.traced import trace
 from rankwise.replicate.blocks import block_of, blocks
 from rankwise.replicate.undo_forward import PythonRandomness, left_as_it_was
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import module_within
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import own_parameters
+from rankwise.torch_private.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from rankwise.world.device.accelerator import kept_random_states
 
 if TYPE_CHECKING:
@@ -74,21 +74,21 @@ def _timed(
     """Call a block with its backward a few times, and add the fastest time to its cost; return its result."""
     fastest = float("inf")
     result: Any = None
-    values, spec = pytree.tree_flatten((args, kwargs))
+    values, spec = tree_flatten((args, kwargs))
     for _ in range(REPETITIONS):
         own = [_as_input(value) for value in values]
-        own_args, own_kwargs = pytree.tree_unflatten([_not_leaf(value) for value in own], spec)
+        own_args, own_kwargs = tree_unflatten([_not_leaf(value) for value in own], spec)
         start = now(device)
         with torch.enable_grad():
             result = block(*own_args, **own_kwargs)
-            roots = _trained(pytree.tree_leaves(result))
+            roots = _trained(tree_leaves(result))
             needing = _trained([*own, *block.parameters()])
             if roots and needing:
                 ones = [torch.ones_like(root) for root in roots]
                 torch.autograd.grad(roots, needing, ones, allow_unused=True)
         fastest = min(fastest, now(device) - start)
     costs[name] += fastest
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
 def _trained(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -207,7 +207,7 @@ class StagePlan:
         except RankwiseError:
             raise
         except Exception as error:
-            shapes = [_signature(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs))]
+            shapes = [_signature(leaf) for leaf in tree_leaves((tuple(args), kwargs))]
             raise ConfigurationError(
                 f"{type(self.model).__name__} cannot be called with this batch.",
                 evidence=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}\n"
@@ -221,7 +221,7 @@ class StagePlan:
         if not self.can_run:
             sizes = {name: self.model.get_submodule(name).parameters() for name in called_blocks(program)}
             return {name: 1.0 + sum(own_part(one).numel() for one in found) for name, found in sizes.items()}
-        return block_costs(program, self.model, pytree.tree_leaves((tuple(args), kwargs)), self.device)
+        return block_costs(program, self.model, tree_leaves((tuple(args), kwargs)), self.device)
 
     def settle(self, program: Program, split: Sequence[str] | None, costs: dict[str, float] | None) -> None:
         """Decide the stage of every block, parameter and buffer.
@@ -314,7 +314,7 @@ class StagePlan:
 
     def bound(self, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> tuple[Program, dict[int, BoundStage]]:
         """Return the program and own stages for arguments of these shapes; both are kept."""
-        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+        leaves, spec = tree_flatten((tuple(args), kwargs))
         key = (self._mode(), str(spec), tuple(_signature(leaf) for leaf in leaves))
         if key not in self._programs:
             if len(self._programs) >= MOST_PROGRAMS:
@@ -331,7 +331,7 @@ class StagePlan:
     def _follow_samples(self, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Note which samples random numbers are for, and where samples meet. Takes several times as long as a trace."""
         num = num_samples((args, kwargs), "x")
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         kind = self._mode(), str(spec), tuple(one.dim() for one in leaves if isinstance(one, torch.Tensor))
         known = self._draws.get(kind, ())
         if len(known) == program.num_draws > 0 and all(
@@ -342,7 +342,7 @@ class StagePlan:
         if num == 1:
             # A dim of one may be the samples or not.
             num = 3
-            args, kwargs = pytree.tree_map_only(torch.Tensor, partial(rows_like, num=num), (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, partial(rows_like, num=num), (args, kwargs))
         followed = program
         with suppress(Exception):  # a model that cannot be followed is not wrong
             followed = trace(self.model, args, kwargs, self.blocks, self.device, num_followed=num)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.torch_private.pipelining import (
+from rankwise.torch_private.autograd import (
     BACKWARD_OF_INPUTS,
     backward_action,
     forward_action,

@@ -24,9 +24,8 @@ from rankwise.replicate.device_mesh import exchange_along
 from rankwise.replicate.random_numbers.counter import mixed
 from rankwise.replicate.random_numbers.model_draws import DrawsOfModel, rows_in_hand
 from rankwise.replicate.random_numbers.scope import PlannedDraw, take_key
-from rankwise.torch_private import tree as pytree
-from rankwise.torch_private.autograd import is_view
-from rankwise.torch_private.pipelining import backward_of_inputs, backward_of_weights
+from rankwise.torch_private.autograd import backward_of_inputs, backward_of_weights, is_view
+from rankwise.torch_private.tensors import tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -116,7 +115,7 @@ class BoundStage:
             if call.is_whole:
                 env[call.results[0][1]] = result
             elif call.results:
-                parts = pytree.tree_leaves(result)
+                parts = tree_leaves(result)
                 env.update((number, parts[index]) for index, number in call.results)
             for number in drops:
                 del env[number]
@@ -124,7 +123,7 @@ class BoundStage:
         held = HeldActivations(needing, {n: v for n, v in zip(stage.sends, sent, strict=True) if v.requires_grad})
         if self.is_last and program.output_spec is not None:
             values = [env[leaf.number] if type(leaf) is Ref else leaf for leaf in program.output]
-            held.output = pytree.tree_unflatten(values, program.output_spec)
+            held.output = tree_unflatten(values, program.output_spec)
         return sent, held
 
     def _checked(self, number: int, value: torch.Tensor) -> torch.Tensor:

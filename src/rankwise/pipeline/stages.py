@@ -13,7 +13,7 @@ import torch
 
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.blocks import block_of, near
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import TreeSpec, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ class TracedCall:
     """The name of the block, or the function."""
     leaves: list[Any]
     """Of the arguments, a :class:`Ref` in place of each tensor."""
-    spec: pytree.TreeSpec
+    spec: TreeSpec
     """Of ``(args, kwargs)``."""
     reads: tuple[int, ...]
     results: tuple[tuple[int, int], ...]
@@ -72,7 +72,7 @@ class TracedCall:
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.leaves)))
-        args, kwargs = pytree.tree_unflatten(numbers, self.spec)
+        args, kwargs = tree_unflatten(numbers, self.spec)
         if [*args, *kwargs.values()] == numbers:
             self.num_args, self.names = len(args), tuple(kwargs)
 
@@ -81,7 +81,7 @@ class TracedCall:
         leaves = [values[leaf.number] if type(leaf) is Ref else leaf for leaf in self.leaves]
         if self.names is not None:
             return tuple(leaves[: self.num_args]), dict(zip(self.names, leaves[self.num_args :], strict=True))
-        return pytree.tree_unflatten(leaves, self.spec)
+        return tree_unflatten(leaves, self.spec)
 
     def __str__(self) -> str:
         return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", repr(self.target))
@@ -102,7 +102,7 @@ class Program:
     kinds: dict[int, TensorKind] = field(default_factory=dict[int, TensorKind])
     output: list[Any] = field(default_factory=list[Any])
     """Leaves of the result of forward, a :class:`Ref` in place of each tensor."""
-    output_spec: pytree.TreeSpec | None = None
+    output_spec: TreeSpec | None = None
     drawn_shapes: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     """Of random numbers, in order."""
     has_draws_apart: bool = False
@@ -112,7 +112,7 @@ class Program:
     statistics: tuple[Statistic | None, ...] = ()
     """Of the tensors of the output: the statistic of several samples that each depends on."""
 
-    def end(self, output: list[Any], spec: pytree.TreeSpec) -> None:
+    def end(self, output: list[Any], spec: TreeSpec) -> None:
         """Set the leaves of the output, a :class:`Ref` in place of each tensor, and their tree."""
         self.output = output
         self.output_spec = spec

@@ -34,9 +34,9 @@ from rankwise.replicate.loss.batch_statistics import FollowedLoss
 from rankwise.replicate.loss.hooks import forget_losses, look_at_losses
 from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import BatchNorm
+from rankwise.torch_private.tensors import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from rankwise.world.device.streams import check_later, forget_checks, run_checks
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Pipeline:
                 parts.check_rows(program.output_shapes(), size)
             with self._telling_others():
                 run.run(predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
-            outputs = [pytree.tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]
+            outputs = [tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]
             return self._shared(programs[0], outputs, samples)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -272,8 +272,8 @@ class Pipeline:
         plan = self._plan
         count = plan.schedule.most(min(self._num_micro_batches, samples), plan.num_ranks)
         sizes = parts.sizes_of(samples, count)
-        spec = pytree.tree_flatten(target)[1]
-        targets = [pytree.tree_unflatten(leaves, spec) for leaves in parts.split(target, sizes)]
+        spec = tree_flatten(target)[1]
+        targets = [tree_unflatten(leaves, spec) for leaves in parts.split(target, sizes)]
         weights = [self._weight_of(one, size) for one, size in zip(targets, sizes, strict=True)]
         total: Amount = sum(weights)
         shares = [ratio(weight, total) for weight in weights]
@@ -286,7 +286,7 @@ class Pipeline:
 
     def _draw_nothing(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Take part in a step in which other copies draw random numbers for their samples."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(parts.rows_like, num=1), arguments)
+        args, kwargs = tree_map_only(torch.Tensor, partial(parts.rows_like, num=1), arguments)
         with torch.enable_grad():
             if self._plan.bound(args, kwargs, self._place)[0].num_draws:
                 self._draws.begin((), 0)
@@ -366,20 +366,20 @@ class Pipeline:
         shares: Sequence[Amount],
     ) -> tuple[StepRun, list[Program]]:
         plan = self._plan
-        spec = pytree.tree_flatten(x)[1]
+        spec = tree_flatten(x)[1]
         programs: list[Program] = []
         found: list[MicroBatch] = []
         bound: dict[int, Any] = {}
         for number, (leaves, size) in enumerate(zip(parts.split(x, sizes), sizes, strict=True)):
             if size not in bound:
-                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                args, kwargs = tree_unflatten(leaves, spec)
                 bound[size] = plan.bound(args, kwargs, self._place)
             program, stages = bound[size]
             programs.append(program)
             target = None if targets is None else targets[number]
             found.append(MicroBatch(leaves, target, shares[number], sum(sizes[:number]), size, stages))
         if programs[0].num_draws:
-            self._draws.begin(pytree.tree_leaves(x), sum(sizes))
+            self._draws.begin(tree_leaves(x), sum(sizes))
         self._link.begin(f"a step of the pipeline of {type(plan.model).__name__}")
         is_part = self._has_copies or len(sizes) > 1
         if is_part:
@@ -410,7 +410,7 @@ class Pipeline:
             if self._along is not None:
                 value = self._along.broadcast(value.contiguous(), self._last_place, what="output of the pipeline")
             whole.append(value)
-        return pytree.tree_unflatten(whole, cast("pytree.TreeSpec", program.output_spec))
+        return tree_unflatten(whole, cast("TreeSpec", program.output_spec))
 
     # -- measuring ---------------------------------------------------------------------------------
 

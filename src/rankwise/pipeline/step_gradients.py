@@ -15,8 +15,8 @@ from rankwise.replicate.bucket import Weights
 from rankwise.replicate.gradient_buckets import GradientBuckets
 from rankwise.replicate.gradient_hooks import GradientHooks
 from rankwise.replicate.loss.amounts import multiply_
-from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
+from rankwise.torch_private.tensors import foreach_add_, foreach_mul_, foreach_sub_
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
@@ -93,11 +93,11 @@ class StepGradients:
         earlier = [one for _, one in self._earlier]
         added_to = [own_part(p.grad) for p, _ in self._earlier if p.grad is not None]
         if earlier:
-            foreach.sub_(added_to, earlier)
+            foreach_sub_(added_to, earlier)
         if isinstance(factor, torch.Tensor):
             for part in parts:
                 multiply_(part, factor)
         elif parts:
-            foreach.mul_(parts, factor)
+            foreach_mul_(parts, factor)
         if earlier:
-            foreach.add_(added_to, earlier)
+            foreach_add_(added_to, earlier)

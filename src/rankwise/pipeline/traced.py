@@ -22,12 +22,18 @@ from rankwise.replicate.random_numbers.meeting_tracer import MeetingTracer
 from rankwise.replicate.random_numbers.sample_layout import SampleLayout
 from rankwise.replicate.random_numbers.scope import DrawScope, is_apart
 from rankwise.replicate.undo_forward import PythonRandomness, left_as_it_was
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like
 from rankwise.torch_private.kernels import DispatchMode
 from rankwise.torch_private.modules import hide_backward_hooks, own_buffers, own_parameters
-from rankwise.torch_private.tensors import mark_as_parameter, memory_key
+from rankwise.torch_private.tensors import (
+    TreeSpec,
+    mark_as_parameter,
+    memory_key,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from rankwise.world.device.accelerator import autocast_state
 
 if TYPE_CHECKING:
@@ -72,14 +78,14 @@ def trace(
     recorder = _Recorder()
     tracer = _SampleTracer(num_followed)
     draws = tracer.plan_without_data(fake.FakeTensor, fake.outside_fake)
-    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    leaves, spec = tree_flatten((tuple(args), kwargs))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaves[index] = stand_in = fake.fake_of(mode, leaf.detach())
             recorder.program.inputs[recorder.number(stand_in)] = index
             if stand_in.dim():
                 tracer.set_fact(stand_in, KnownLayout(SampleLayout(0)))
-    own_args, own_kwargs = pytree.tree_unflatten(leaves, spec)
+    own_args, own_kwargs = tree_unflatten(leaves, spec)
     names = list(blocks)
     # Hooks of the model itself may look at values, of which there are none.
     run = model if "" in names else model.forward
@@ -95,7 +101,7 @@ def trace(
                     entered.enter_context(one)
                 output = run(*own_args, **own_kwargs)
             recorder.check_randomness()
-            outputs = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+            outputs = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
             recorder.program.note_samples(draws, map(tracer.statistic, outputs))
             return recorder.finish(output)
         except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
@@ -142,7 +148,7 @@ class _Recorder(TorchFunctionMode):
         self._num_drawn = 0
         """Before the current call."""
         self._depth = 0
-        self._entered: tuple[list[Any], pytree.TreeSpec, list[int]] | None = None
+        self._entered: tuple[list[Any], TreeSpec, list[int]] | None = None
         self._autocast = autocast_state()
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -169,7 +175,7 @@ class _Recorder(TorchFunctionMode):
             if self._depth == 1:
                 self.check_randomness()
                 self.within = name
-                leaves, spec = pytree.tree_flatten((args, kwargs))
+                leaves, spec = tree_flatten((args, kwargs))
                 self._entered = leaves, spec, [_version(leaf) for leaf in leaves]
 
         def after(_: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: object) -> None:
@@ -201,11 +207,11 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         versions = [_version(leaf) for leaf in leaves]
         self.randomness.was_seen = False
         result = func(*args, **kwargs)
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)) or versions != [
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)) or versions != [
             _version(leaf) for leaf in leaves
         ]:
             self._write(func, leaves, spec, versions, result)
@@ -215,7 +221,7 @@ class _Recorder(TorchFunctionMode):
         self,
         target: str | Callable[..., Any],
         leaves: list[Any],
-        spec: pytree.TreeSpec,
+        spec: TreeSpec,
         versions: list[int],
         result: object,
     ) -> None:
@@ -231,9 +237,7 @@ class _Recorder(TorchFunctionMode):
         )
         stored = [self._stored(leaf, target) for leaf in leaves]
         is_whole = isinstance(result, torch.Tensor)
-        tensors = [
-            (index, leaf) for index, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, torch.Tensor)
-        ]
+        tensors = [(index, leaf) for index, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, torch.Tensor)]
         call = TracedCall(
             target=target,
             leaves=stored,
@@ -279,7 +283,7 @@ class _Recorder(TorchFunctionMode):
 
     def _write_own_part(self, state: int, tensor: torch.Tensor) -> int:
         """Record ``to_local`` of a parameter, which torch does not report as a function call."""
-        leaves, spec = pytree.tree_flatten(((Ref(state),), {}))
+        leaves, spec = tree_flatten(((Ref(state),), {}))
         number = self.number(tensor)
         call = TracedCall(
             _own_part_of, leaves, spec, (state,), ((0, number),), True, (), torch.is_grad_enabled(), False
@@ -288,7 +292,7 @@ class _Recorder(TorchFunctionMode):
         return number
 
     def finish(self, output: object) -> Program:
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = tree_flatten(output)
         self.program.end([self._stored(leaf, "the output of forward") for leaf in leaves], spec)
         self._alive.clear()
         return self.program
@@ -323,7 +327,7 @@ class _Randomness(DispatchMode):
         out = func(*args, **(kwargs or {}))
         if is_random(func):
             self.was_seen = True
-            shape = next(tuple(one.shape) for one in pytree.tree_leaves(out) if isinstance(one, torch.Tensor))
+            shape = next(tuple(one.shape) for one in tree_leaves(out) if isinstance(one, torch.Tensor))
             self._program.note_draw(shape, is_apart=is_apart(has_graph=self._has_graph))
         return out
 

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from rankwise.errors import ConfigurationError
 from rankwise.place.fetch import Fetching, OffloadedPart
 from rankwise.replicate.own_hooks import OwnHook
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.kernels import is_innermost, pop_function_mode, push_function_mode
 from rankwise.torch_private.modules import unwrapped_call, wrap_call
+from rankwise.torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,11 +40,11 @@ _IN_PLACE = {"__setitem__", *(f"__i{operator}__" for operator in (
 
 def moved(values: Any, device: torch.device) -> Any:
     """Return a tree with its tensors on ``device``; the same tree if they are there already."""
-    leaves, spec = pytree.tree_flatten(values)
+    leaves, spec = tree_flatten(values)
     if all(not isinstance(leaf, torch.Tensor) or leaf.device == device for leaf in leaves):
         return values
     there = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(there, spec)
+    return tree_unflatten(there, spec)
 
 
 class CrossDeviceMode(TorchFunctionMode):
@@ -97,7 +97,7 @@ class CrossDeviceMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside or func in _COPIES:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             changed = _changed(func, tensors, kwargs)
@@ -110,7 +110,7 @@ class CrossDeviceMode(TorchFunctionMode):
 
 def _changed(func: Callable[..., Any], tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return a tensor that a call writes into, or ``None`` if all it returns is new."""
-    out = [leaf for leaf in pytree.tree_leaves(kwargs.get("out")) if isinstance(leaf, torch.Tensor)]
+    out = [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, torch.Tensor)]
     if out:
         return out[0]
     name = getattr(func, "__name__", "")

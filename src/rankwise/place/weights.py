@@ -21,8 +21,7 @@ from torch import nn
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.replicate.blocks import near
 from rankwise.torch_private.modules import forget_flat_weights, own_buffers, replace_buffers, update_flat_weights
-from rankwise.torch_private.tensors import can_take_data
-from rankwise.torch_private.tree import LOGGER as TREE_LOGGER
+from rankwise.torch_private.tensors import TREE_LOGGER, can_take_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

@@ -15,8 +15,8 @@ import torch
 from rankwise.comm.backends.protocol import TakesOwnPart
 from rankwise.compress.error_feedback import HasErrorFeedback
 from rankwise.replicate.loss.amounts import is_zero
-from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
+from rankwise.torch_private.tensors import foreach_copy_
 from rankwise.world.device.streams import current_stream, stream_query
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Bucket:
                 places.append(place)
                 given.append(gradient)
         if places:
-            foreach.copy_(places, given)
+            foreach_copy_(places, given)
         torch.mul(self._flat, factor, out=self.channel.body)
 
     def _copy_in_for_others(

@@ -31,9 +31,9 @@ from rankwise.replicate.loss.graph import forward_call, mark_output
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.same_model import FirstCall, first_call_of, report_first_calls
-from rankwise.torch_private import foreach
 from rankwise.torch_private.autograd import in_backward, run_after_backward
 from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.tensors import foreach_div_, foreach_mul_, foreach_zero_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -378,7 +378,7 @@ class GradientSync:
     @torch.no_grad()
     def _multiply(self, factor: Amount) -> None:
         if not isinstance(factor, torch.Tensor):
-            foreach.mul_(self._gradients(), factor)
+            foreach_mul_(self._gradients(), factor)
             return
         for gradient in self._gradients():
             multiply_(gradient, factor)
@@ -400,9 +400,9 @@ class GradientSync:
                 multiply_(gradient, ratio(1.0, total) if is_open else (total > 0).to(total.dtype))
         elif total == 0:
             # A mean over no samples is NaN; zeros are the result of several ranks too.
-            foreach.zero_(gradients)
+            foreach_zero_(gradients)
         else:
-            foreach.div_(gradients, total)
+            foreach_div_(gradients, total)
         self._accumulation.give_back_earlier()
 
     def _settle_order(self, group: Exchange, buckets: GradientBuckets) -> None:

@@ -19,9 +19,8 @@ from rankwise.errors import ModelMismatch, fold_values
 from rankwise.log import log, warn
 from rankwise.replicate.loss.graph import first_tensor
 from rankwise.tensors.arrays import memory_of
-from rankwise.torch_private import foreach
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part
+from rankwise.torch_private.tensors import foreach_copy_, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,7 +78,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], exchange: Exchange, *, wh
         # As bytes: a broadcast calculates nothing, and Gloo does not know every dtype.
         sent = exchange.broadcast(flat.view(torch.uint8), source, what=what)
         pieces = sent.view(flat.dtype).split([tensor.numel() for tensor in chunk])
-        foreach.copy_(chunk, [piece.view(tensor.shape) for tensor, piece in zip(chunk, pieces, strict=True)])
+        foreach_copy_(chunk, [piece.view(tensor.shape) for tensor, piece in zip(chunk, pieces, strict=True)])
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -110,7 +109,7 @@ def digest_of_tensors(values: object) -> int:
     """Return a checksum of the tensors of a tree."""
     # With no operation of torch on samples: a mode that follows them may be on.
     digest = 0
-    for leaf in pytree.tree_leaves(values):
+    for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
             plain = leaf.detach().to("cpu").contiguous()
             digest = zlib.crc32(memory_of(plain), zlib.crc32(str(plain.shape).encode(), digest))
@@ -123,7 +122,7 @@ def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> 
 
 
 def _describe(value: object) -> str:
-    leaves = pytree.tree_leaves(value)
+    leaves = tree_leaves(value)
     words = [described(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
     return words[0] if len(words) == 1 else "(" + ", ".join(words) + ")"
 
@@ -141,7 +140,7 @@ class FirstCall(NamedTuple):
 
 def first_call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> FirstCall:
     """Return the facts of a model's first call."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    leaves = tree_leaves((tuple(args), dict(kwargs)))
     tensors = [leaf.detach() for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
     first = first_tensor((args, dict(kwargs)))
     num_samples = 0 if first is None else int(first.shape[0])
@@ -212,5 +211,5 @@ class SameForward:
         said.append(f"{'with' if torch.is_grad_enabled() else 'without'} gradients")
         if inputs is not None:
             said.append("in training" if model.training else "in evaluation")
-            said += [described(one) for one in pytree.tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+            said += [described(one) for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
         self._exchange.barrier(", ".join(said))

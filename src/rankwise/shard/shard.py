@@ -47,9 +47,9 @@ from rankwise.replicate.strategy_registry import (
 from rankwise.shard.blocks import Blocks, block_names, grouped, recompute_block
 from rankwise.shard.sharded_gradients import ShardSync, WatchedAllGather, WatchedReduceScatter
 from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import in_backward, is_view
 from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.tensors import tree_leaves, tree_map
 from rankwise.world import torch_versions
 from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.mesh import NAMES
@@ -424,9 +424,9 @@ def _split(
 
 def _without_views(_: nn.Module, __: object, output: object) -> object:
     """Return an output that may be changed in place, which on a view of another tensor would lose torch's hooks."""
-    if not any(_is_followed_view(leaf) for leaf in pytree.tree_leaves(output)):
+    if not any(_is_followed_view(leaf) for leaf in tree_leaves(output)):
         return None
-    return pytree.tree_map(lambda leaf: leaf.clone() if _is_followed_view(leaf) else leaf, output)
+    return tree_map(lambda leaf: leaf.clone() if _is_followed_view(leaf) else leaf, output)
 
 
 def _is_followed_view(value: object) -> bool:

@@ -16,9 +16,9 @@ from rankwise.replicate.loss.graph import outputs_of
 from rankwise.replicate.same_model import SameForward, digest_of_tensors
 from rankwise.replicate.split_tensors import refuse_second_derivatives
 from rankwise.replicate.strategy_registry import check_no_optimizer_holds, is_registered
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.tensors import tree_leaves
 from rankwise.world.device.accelerator import random_state
 from rankwise.world.device.kinds import is_accelerator
 
@@ -96,7 +96,7 @@ class ForwardChecks:
                 )
 
     def _compare(self, values: object, exchange: Exchange) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         self._own = _random_states()
         own = torch.tensor([digest_of_tensors(tensors), *self._own])
         inputs, *states = exchange.all_gather(own, what="inputs of a tensor parallel model").unbind(1)

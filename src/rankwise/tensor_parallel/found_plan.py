@@ -19,8 +19,8 @@ from rankwise.errors import ConfigurationError
 from rankwise.replicate.blocks import has_forward
 from rankwise.tensor_parallel.plan import TensorPlan, divisors, join, split_differently
 from rankwise.tensor_parallel.trial import Differs, Split, check_split, follow, is_linear, shape_of
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.modules import TABLES
+from rankwise.torch_private.tensors import tree_flatten
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
@@ -244,7 +244,7 @@ def _description(module: nn.Module) -> Hashable:
             shapes,
             {k: sorted(map(str, v)) if isinstance(v, set) else v for k, v in held.items()},
         ]
-    leaves, spec = pytree.tree_flatten(found)
+    leaves, spec = tree_flatten(found)
     plain = bool | int | float | str | torch.dtype | None
     return str(spec), *((type(one), one if isinstance(one, plain) else id(one)) for one in leaves)
 

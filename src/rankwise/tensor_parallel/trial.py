@@ -19,9 +19,9 @@ from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from rankwise.replicate.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.tensor_parallel.example_inputs import example_inputs
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.kernels import DispatchMode
 from rankwise.torch_private.modules import TABLES, own_buffers, own_parameters
+from rankwise.torch_private.tensors import tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -356,7 +356,7 @@ def _run(module: nn.Module, values: _Values, inputs: Inputs, run: _Run, *, train
         for attribute, count in split.counts.items() if split is not None else ():
             setattr(module, attribute, count * (PARTS if run.whole is None else 1))
         module.train(training)
-        leaves, spec = pytree.tree_flatten(inputs)
+        leaves, spec = tree_flatten(inputs)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[place] = leaf.detach().clone()
@@ -366,7 +366,7 @@ def _run(module: nn.Module, values: _Values, inputs: Inputs, run: _Run, *, train
             leaf.requires_grad_()
         # Code may change its inputs in place.
         leaves = [one.clone() if isinstance(one, torch.Tensor) else one for one in leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        args, kwargs = tree_unflatten(leaves, spec)
         torch.default_generator.manual_seed(0)
         output = module(*args, **kwargs)
         run.outputs = {f"output {place}": one for place, one in enumerate(_tensors(output))}
@@ -377,7 +377,7 @@ def _run(module: nn.Module, values: _Values, inputs: Inputs, run: _Run, *, train
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _fill(module: nn.Module, values: _Values, run: _Run) -> None:

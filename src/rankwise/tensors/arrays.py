@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import TreeSpec, tree_flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -186,13 +186,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 # -- values of several -------------------------------------------------------------------------------
 
 
-def flattened(value: object, name: str) -> tuple[list[object], list[torch.Tensor], pytree.TreeSpec]:
+def flattened(value: object, name: str) -> tuple[list[object], list[torch.Tensor], TreeSpec]:
     """Return the leaves of a value, each as a tensor, and the structure to rebuild it.
 
     Raises:
         ConfigurationError: it contains something that cannot be sent.
     """
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = tree_flatten(value)
     other = "rankwise.broadcast_object()" if name == "broadcast" else "rankwise.all_gather_object()"
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
@@ -210,17 +210,17 @@ def kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def kinds(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
+def kinds(tensors: list[torch.Tensor], spec: TreeSpec) -> str:
     """Return ``{loss: float32[], parts: [int64[3], int64[2]]}``: the kinds of all, in their places."""
     return kind(tensors[0]) if spec.is_leaf() else _in_tree(map(kind, tensors), spec)
 
 
-def dtypes(tensors: list[torch.Tensor], spec: pytree.TreeSpec) -> str:
+def dtypes(tensors: list[torch.Tensor], spec: TreeSpec) -> str:
     """Return ``{loss: float32, parts: [int64, int64]}``: as :func:`kinds`, without the shapes."""
     return _in_tree(map(dtype_word, tensors), spec)
 
 
-def _in_tree(words: Iterator[str], spec: pytree.TreeSpec) -> str:
+def _in_tree(words: Iterator[str], spec: TreeSpec) -> str:
     if spec.is_leaf():
         return next(words)
     parts = [_in_tree(words, child) for child in spec.children()]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of tensors, and kinds of tensors that only private names of torch identify."""
+"""Trees of tensors, one call for many tensors, their memory, and kinds that only private names of torch identify.
+
+Trees are of lists, tuples, dicts and registered classes: torch's pytrees.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,51 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+__all__ = [
+    "TREE_LOGGER",
+    "TreeSpec",
+    "can_take_data",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_mul_",
+    "foreach_sub_",
+    "foreach_zero_",
+    "is_zero_tensor",
+    "mark_as_parameter",
+    "memory_key",
+    "sparse_indices",
+    "sparse_values",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "typed_storage",
+    "untyped_storage_of",
+]
+
+TREE_LOGGER = "torch.utils._pytree"
+"""The logger that reports classes registered twice."""
+
+# One call for many tensors, in place. torch has no public form of these.
+foreach_copy_ = torch._foreach_copy_
+"""Copy each of the second list into its place in the first."""
+foreach_zero_ = torch._foreach_zero_
+"""Fill each with zeros."""
+foreach_add_ = torch._foreach_add_
+"""Add a list of tensors, each multiplied by ``alpha``."""
+foreach_sub_ = torch._foreach_sub_
+"""Subtract a list of tensors."""
+foreach_mul_ = torch._foreach_mul_
+"""Multiply each by a number."""
+foreach_div_ = torch._foreach_div_
+"""Divide each by a number."""
 
 
 def memory_key(tensor: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.log import logger
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
-from rankwise.torch_private.rendezvous import on_save
+from rankwise.torch_private.processes import on_save
 from rankwise.verify import sketches
 from rankwise.verify.draws import RowDraws, torch_state
 from rankwise.verify.kept import KeptValues

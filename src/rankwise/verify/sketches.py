@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from rankwise.checkpoint.layouts import as_dtensor, region_of
-from rankwise.torch_private import tree
 from rankwise.torch_private.dtensor import own_part
+from rankwise.torch_private.tensors import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from rankwise.verify.records import Sketch
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """Return the tensors of a batch or of a module's arguments, in order."""
-    return [leaf for leaf in tree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def with_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
     def change(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    return tree.tree_map(change, values)
+    return tree_map(change, values)
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -165,9 +165,9 @@ def joined(parts: Sequence[Any]) -> Any:
     Raises:
         ValueError: they cannot be joined: other shapes, or values that are not the same.
     """
-    spec = tree.tree_flatten(parts[0], is_leaf=_is_column)[1]
-    columns = zip(*(tree.tree_leaves(part, is_leaf=_is_column) for part in parts), strict=True)
-    return tree.tree_unflatten(map(_joined_leaf, columns), spec)
+    spec = tree_flatten(parts[0], is_leaf=_is_column)[1]
+    columns = zip(*(tree_leaves(part, is_leaf=_is_column) for part in parts), strict=True)
+    return tree_unflatten(map(_joined_leaf, columns), spec)
 
 
 def _joined_leaf(parts: Sequence[Any]) -> Any:
@@ -205,4 +205,4 @@ def permuted(batch: Any) -> Any:
             return type(leaf)(leaf[number] for number in permutation(num_rows).tolist())
         return leaf
 
-    return tree.tree_map(change, batch, is_leaf=_is_column)
+    return tree_map(change, batch, is_leaf=_is_column)

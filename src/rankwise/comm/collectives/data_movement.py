@@ -19,7 +19,7 @@ from rankwise.comm.collectives.group import (
 )
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, dtypes, flattened, kinds, sent_as_bytes
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import TreeSpec, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ def broadcast(value: T, source: int = 0, *, group: Group | None = None) -> T:
     else:
         send = partial(exchange.broadcast, source=place, what=words)
         results = [rows[0] for rows in sent_as_bytes(sent, lambda tensor: send(tensor).unsqueeze(0), 1)]
-    return pytree.tree_unflatten(list(map(back, leaves, results)), spec)  # type: ignore[no-any-return]
+    return tree_unflatten(list(map(back, leaves, results)), spec)  # type: ignore[no-any-return]
 
 
 def all_gather(value: T, *, group: Group | None = None) -> list[T]:
@@ -130,9 +130,9 @@ def _of_bytes(
     ]
 
 
-def _by_rank(leaves: Sequence[Sequence[object]], spec: pytree.TreeSpec, size: int) -> list[Any]:
+def _by_rank(leaves: Sequence[Sequence[object]], spec: TreeSpec, size: int) -> list[Any]:
     """Return the value of each rank, from the leaves of all: ``leaves[number][rank]``."""
-    return [pytree.tree_unflatten([parts[place] for parts in leaves], spec) for place in range(size)]
+    return [tree_unflatten([parts[place] for parts in leaves], spec) for place in range(size)]
 
 
 def whole_batch(value: T, *, gradients: bool = False, group: Group | None = None) -> T:
@@ -175,7 +175,7 @@ def whole_batch(value: T, *, gradients: bool = False, group: Group | None = None
             _with_gradients(leaf, whole, [len(one) for one in parts], place)
             for leaf, whole, parts in zip(leaves, wholes, columns, strict=True)
         ]
-    return pytree.tree_unflatten(wholes, spec)  # type: ignore[no-any-return]
+    return tree_unflatten(wholes, spec)  # type: ignore[no-any-return]
 
 
 def _with_gradients(leaf: object, whole: object, sizes: Sequence[int], place: int) -> object:

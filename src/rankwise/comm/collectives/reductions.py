@@ -13,7 +13,7 @@ from rankwise.comm.backends.staging import REDUCIBLE, reduce_into
 from rankwise.comm.collectives.group import agreed, rank_in_group
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, flattened, kind, kinds, sent_by_dtype
-from rankwise.torch_private import tree as pytree
+from rankwise.torch_private.tensors import tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
     else:
         send = partial(_mean, exchange, words) if op == "mean" else partial(exchange.all_reduce, op=op, what=words)
         results = sent_by_dtype(sent, send)
-    return pytree.tree_unflatten(list(map(back, leaves, results)), spec)  # type: ignore[no-any-return]
+    return tree_unflatten(list(map(back, leaves, results)), spec)  # type: ignore[no-any-return]
 
 
 def _mean(exchange: Exchange, words: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
         own = whole.new_empty((rows[rank_in_group(group)], *whole.shape[1:]))
         reduce_into(own.view(-1), received.view(size, -1).unbind(0), "sum" if op == "mean" else op)
         results.append(back(leaf, own.div_(size) if op == "mean" else own))
-    return pytree.tree_unflatten(results, spec)  # type: ignore[no-any-return]
+    return tree_unflatten(results, spec)  # type: ignore[no-any-return]
 
 
 def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:

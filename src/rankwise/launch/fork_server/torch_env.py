@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rankwise.errors import ConfigurationError, EnvironmentConflict
 from rankwise.launch.controller.attempt_keys import TORCH_PREFIX, torch_rank_key
-from rankwise.torch_private.rendezvous import follow_spawns, replace_handler
+from rankwise.torch_private.processes import follow_spawns, replace_handler
 from rankwise.world import network
 from rankwise.world.environments import table
 

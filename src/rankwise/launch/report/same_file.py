@@ -28,7 +28,7 @@ def watch(rank: int, error_file: str) -> None:
 
     Called by: each of several ranks, once, before its script runs.
     """
-    from rankwise.torch_private.rendezvous import on_save  # noqa: PLC0415 - imports torch
+    from rankwise.torch_private.processes import on_save  # noqa: PLC0415 - imports torch
 
     opened = _Opened(rank, Path(error_file).parent, Path(error_file).name.partition("-rank-")[0])
 

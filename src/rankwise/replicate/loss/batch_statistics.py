@@ -21,9 +21,9 @@ from rankwise.health.flight_recorder import user_call_site, words
 from rankwise.replicate.random_numbers.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
 from rankwise.replicate.random_numbers.meeting_tracer import OF_OTHER_VALUES, MeetingTracer
 from rankwise.replicate.random_numbers.sample_layout import SampleLayout, layout_of
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.compiler import compiles_code
 from rankwise.torch_private.kernels import innermost_dispatch_mode
+from rankwise.torch_private.tensors import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,7 +105,7 @@ class StatisticsTracer(MeetingTracer):
         self.is_after = False
         """Whether backward has run: what has nothing to do with samples, as an optimizer's step, is not looked at."""
         self._num_after = 0
-        for one in pytree.tree_leaves(batch.values):
+        for one in tree_leaves(batch.values):
             if isinstance(one, torch.Tensor) and (layout := layout_of(one.shape, batch.num)) is not None:
                 self.set_fact(one, KnownLayout(layout))
 
@@ -212,14 +212,14 @@ class StatisticsTracer(MeetingTracer):
         key, place = ("dims", 2) if call.name == "roll" else ("dims" if call.name == "flip" else "dim", 1)
         dims = call.given.get(key, call.args[place] if len(call.args) > place else -1)
         num_dims = max(call.tensors[0].dim(), 1)
-        is_along = any(dim % num_dims == layout.dim for dim in pytree.tree_leaves(dims))
+        is_along = any(dim % num_dims == layout.dim for dim in tree_leaves(dims))
         return _statistic_of(call, is_term=False) if is_along else None
 
     def _reduces_chosen(self, call: TracedCall) -> bool:
         """Return whether an operation reduces rows that were chosen by their values, of which nobody knows how many."""
         if not call.tensors or identity_of(call.tensors[0]) not in self._lost:
             return False
-        dims = pytree.tree_leaves(call.given.get("dim", call.args[1] if len(call.args) > 1 else None))
+        dims = tree_leaves(call.given.get("dim", call.args[1] if len(call.args) > 1 else None))
         num_dims = max(call.tensors[0].dim(), 1)
         numbers = [dim for dim in dims if isinstance(dim, int) and not isinstance(dim, bool)]
         return not numbers or any(dim % num_dims == 0 for dim in numbers)
@@ -298,9 +298,9 @@ class FollowedLoss:
         if self._is_over or not _can_follow():
             return self.plain(output, target)
         self._is_over = True
-        num = next(len(one) for one in pytree.tree_leaves(target) if isinstance(one, torch.Tensor) and one.dim())
+        num = next(len(one) for one in tree_leaves(target) if isinstance(one, torch.Tensor) and one.dim())
         tracer = StatisticsTracer(CurrentBatch(0, 0, 0, num, num, 0, values=(output, target)))
-        tensors = [one for one in pytree.tree_leaves(output) if isinstance(one, torch.Tensor)]
+        tensors = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
         for tensor, known in zip(tensors, self._of_outputs, strict=False):
             tracer.set_statistic(tensor, known)
         with tracer:

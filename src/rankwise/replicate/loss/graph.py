@@ -16,8 +16,8 @@ import torch
 
 from rankwise.comm.collectives.data_movement import WholeBatch
 from rankwise.replicate.loss.amounts import amount_of
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.autograd import function_of, is_of_python, metadata_of, saved
+from rankwise.torch_private.tensors import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -147,7 +147,7 @@ def first_tensor(values: object) -> torch.Tensor | None:
         first = values[0][0]
         if isinstance(first, torch.Tensor) and first.ndim:
             return first
-    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
+    return next((leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.ndim), None)
 
 
 def outputs_of(output: object) -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ def outputs_of(output: object) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad else []
     found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(output):
+    for leaf in tree_leaves(output):
         values = [leaf] if isinstance(leaf, torch.Tensor) else list(getattr(leaf, "__dict__", {}).values())
         found += [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
     return found

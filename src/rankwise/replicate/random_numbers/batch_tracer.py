@@ -26,9 +26,8 @@ from rankwise.replicate.random_numbers.sample_layout import (
     layouts_of,
     viewed,
 )
-from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.kernels import DispatchMode
-from rankwise.torch_private.tensors import memory_key
+from rankwise.torch_private.tensors import memory_key, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -396,7 +395,7 @@ class BatchTracer(DispatchMode):
 
         try:
             with self._around_shapes():
-                args, given = pytree.tree_map(as_meta, (call.args, call.given))
+                args, given = tree_map(as_meta, (call.args, call.given))
                 if "device" in given:
                     given["device"] = torch.device("meta")
                 return [one.shape for one in outputs_of(call.func(*args, **given))]
@@ -470,7 +469,7 @@ def identity_of(tensor: torch.Tensor) -> Identity:
 
 def outputs_of(out: object) -> list[torch.Tensor]:
     """Return the tensors in the result of an operation, but for sparse ones, which have no memory of their own."""
-    leaves: list[Any] = [out] if type(out) in _FOLLOWED else pytree.tree_leaves(out)
+    leaves: list[Any] = [out] if type(out) in _FOLLOWED else tree_leaves(out)
     return [one for one in leaves if type(one) in _FOLLOWED and one.layout is torch.strided]
 
 

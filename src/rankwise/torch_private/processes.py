@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's rendezvous by URL, its start of processes and its writer of files, replaced. Imports torch when called."""
+"""Processes that torch starts: their rendezvous by URL, spawned ones, workers of loaders; and files that torch saves.
+
+Imports torch when called.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from multiprocessing.process import BaseProcess
+
+    from torch.utils.data import DataLoader
 
 
 def replace_handler(scheme: str, handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,3 +64,38 @@ def on_save(notify: Callable[[Any], None]) -> Callable[[], None]:
 
     writer.__init__ = noted
     return stop
+
+
+# -- loaders ----------------------------------------------------------------------------------------
+
+
+def wrap_next(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> Callable[[], None]:
+    """Replace the function that yields the next batch of every loader by ``wrap`` of it; return what undoes that."""
+    kind: Any = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter  # noqa: SLF001
+    original = kind.__next__
+    wrapped = wrap(original)
+    kind.__next__ = wrapped
+
+    def undo() -> None:
+        # Others may have wrapped it since.
+        if kind.__next__ is wrapped:
+            kind.__next__ = original
+
+    return undo
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Make a loader with persistent workers start new ones."""
+    loader._iterator = None  # noqa: SLF001
+
+
+end_workers: Callable[[Iterator[Any]], None] = methodcaller("_shutdown_workers")
+"""End the workers of an iterator and wait for them."""
+workers_of: Callable[[Iterator[Any]], list[BaseProcess]] = attrgetter("_workers")
+"""Return the worker processes of an iterator, in the order of their numbers."""
+
+
+def show_worker(info: object) -> None:
+    """Set what ``get_worker_info()`` returns in this process."""
+    worker: Any = importlib.import_module("torch.utils.data._utils.worker")
+    worker._worker_info = info  # noqa: SLF001
