@@ -14,7 +14,7 @@ from rankwise.comm.same_state.differences import first_unlike_setting, listed, u
 from rankwise.comm.same_state.owners import names_in_modules, split_by_wrapper
 from rankwise.comm.same_state.posted import Posted
 from rankwise.comm.same_state.schedule import CheckSchedule
-from rankwise.store.values import Store
+from rankwise.store.client import Store
 
 
 def test_comparisons_get_further_apart() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankwise.health.failure_detector import FailureDetector
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.facts import World
 
 _LOOK_SECONDS = 0.2

@@ -20,7 +20,7 @@ from rankwise.health.event_log import ProcessEnded, TimedOut, post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.log import warn
 from rankwise.meter import EXCHANGE, SCRIPT
-from rankwise.store.values import StoreLost
+from rankwise.store.client import StoreLost
 
 if TYPE_CHECKING:
     from types import TracebackType

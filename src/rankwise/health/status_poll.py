@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from rankwise.health.diagnosis import Answers
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 ANSWER_SECONDS = 2.0
 """How long ranks may take to answer."""

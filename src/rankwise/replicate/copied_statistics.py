@@ -21,7 +21,7 @@ from rankwise.comm.same_state.posted import Posted
 from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.log import warn
 from rankwise.replicate.batchnorm import SYNCHRONISED
-from rankwise.tensors.rounding import summary_of
+from rankwise.tensors.checksum import summary_of
 from rankwise.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:

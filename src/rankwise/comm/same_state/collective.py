@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.tensors.rounding import FLOOR, tolerance
+from rankwise.tensors.checksum import FLOOR, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rankwise.tensors.checksum import is_same_setting
-from rankwise.tensors.rounding import is_rounding, tolerance
+from rankwise.tensors.checksum import is_rounding, is_same_setting, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     Summary = Sequence[float]
-    """What :func:`rankwise.tensors.rounding.summary_of` returns, perhaps read from JSON."""
+    """What :func:`rankwise.tensors.checksum.summary_of` returns, perhaps read from JSON."""
 
 MOST_NAMES = 5
 

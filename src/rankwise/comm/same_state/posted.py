@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 ANSWER_SECONDS = 10.0
 """How long the store may take to return a key that is set."""

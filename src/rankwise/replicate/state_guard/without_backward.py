@@ -15,7 +15,7 @@ from rankwise.comm.same_state.differences import unlike_summaries
 from rankwise.comm.same_state.schedule import CheckSchedule
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.tensors.rounding import summary_of
+from rankwise.tensors.checksum import summary_of
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing
