@@ -18,7 +18,6 @@ from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.comm.collectives import all_gather_object
 from rankwise.errors import RankwiseError
-from rankwise.tensors import synced_folders
 from rankwise.testing import RankDied, kill_self, run_ranks
 
 if TYPE_CHECKING:
@@ -122,14 +121,14 @@ def _after_the_commit(die: Die) -> None:
 
 
 def _between_the_rename_and_the_disk(die: Die) -> None:
-    sync = synced_folders.sync
+    sync = folder.sync
 
     def hooked(path: Path) -> None:
         if not path.name.startswith("."):
             die()
         sync(path)
 
-    synced_folders.sync = hooked
+    folder.sync = hooked
 
 
 def _amid_removing_an_old_one(die: Die) -> None:

@@ -9,7 +9,7 @@ from rankwise import testing
 from rankwise.comm.session import current
 from rankwise.doctor import gathering
 from rankwise.doctor.facts import Facts
-from rankwise.store.values import Store
+from rankwise.store.client import Store
 
 if TYPE_CHECKING:
     from rankwise.world.facts import World

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from on_ranks import RunRanks
 
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.facts import World
 
 LIMIT_SECONDS = 1.0

@@ -22,10 +22,9 @@ from stranger import LOOPBACK, SECRET, greet
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
 from rankwise.store import bootstrap, client, opening
 from rankwise.store.bootstrap import RankAddress, exchange_rank_addresses, rank_address_key
-from rankwise.store.opening import connect, serve
-from rankwise.store.published import connect_published, forget_published, serve_published
+from rankwise.store.client import Store, StoreLost
+from rankwise.store.opening import connect, connect_published, serve, serve_published
 from rankwise.store.server import AuthenticatedServer
-from rankwise.store.values import Store, StoreLost
 from rankwise.store.wire import (
     HANDSHAKE_FRAME_BYTES,
     Answer,
@@ -39,7 +38,7 @@ from rankwise.store.wire import (
     receive_frame,
     send_frame,
 )
-from rankwise.world.device.assignment import Sight
+from rankwise.world.device.choice import Sight
 from rankwise.world.environments.reading import Reading
 
 if TYPE_CHECKING:
@@ -338,7 +337,7 @@ def test_a_published_store_is_found_by_its_file(tmp_path: Path, given: bytes | N
     assert SECRET.decode() not in path.read_text()
     found[0].set("key", "value")
     assert store.get("key", 1) == b"value"
-    forget_published(path)
+    path.unlink()
     assert list(tmp_path.iterdir()) == []
     store.close()
 

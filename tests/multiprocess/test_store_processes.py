@@ -9,8 +9,8 @@ import sys
 import pytest
 from stranger import LOOPBACK, SECRET
 
+from rankwise.store.client import StoreLost
 from rankwise.store.opening import connect
-from rankwise.store.values import StoreLost
 
 SERVER = """
 import os, sys, torch

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from rankwise.health.event_log import Event
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 ALL_READ_SECONDS = 20.0
 

@@ -16,7 +16,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.start import num_ranks_here
 from rankwise.world.device import accelerator, choice, kinds, streams
-from rankwise.world.device.assignment import Sight, index_of, refuse_unequipped
+from rankwise.world.device.choice import Sight, index_of, refuse_unequipped
 
 SOURCE = Path(__file__).parents[2] / "src" / "rankwise"
 EXCEPTIONS = {

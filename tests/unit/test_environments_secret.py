@@ -7,7 +7,7 @@ import pytest
 from launcher_variables import HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN
 
 from rankwise.errors import ConfigurationError
-from rankwise.world.environments.arguments import explicit
+from rankwise.world.environments.process import reading_of_arguments
 from rankwise.world.environments.table import read
 
 SECRET = "correct horse battery staple"  # noqa: S105 - of no job
@@ -32,9 +32,9 @@ def test_torchruns_own_store_has_no_secret() -> None:
 
 
 def test_the_secret_is_read_beside_an_explicit_address() -> None:
-    reading = explicit("tcp://gpu-01:29500", 0, 2, variables={"RANKWISE_SECRET": SECRET})
+    reading = reading_of_arguments("tcp://gpu-01:29500", 0, 2, variables={"RANKWISE_SECRET": SECRET})
     assert reading.secret == SECRET
-    assert explicit("env://", None, None, variables={**PLAIN, "RANKWISE_SECRET": SECRET}).secret == SECRET
+    assert reading_of_arguments("env://", None, None, variables={**PLAIN, "RANKWISE_SECRET": SECRET}).secret == SECRET
 
 
 @pytest.mark.parametrize("around", [PLAIN, TORCHRUN, OPENMPI, HYDRA, SLURM, OWN])

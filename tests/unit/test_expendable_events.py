@@ -15,7 +15,7 @@ from rankwise.errors import PeerFailed, PeerMissing, RankwiseError
 from rankwise.health import event_log
 from rankwise.health.event_log import ConnectionBroke, Event, Expendable, Failed, ProcessEnded, StopAt, StopRequested
 from rankwise.health.preemption import Preemption
-from rankwise.store.values import Store, StoreLost
+from rankwise.store.client import Store, StoreLost
 
 FAILED = Failed(2, "ValueError", "ValueError: boom")
 ENDED = ProcessEnded(2, "barrier()", 17)

@@ -9,14 +9,14 @@ import pytest
 from launcher_variables import PLAIN, SLURM, TORCHRUN
 
 from rankwise.errors import ConfigurationError
-from rankwise.world.environments.arguments import explicit
+from rankwise.world.environments.process import reading_of_arguments
 
 
 def test_explicit_addresses() -> None:
-    reading = explicit("tcp://gpu-01:29500", 1, 2, variables=SLURM)
+    reading = reading_of_arguments("tcp://gpu-01:29500", 1, 2, variables=SLURM)
     assert (reading.rank, reading.world_size, reading.address) == (1, 2, ("gpu-01", 29500))
-    assert explicit("tcp://[fd00::2]:29500", 0, 1, variables={}).address == ("fd00::2", 29500)
-    assert explicit("file:///shared/a%20job", 0, 3, variables={}).file == "/shared/a job"
+    assert reading_of_arguments("tcp://[fd00::2]:29500", 0, 1, variables={}).address == ("fd00::2", 29500)
+    assert reading_of_arguments("file:///shared/a%20job", 0, 3, variables={}).file == "/shared/a job"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_explicit_addresses() -> None:
 )
 def test_bad_init_methods_are_refused_with_an_example(init_method: str) -> None:
     with pytest.raises(ConfigurationError, match=r"init_method|port") as caught:
-        explicit(init_method, 0, 2, variables={})
+        reading_of_arguments(init_method, 0, 2, variables={})
     assert "29500" in (caught.value.do or "")
 
 
@@ -58,28 +58,28 @@ def test_bad_init_methods_are_refused_with_an_example(init_method: str) -> None:
 )
 def test_explicit_addresses_need_good_numbers(rank: Any, world_size: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        explicit("tcp://gpu-01:29500", rank, world_size, variables={})
+        reading_of_arguments("tcp://gpu-01:29500", rank, world_size, variables={})
 
 
 def test_env_takes_the_variables_and_the_arguments_go_first() -> None:
-    assert explicit("env://", None, None, variables=PLAIN).rank == 1
+    assert reading_of_arguments("env://", None, None, variables=PLAIN).rank == 1
     variables = {**PLAIN, "LOCAL_RANK": "1"}
-    reading = explicit("env://", 5, 8, variables=variables, argv=["train.py", "--local_rank=1"])
+    reading = reading_of_arguments("env://", 5, 8, variables=variables, argv=["train.py", "--local_rank=1"])
     assert (reading.rank, reading.world_size, reading.local_rank) == (5, 8, None)
     assert reading.address == ("job-master-0", 23456)
     assert "from the arguments" in reading.reason
-    same = explicit("env://", 1, 4, variables=variables)
+    same = reading_of_arguments("env://", 1, 4, variables=variables)
     assert same.local_rank == 1
 
 
 def test_env_under_torchrun_uses_the_store_that_is_served() -> None:
     variables = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    reading = explicit("env://", None, None, variables=variables)
+    reading = reading_of_arguments("env://", None, None, variables=variables)
     assert (reading.source, reading.store_is_served) == ("torchrun", True)
 
 
 def test_env_ignores_what_the_user_did_not_name() -> None:
-    assert explicit("env://", None, None, variables={**SLURM, **PLAIN}).source == "env"
+    assert reading_of_arguments("env://", None, None, variables={**SLURM, **PLAIN}).source == "env"
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_env_ignores_what_the_user_did_not_name() -> None:
 )
 def test_env_needs_a_complete_set(variables: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        explicit("env://", None, None, variables=variables)
+        reading_of_arguments("env://", None, None, variables=variables)

@@ -16,7 +16,7 @@ from rankwise.health import collective_timeout, event_log, process_probe
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
 from rankwise.health.flight_recorder import EVERYONE
 from rankwise.health.process_probe import Process
-from rankwise.store.values import Store
+from rankwise.store.client import Store
 
 if TYPE_CHECKING:
     from rankwise.health.diagnosis import Answers

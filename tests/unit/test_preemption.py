@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rankwise.health.event_log import Left, StopRequested, post
 from rankwise.health.preemption import Preemption
-from rankwise.store.values import Store
+from rankwise.store.client import Store
 
 
 def test_a_thread_of_the_script_passes_no_boundary() -> None:

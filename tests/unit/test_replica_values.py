@@ -11,12 +11,14 @@ from rankwise.tensors.checksum import (
     are_equal,
     checksums_of_each,
     combined,
+    is_rounding,
     is_same_setting,
     settings_checksum,
     settings_of,
     short,
+    summary_of,
+    tolerance,
 )
-from rankwise.tensors.rounding import is_rounding, summary_of, tolerance
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool, torch.uint8]
 

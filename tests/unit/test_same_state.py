@@ -19,7 +19,7 @@ from rankwise.comm.same_state import (
     split_by_wrapper,
     unlike_summaries,
 )
-from rankwise.store.values import Store
+from rankwise.store.client import Store
 
 
 def test_comparisons_get_further_apart() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rankwise.insight.slow_rank import FIRST_WINDOW, SlowRank
 from rankwise.insight.step_record import Step
 from rankwise.meter import DATA, EXCHANGE, FORWARD, PARTS
-from rankwise.store.values import Store
+from rankwise.store.client import Store
 
 
 def step_of(number: int, data: float) -> Step:

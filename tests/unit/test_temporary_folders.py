@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.world import temporary_folders
-from rankwise.world.temporary_folders import IN_USE, make_temporary_folder, remove_temporary_folder
+from rankwise.world import processes
+from rankwise.world.processes import IN_USE, make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     import pytest
@@ -73,7 +73,7 @@ def test_a_folder_that_a_fork_uses_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_another_machine_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(temporary_folders, "_this_machine", lambda: b"another machine")
+    monkeypatch.setattr(processes, "_this_machine", lambda: b"another machine")
     left = _killed_with_a_folder(tmp_path)
     monkeypatch.undo()
     remove_temporary_folder(make_temporary_folder("", tmp_path))
@@ -83,6 +83,6 @@ def test_the_folder_of_another_machine_is_kept(tmp_path: Path, monkeypatch: pyte
 def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "rankwise-x").mkdir()
     (tmp_path / "rankwise-x" / IN_USE).symlink_to(tmp_path / "other")
-    (tmp_path / "other").write_bytes(temporary_folders._this_machine())
+    (tmp_path / "other").write_bytes(processes._this_machine())
     remove_temporary_folder(make_temporary_folder("", tmp_path))
     assert (tmp_path / "rankwise-x").exists()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.session import Session
     from rankwise.health.failure_detector import FailureDetector
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
     Ticket = tuple[int, int, int, bytes]
     """What another process of the host needs to open it: process, descriptor, size in bytes, token."""

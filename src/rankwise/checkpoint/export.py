@@ -21,13 +21,13 @@ import torch
 
 from rankwise.checkpoint import files, folder
 from rankwise.checkpoint.content import gather, refuse_lazy, unwrapped
+from rankwise.checkpoint.folder import commit, make_folder
 from rankwise.checkpoint.manifest import whole
 from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.tensors.arrays import as_sent, bytes_of, memory_of
-from rankwise.tensors.synced_folders import commit, make_folder
 
 if TYPE_CHECKING:
     from typing import BinaryIO

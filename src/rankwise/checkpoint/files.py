@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 import safetensors
 import torch
 
+from rankwise.checkpoint.folder import sync
 from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
 from rankwise.errors import CheckpointError
 from rankwise.tensors.files import CODES
-from rankwise.tensors.synced_folders import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

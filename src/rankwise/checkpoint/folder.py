@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of checkpoints: the names in it, how one is created, replaced and removed, and what earlier saves have left.
 
-Every change a reader can see is one rename. Reads no checkpoint; rank zero alone changes a folder.
+Every change a reader can see is one rename. Reads no checkpoint; rank zero alone changes a folder. All saved state
+(checkpoints, weights, snapshots of servers; elastic commits, without the sync) is written by the functions at the end.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from rankwise.checkpoint.manifest import MANIFEST_NAME
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.log import warn
-from rankwise.tensors import synced_folders
 from rankwise.world.environments.process import job_of_process, stack_file
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from rankwise.comm.agreement import CheckpointRanks
 
 PREFIX = "checkpoint-"
@@ -39,7 +41,7 @@ def checkpoint_name(number: int) -> str:
 
 
 def staging_path(target: Path, token: str) -> Path:
-    """Return where a checkpoint is written before it is complete: beside ``target``, with the token of the save."""
+    """Return where a checkpoint is written before it is complete: next to ``target``, with the token of the save."""
     return target.with_name(f".{target.name}.staging-{token}")
 
 
@@ -119,11 +121,6 @@ def refuse_foreign(target: Path) -> None:
         evidence="nothing was written",
         do="use a directory that does not exist yet, or remove this one",
     )
-
-
-def commit(staging: Path, target: Path, token: str) -> None:
-    """Rename a complete staging directory to the checkpoint ``target``; durable when this returns."""
-    synced_folders.commit(staging, target, target.with_name(f".{target.name}.replaced-{token}"))
 
 
 def remove(path: Path, token: str) -> None:
@@ -206,8 +203,8 @@ def newest_to_ignore(ranks: CheckpointRanks, directory: Path, numbers: list[int]
         noted = json.loads(note.read_bytes()) if note.exists() else {}
         if noted.get("job") == job:
             return int(noted["newest"])
-        synced_folders.make_folder(directory)
-        with synced_folders.staged_file(note) as staging:
+        make_folder(directory)
+        with staged_file(note) as staging:
             staging.write_text(json.dumps({"job": job, "newest": newest}), encoding="utf-8")
         return newest
 
@@ -234,3 +231,72 @@ def _note_of(directory: Path) -> Path | None:
     of_job = stack_file()
     name = f"checkpoints-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]}"
     return Path(of_job).with_name(name) if of_job else None
+
+
+# -- saved state that is complete under its name or absent, also after a power loss: write, sync, rename, sync
+
+# POSIX guarantees only what fsync was called for: of a file its bytes, of a folder its names.
+
+
+def sync(path: Path) -> None:
+    """Return when the bytes of a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its missing parents; on disk when this returns."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+
+
+def commit(staging: Path, target: Path, token: str | None = None) -> None:
+    """Rename ``staging`` to ``target``; on disk when this returns.
+
+    Args:
+        staging: a file, or a folder whose files are on disk already.
+        target: next to it. A file that is there is replaced.
+        token: of the save of a folder. A folder that is there is first renamed, since a rename cannot replace it;
+            removed once the new one is on disk, and renamed back if the new one cannot be renamed.
+    """
+    sync(staging)
+    old = None
+    if token is not None and target.exists():
+        old = target.with_name(f".{target.name}.replaced-{token}")
+    if old is not None:
+        target.rename(old)
+    try:
+        staging.rename(target)
+    except OSError:
+        if old is not None:
+            old.rename(target)
+        raise
+    sync(target.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def staged_file(target: Path, *, durable: bool = True) -> Generator[Path]:
+    """Yield the path at which the block writes a file that then becomes ``target``; after an error nothing is left.
+
+    Args:
+        target: replaced if it exists.
+        durable: whether the file must survive a power loss; False for files that end with the job anyway.
+    """
+    staging = target.with_name(f".{target.name}.new")
+    try:
+        yield staging
+        if durable:
+            commit(staging, target)
+        else:
+            staging.rename(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            staging.unlink(missing_ok=True)
+        raise

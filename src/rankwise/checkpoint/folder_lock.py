@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar, cast
 
 import torch
 
+from rankwise.checkpoint.folder import make_folder
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.health import process_probe
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import StepSource
 from rankwise.log import log, warn
-from rankwise.tensors.synced_folders import make_folder
 from rankwise.world.environments.process import job_of_process
 
 if TYPE_CHECKING:

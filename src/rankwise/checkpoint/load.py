@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from rankwise.checkpoint import files, folder, generators, manifest, saved_tree
-from rankwise.checkpoint.content import unwrapped
+from rankwise.checkpoint import files, folder, manifest, saved_tree
+from rankwise.checkpoint.content import generators_restorer, unwrapped
 from rankwise.checkpoint.layouts import on_no_rank
 from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.session import current_or_none
@@ -210,7 +210,7 @@ def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapp
         order = sorted(objects, key=lambda name: _late(objects[name]))
         elsewhere = [place for tree in trees.values() for place in tree.elsewhere]
         saved_tree.read(path, list(trees.values()))
-        restore_generators.append(generators.restoring(ranks, saved.generators, objects))
+        restore_generators.append(generators_restorer(ranks, saved.generators, objects))
         return order, elsewhere
 
     reported = ranks.confirm(f"comparing {path} with the objects and reading it", compare_and_read)

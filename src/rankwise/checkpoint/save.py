@@ -23,13 +23,13 @@ import torch
 from rankwise import meter
 from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, manifest
+from rankwise.checkpoint.folder import make_folder
 from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
 from rankwise.comm.agreement import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.meter import CHECKPOINT
 from rankwise.tensors.arrays import as_sent, memory_of
-from rankwise.tensors.synced_folders import make_folder
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:

@@ -13,11 +13,9 @@ import itertools
 import os
 import socket
 import sys
-import tempfile
 import threading
 import traceback
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -45,16 +43,16 @@ from rankwise.health.failure_detector import FailureDetector
 from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
 from rankwise.health.queued_collectives import QueuedCollectives
 from rankwise.log import log, speak_as
-from rankwise.store import bootstrap, opening
-from rankwise.store.published import connect_published, forget_published, serve_published
+from rankwise.store import bootstrap
 from rankwise.torch_private.groups import abort_groups, have_groups_leaked, leak_groups
 from rankwise.world.device import accelerator
-from rankwise.world.device.assignment import index_of, refuse_unequipped
 from rankwise.world.device.choice import (
     bound_device,
     choose_backend,
     choose_device,
+    index_of,
     look_at_devices,
+    refuse_unequipped,
     waits_on_device,
 )
 from rankwise.world.device.streams import is_capturing, let_others_capture
@@ -63,7 +61,6 @@ from rankwise.world.environments.process import (
     checks_collectives,
     device_mask,
     explicit,
-    in_kubernetes,
     launcher,
     may_share_gpus,
     note_echo,
@@ -76,8 +73,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from rankwise.store.bootstrap import RankAddress
-    from rankwise.store.values import Store
-    from rankwise.world.device.assignment import Sight
+    from rankwise.store.client import Store
+    from rankwise.world.device.choice import Sight
     from rankwise.world.environments.reading import Reading
 
 _NOT_FAILED = {None, 0, STOPPED_EXIT_CODE}
@@ -171,7 +168,7 @@ def join(
         # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
         accelerator.use(world.device)
         choose_interface(reading, addresses)
-        object_key = agree_on_key(job_store, _secret(reading))
+        object_key = agree_on_key(job_store, bootstrap.secret_of(reading))
         session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
@@ -299,7 +296,7 @@ def _join_store(
     reading: Reading, timeout_seconds: float, number: int, sight: Sight
 ) -> tuple[Store, bool, list[RankAddress]]:
     """Return the job's store, whether this process serves it, and where every rank is."""
-    job_store, serves = _open_store(reading, timeout_seconds)
+    job_store, serves = bootstrap.open_store(reading, timeout_seconds)
     job_store.expect_answers_within(timeout_seconds)
     if number:  # The store may outlive the world that was left.
         job_store.set(WORLDS_KEY, str(number))
@@ -307,43 +304,8 @@ def _join_store(
     try:
         return job_store, serves, bootstrap.exchange_rank_addresses(job_store, reading, timeout_seconds, sight)
     finally:
-        if serves and reading.address is None:
-            forget_published(_published_path(reading))
-
-
-def _open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
-    """Return the job's store and whether this process serves it."""
-    if reading.file is not None:
-        return opening.open_file(reading.file, reading.world_size), False
-    if reading.address is None:
-        return _published_store(reading, timeout_seconds)
-    host, port = reading.address
-    if reading.rank == 0 and not reading.store_is_served:
-        address, words = bootstrap.listening_address(reading, in_kubernetes=in_kubernetes())
-        opened, _ = opening.serve(address, port, secret=_secret(reading))
-        if words:
-            log(words)
-        return opened.prefixed(f"attempt/{reading.attempt}"), True
-    bootstrap.wait_for_store(reading, timeout_seconds)
-    opened = opening.connect(host, port, timeout_seconds, secret=_secret(reading))
-    return opened.prefixed(f"attempt/{reading.attempt}"), False
-
-
-def _published_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
-    """Ranks of one machine without an address: rank 0 serves and publishes the port in a file of the job."""
-    path = _published_path(reading)
-    if reading.rank == 0:
-        return serve_published(path, _secret(reading)), True
-    return connect_published(path, timeout_seconds, _secret(reading)), False
-
-
-def _published_path(reading: Reading) -> Path:
-    return Path(tempfile.gettempdir()) / f"rankwise-{os.getuid()}-{reading.job_key}"
-
-
-def _secret(reading: Reading) -> bytes | None:
-    # A variable may hold bytes that are not valid text; they are restored as they were.
-    return None if reading.secret is None else reading.secret.encode(errors="surrogateescape")
+        if serves:
+            bootstrap.forget_port(reading)
 
 
 def _world(
@@ -433,11 +395,14 @@ def _follow_device(session: Session, detector: FailureDetector) -> None:
 
 _join_numbers = itertools.count()
 """How often this process has joined before; every rank of a job joins equally often."""
+_hook_numbers = itertools.count()
+"""How often its exit has been hooked: only the first time counts, which need not be that of the first join()."""
 
 
-@cache
 def _hook_exit() -> None:
     """Leave the world when the process exits, and notify the other ranks of an uncaught exception."""
+    if next(_hook_numbers):
+        return
     atexit.register(_leave_at_exit)
     os.register_at_fork(after_in_child=_detach_fork)
     previous = sys.excepthook

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the ranks hold the same? When they compare, how what they hold travels, and how a difference is described.
 
-Digests are those of ``tensors/checksum`` and ``tensors/rounding``; :class:`CheckSchedule` says when ranks compare. A
+Digests are those of ``tensors/checksum`` and ``tensors/checksum``; :class:`CheckSchedule` says when ranks compare. A
 collective is the carrier where all ranks call anyway; the job's store (:class:`Posted`) where no rank may wait for
 another: the last rank to post compares. Knows no model, loader or strategy.
 """
@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from rankwise.tensors.checksum import are_equal, is_same_setting, short
-from rankwise.tensors.rounding import FLOOR, is_rounding, tolerance
+from rankwise.tensors.checksum import FLOOR, are_equal, is_rounding, is_same_setting, short, tolerance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
     Summary = Sequence[float]
-    """What :func:`rankwise.tensors.rounding.summary_of` returns, perhaps read from JSON."""
+    """What :func:`rankwise.tensors.checksum.summary_of` returns, perhaps read from JSON."""
 
 T = TypeVar("T")
 

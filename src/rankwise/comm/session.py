@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.failure_detector import FailureDetector
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.facts import World
     from rankwise.world.mesh import Axes
 

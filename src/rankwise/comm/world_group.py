@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.store.bootstrap import RankAddress
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.environments.reading import Reading
     from rankwise.world.facts import World
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Subset
 
-from rankwise.tensors.attributes import attributes_of
+from rankwise.tensors.arrays import attributes_of
 
 _MOST_ELEMENTS = 2**20
 """Elements of one array that are digested, evenly spaced: a volume of 512**3 would take a second."""

@@ -27,7 +27,7 @@ from rankwise.data.shards import BatchRequest, check_not_empty
 from rankwise.data.sources import ColumnSource, SampleSource, columns_of
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.errors import ConfigurationError, DatasetError, fold_values
-from rankwise.store.values import StoreLost
+from rankwise.store.client import StoreLost
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

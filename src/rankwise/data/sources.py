@@ -30,7 +30,7 @@ from rankwise.data.seeds import (
     set_generator_state,
 )
 from rankwise.errors import ConfigurationError, DatasetError
-from rankwise.tensors.attributes import tensors_in
+from rankwise.tensors.arrays import tensors_in
 
 if TYPE_CHECKING:
     from rankwise.data.shards import BatchRequest, Shards

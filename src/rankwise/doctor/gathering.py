@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankwise.comm.session import Session
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.facts import World
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is looked at

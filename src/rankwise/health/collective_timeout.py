@@ -21,7 +21,7 @@ from rankwise.health.failure_detector import EXPLANATION_SECONDS
 from rankwise.health.flight_recorder import Ticket, user_call_site
 from rankwise.log import warn
 from rankwise.meter import EXCHANGE, SCRIPT
-from rankwise.store.values import StoreLost
+from rankwise.store.client import StoreLost
 
 if TYPE_CHECKING:
     import threading

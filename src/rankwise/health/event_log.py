@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 EXPENDABLE_KEY = "rankwise/expendable"
 """Where the launcher, which does not follow the log, finds the optional ranks: a list of numbers, as JSON."""

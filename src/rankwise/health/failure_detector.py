@@ -34,7 +34,7 @@ from rankwise.health.event_log import (
 from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
 from rankwise.health.fork_safety import hold_during_forks
 from rankwise.health.preemption import Preemption
-from rankwise.store.values import StoreLost
+from rankwise.store.client import StoreLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankwise.health.flight_recorder import Ticket
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.facts import World
 
 END_SECONDS = 2.0

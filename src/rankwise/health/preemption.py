@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from weakref import WeakMethod
 
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 STOPPED_EXIT_CODE = 75
 """Exit code of a rank that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""

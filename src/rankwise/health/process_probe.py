@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from rankwise.health.diagnosis import Answers
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 STACK_SIGNAL = signal.SIGRTMIN + 5
 """The signal on which a rank writes its stack into its file, whatever holds the GIL."""

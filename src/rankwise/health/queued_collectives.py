@@ -17,7 +17,7 @@ from rankwise.errors import RankwiseError
 from rankwise.health import diagnosis
 from rankwise.health.collective_timeout import CollectiveWait
 from rankwise.log import warn
-from rankwise.store.values import StoreLost
+from rankwise.store.client import StoreLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable

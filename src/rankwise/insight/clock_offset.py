@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rankwise.insight.step_record import RecordFile
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 NUM_PINGS = 8
 CLOCK_SECONDS = 10.0

@@ -16,7 +16,7 @@ from rankwise.meter import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, PARTS
 
 if TYPE_CHECKING:
     from rankwise.insight.step_record import Step
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 FIRST_WINDOW, LARGEST_WINDOW = 50, 200
 """For how many steps a rank must be slower: at first, and later, as comparing takes time on every rank."""

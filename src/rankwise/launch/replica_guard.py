@@ -33,8 +33,7 @@ from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.launch.report.unjoined import OTHER_LIBRARIES, has_gradients
 from rankwise.log import warn
 from rankwise.store import opening
-from rankwise.tensors.checksum import ChecksumOfAll, combined, settings_checksum, settings_of
-from rankwise.tensors.rounding import summary_of
+from rankwise.tensors.checksum import ChecksumOfAll, combined, settings_checksum, settings_of, summary_of
 from rankwise.world.environments.process import read_process
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.optimizer import Optimizer
 
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
     Report = dict[str, Any]
     """The report of one rank: summaries of values and gradients, and the parameter groups' hyperparameters."""

@@ -36,7 +36,7 @@ from rankwise.launch.options import LaunchOptions
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
 from rankwise.world.environments.process import device_mask, nodes_of_job, read_launcher
-from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
+from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from rankwise.launch.controller.link import AgentLink

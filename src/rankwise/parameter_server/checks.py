@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
     from rankwise.health.failure_detector import FailureDetector
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.facts import World
 
 MODES = ("sync", "async")

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rankwise.checkpoint.folder import make_folder, staged_file
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import warn
 from rankwise.tensors.arrays import memory_of
-from rankwise.tensors.synced_folders import make_folder, staged_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

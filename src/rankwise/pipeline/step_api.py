@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rankwise.pipeline.plan import StagedModel, StagePlan, StageReport
     from rankwise.pipeline.stage_tensors import FirstSteps
     from rankwise.pipeline.stages import Program
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 
 class Pipeline:

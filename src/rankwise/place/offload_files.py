@@ -20,7 +20,7 @@ import torch
 from rankwise.errors import ConfigurationError
 from rankwise.place.plan import bytes_text
 from rankwise.tensors.files import CODES, SUFFIX
-from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
+from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

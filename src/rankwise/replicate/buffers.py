@@ -25,8 +25,7 @@ from rankwise.log import warn
 from rankwise.replicate.batchnorm import SYNCHRONISED
 from rankwise.replicate.loss.graph import first_tensor
 from rankwise.replicate.same_model import broadcast_tensors
-from rankwise.tensors.checksum import ChecksumOfAll, checksums_of_each
-from rankwise.tensors.rounding import FLOOR, tolerance
+from rankwise.tensors.checksum import FLOOR, ChecksumOfAll, checksums_of_each, tolerance
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.modules import BatchNorm, own_buffers, own_modules
 

@@ -18,7 +18,7 @@ from rankwise.comm import optimizer_steps
 from rankwise.comm.same_state import CheckSchedule, Posted, alive, unlike_summaries
 from rankwise.log import warn
 from rankwise.replicate.batchnorm import SYNCHRONISED
-from rankwise.tensors.rounding import summary_of
+from rankwise.tensors.checksum import summary_of
 from rankwise.torch_private.modules import BatchNorm
 
 if TYPE_CHECKING:

@@ -2,35 +2,38 @@
 """How the ranks of a job find each other: where rank 0 serves the store, how they reach it, and the address of each.
 
 The port is the one of the reading, chosen by a launcher, the user or Slurm's job number; where there is none,
-the kernel chooses one and :mod:`rankwise.store.published` writes it into a file.
+the kernel chooses one and rank 0 publishes it in a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
 from rankwise.log import log, warn
+from rankwise.store import opening
 from rankwise.world import network
-from rankwise.world.device.assignment import Sight
+from rankwise.world.device.choice import Sight
+from rankwise.world.environments.process import EXPLICIT, in_kubernetes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.environments.reading import Reading
     from rankwise.world.facts import World
     from rankwise.world.network import Route
 
 LOOPBACK = "127.0.0.1"
 EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 - where others come from is not known
-EXPLICIT = "explicit"
-"""The source of a reading in which every rank was given the same address."""
 ABSENT = "-"
 """Stands for the address of a rank that never joined."""
 ENDED = "ended"
@@ -56,6 +59,51 @@ class RankAddress:
     """The address its machine uses on the route to the store; ``None`` on a machine without a network."""
     sight: Sight = field(default_factory=Sight, compare=False)
     """What it sees of the devices of its machine."""
+
+
+def open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
+    """Return the job's store and whether this process serves it. Called by: every rank.
+
+    Raises:
+        ConfigurationError: it cannot be served at its address.
+        PeerMissing, TimeoutError: it could not be reached within ``timeout_seconds``.
+    """
+    secret = secret_of(reading)
+    if reading.file is not None:
+        return opening.open_file(reading.file, reading.world_size), False
+    if reading.address is None:
+        # Ranks of one machine.
+        path = _published_path(reading)
+        if reading.rank == 0:
+            return opening.serve_published(path, secret), True
+        return opening.connect_published(path, timeout_seconds, secret), False
+    host, port = reading.address
+    serves = reading.rank == 0 and not reading.store_is_served
+    if serves:
+        address, words = listening_address(reading, in_kubernetes=in_kubernetes())
+        opened, _ = opening.serve(address, port, secret=secret)
+        if words:
+            log(words)
+    else:
+        wait_for_store(reading, timeout_seconds)
+        opened = opening.connect(host, port, timeout_seconds, secret=secret)
+    return opened.prefixed(f"attempt/{reading.attempt}"), serves
+
+
+def forget_port(reading: Reading) -> None:
+    """Remove the file of a published port: every rank has connected, or never will. Called by: the serving rank."""
+    if reading.address is None:
+        _published_path(reading).unlink(missing_ok=True)
+
+
+def _published_path(reading: Reading) -> Path:
+    return Path(tempfile.gettempdir()) / f"rankwise-{os.getuid()}-{reading.job_key}"
+
+
+def secret_of(reading: Reading) -> bytes | None:
+    """Return the job's secret; ``None`` if it has none."""
+    # A variable may hold bytes that are not valid text; they are restored as they were.
+    return None if reading.secret is None else reading.secret.encode(errors="surrogateescape")
 
 
 def listening_address(reading: Reading, *, in_kubernetes: bool) -> tuple[str, str | None]:

@@ -2,7 +2,7 @@
 """Checksums of the shared state of replicas: the bits of tensors, and the hyperparameters of optimizers.
 
 For tensors: a few operations for many small ones, one pass over memory; of all tensors of a model at once, and of each
-once they differ. Sends nothing.
+once they differ; and whether values are the same up to rounding, once their bits differ. Sends nothing.
 """
 
 from __future__ import annotations
@@ -215,3 +215,54 @@ def _plain(value: object, *, waits: bool) -> Any:
     if isinstance(value, list | tuple):
         return [one if type(one) in _AS_THEY_ARE else _plain(one, waits=waits) for one in value]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+# -- the same up to rounding, which differs between kinds of processors ----------------------------
+
+ROUNDING_TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "complex128": 1e-8, "complex64": 1e-4}
+"""How much two ranks' values may differ by rounding after many steps, relative to the tensor's largest element."""
+NARROW_TOLERANCE = 2e-2
+"""The same for floating-point numbers of 16 bits or fewer."""
+FLOOR = 1e-3
+"""Lower bound of a tensor's largest element, relative to the model's: near zero, earlier rounding remains."""
+_CHUNK_ELEMENTS = NUM_COLUMNS * 2**14
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return how much a value of ``dtype`` may differ, relative to its largest element; 0 for integers."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return ROUNDING_TOLERANCE.get(str(dtype).removeprefix("torch."), NARROW_TOLERANCE)
+
+
+@torch.no_grad()
+def summary_of(tensor: torch.Tensor) -> tuple[float, float]:
+    """Return two numbers by which ranks compare a tensor without sending it: a projection, and its norm.
+
+    Values that differ at random by a fraction of the norm have projections that differ by about that fraction.
+    """
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = plain.detach().reshape(-1)
+    weights = _signed_weights(flat.device)
+    projection, square = 0.0, 0.0
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        wide = flat[start : start + _CHUNK_ELEMENTS].double()
+        rows = wide.numel() // NUM_COLUMNS * NUM_COLUMNS
+        columns = wide[:rows].view(-1, NUM_COLUMNS).sum(0) * weights
+        last = wide[rows:] * weights[: wide.numel() - rows]
+        projection += float(columns.sum() + last.sum())
+        square += float(wide.square().sum())
+    return projection, square**0.5
+
+
+def is_rounding(one: tuple[float, float], other: tuple[float, float], part: float) -> bool:
+    """Return whether two summaries differ by at most ``part`` of the norm. NaN on both sides is the same."""
+    if one == other or str(one) == str(other):
+        return True
+    return abs(one[0] - other[0]) <= part * max(one[1], other[1])
+
+
+@cache
+def _signed_weights(device: torch.device) -> torch.Tensor:
+    # Of both signs, and all different: the sum of a bias before softmax never changes, but its projection does.
+    return torch.cos(torch.arange(1, NUM_COLUMNS + 1, dtype=torch.float64)).to(device)

@@ -18,7 +18,7 @@ from rankwise.verify.compare import Floor
 from rankwise.verify.conclude import Report
 from rankwise.verify.records import Plan
 from rankwise.verify.runs import Workspace
-from rankwise.world.temporary_folders import make_temporary_folder, remove_temporary_folder
+from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

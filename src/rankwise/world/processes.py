@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of this machine, as the kernel lists them in ``/proc``; adopting and killing those below this one.
 
-Linux only; elsewhere processes are not adopted.
+Also their temporary folders, which are removed even if the process that made them was killed. Linux only; elsewhere
+processes are not adopted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,7 +81,7 @@ def machine_name() -> str:
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-LOOK_SECONDS = 0.01
+KILL_POLL_SECONDS = 0.01
 """After how long killed processes are checked again: their children are reparented here."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -110,10 +115,76 @@ def kill_since(start_time: int, limit_seconds: float) -> None:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(KILL_POLL_SECONDS)
 
 
 def _prctl(option: int, value: int) -> None:
     """Set a property of this process. Source: prctl(2); does nothing except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+# -- temporary folders --------------------------------------------------------------------------------
+
+# A process cannot clean up after SIGKILL, so that the next one that makes such a folder does it.
+
+
+FOLDER_PREFIX = "rankwise-"
+IN_USE = ".rankwise-in-use"
+"""A file in each folder, locked for as long as the process that made it, or one forked from that, is alive."""
+
+_locks: dict[Path, int] = {}
+
+
+def make_temporary_folder(kind: str = "", parent: Path | None = None) -> Path:
+    """Return a new folder ``rankwise-KIND-...``; first remove those of processes of this machine that were killed.
+
+    Args:
+        kind: what it is for; may be empty.
+        parent: where to make it; the folder for temporary files by default.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    where = Path(tempfile.gettempdir()) if parent is None else parent
+    for lock in where.glob(f"{FOLDER_PREFIX}*/{IN_USE}"):
+        with contextlib.suppress(OSError):
+            _remove_if_left(lock)
+    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{kind}-" if kind else FOLDER_PREFIX, dir=where))
+    # On a file system without locks the folder is one that nobody else removes.
+    with contextlib.suppress(OSError):
+        unlocked, name = folder / f"{IN_USE}.new", _this_machine()
+        descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        _locks[folder] = descriptor
+        os.write(descriptor, name)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Only now others look at it.
+        unlocked.rename(folder / IN_USE)
+    return folder
+
+
+def remove_temporary_folder(folder: Path) -> None:
+    """Remove a folder of this process; what cannot be removed is left for the next one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    descriptor = _locks.pop(folder, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _remove_if_left(lock: Path) -> None:
+    """Remove the folder of a lock that no process of this machine holds."""
+    if lock.parent.lstat().st_uid != os.getuid():
+        return
+    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        # Machines that share a disk need not see each other's locks.
+        if os.read(descriptor, len(_this_machine()) + 1) == _this_machine():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _this_machine() -> bytes:
+    """Return what identifies this machine since its start, and the container. Raises OSError if nothing does."""
+    return f"{socket.gethostname()} {machine_name()}".encode()

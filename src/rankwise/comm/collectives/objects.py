@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.collectives.group import Group
     from rankwise.comm.session import Session
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 
 KEY = "object-key"

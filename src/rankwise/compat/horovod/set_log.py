@@ -30,7 +30,7 @@ from rankwise.errors import PeerMissing, fold_ranks
 from rankwise.health import diagnosis
 from rankwise.health.collective_timeout import NOTICE_SECONDS, SLICE_SECONDS
 from rankwise.log import warn
-from rankwise.store.values import StoreLost
+from rankwise.store.client import StoreLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rankwise.compat.horovod.exceptions import HorovodInternalError
     from rankwise.compat.horovod.request import Key, PendingOperation
     from rankwise.health.failure_detector import FailureDetector
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.facts import World
 
 RUNS, HAS_LEFT = 4, 5

@@ -17,8 +17,8 @@ from rankwise.store.torch_protocol import serve_this_user
 
 if TYPE_CHECKING:
     from rankwise.launch.options import TorchStoreChoice
+    from rankwise.store.client import Store
     from rankwise.store.server import Server
-    from rankwise.store.values import Store
 
 
 class TorchStores:

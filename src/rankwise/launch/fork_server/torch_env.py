@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
     from rankwise.world.environments.reading import Reading
 
     Met = Iterator[tuple[dist.Store, int, int]]

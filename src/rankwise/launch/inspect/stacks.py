@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from rankwise.health.diagnosis import Answers
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 NOT_JOINED = "running, but it has not joined the world yet or has left it"
 MOST_AT_ONCE = 16

@@ -14,7 +14,7 @@ import torch
 from rankwise.comm.same_state import CheckSchedule, unlike_summaries
 from rankwise.comm.session import current
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.tensors.rounding import summary_of
+from rankwise.tensors.checksum import summary_of
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing

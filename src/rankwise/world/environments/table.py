@@ -2,7 +2,7 @@
 """The ordered table of environments, and the decision about which of them started this process.
 
 Pure: variables in, a reading out. A new environment is one new file and one line here. Imported by this package's
-``arguments`` and ``process``, the explanation for ``rankwise env`` and ``rankwise doctor``. The rules:
+``process``, the explanation for ``rankwise env`` and ``rankwise doctor``. The rules:
 
 - Only a complete set of a launcher's variables counts. An incomplete set is an error that names
   what is missing, not a world of one.

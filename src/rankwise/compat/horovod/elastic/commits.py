@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from rankwise.checkpoint.folder import staged_file
 from rankwise.comm.collectives import broadcast_object, gather_json
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
 from rankwise.log import log, warn
-from rankwise.tensors.synced_folders import staged_file
 from rankwise.world.environments.process import read_process, stack_file
 
 NUM_KEPT = 2

@@ -16,7 +16,7 @@ from rankwise.errors import ConfigurationError, PeerMissing
 from rankwise.store.wire import pack_fields, unpack_fields
 
 if TYPE_CHECKING:
-    from rankwise.store.values import Store
+    from rankwise.store.client import Store
 
 PREFIX = "megengine/user"
 SLICE_SECONDS = 0.2
