@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.compress.error_feedback import ErrorFeedback
+from rankwise.compress.allgather_channel import ErrorFeedback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
     from rankwise.comm.step_hooks import Arguments
-    from rankwise.local_sgd.outer import DiLoCo
-    from rankwise.local_sgd.pseudo_gradient import PseudoGradients
+    from rankwise.local_sgd.outer import DiLoCo, PseudoGradients
 
 
 class WeighsSteps(Protocol):
