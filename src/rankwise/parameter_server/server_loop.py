@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rankwise.parameter_server.checks import ServerSetup
-    from rankwise.parameter_server.messages import ServerMessage
+    from rankwise.parameter_server.messages import ReceivedMessage, ServerMessage, WorkerConnections
     from rankwise.parameter_server.shard import ParameterShard
     from rankwise.parameter_server.snapshot import Options, ServerSnapshots
-    from rankwise.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
 
 PATIENCE_SECONDS = 1.0
 """How often a server looks for workers that have exited although their connection is open."""
