@@ -113,6 +113,8 @@ class Factors:
 class LowRankChannel:
     """See :class:`rankwise.comm.backends.protocol.BucketChannel`.
 
+    Its many fields are one bucket's memory, reused by every step: gradients, both factors, and the error left out.
+
     Args:
         plan: of its bucket.
         first: a channel for the P and the rest, with the flags.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The changes of a round on each worker group, averaged over them while training continues.
+"""The changes of a round on each worker group, averaged over them while training continues; and the outer optimizer.
 
 Ranks of one worker group that hold copies share the work: each exchanges some of the parameters with the ranks at its
 coordinate in the other worker groups and passes the means to its own, so that the slow network carries each once.
@@ -111,7 +111,7 @@ def step_outer(
 
 
 class PseudoGradients:
-    """The channels of one model between worker groups, reused in every round: :meth:`send`, then :meth:`take`."""
+    """The channels of one model between worker groups, reused in every round: :meth:`send`, then :meth:`receive`."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class PseudoGradients:
                 channel.feedback.left_out.zero_()
 
     @torch.no_grad()
-    def take(self) -> list[torch.Tensor]:
+    def receive(self) -> list[torch.Tensor]:
         """Wait for the means, and return them, one for each part; they stay until the next :meth:`send`.
 
         Called by: every rank.

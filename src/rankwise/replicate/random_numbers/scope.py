@@ -72,7 +72,10 @@ class Tracer(Protocol):
 
 @dataclass
 class DrawScope:
-    """One forward pass, or one block, which gives each draw in it a layout."""
+    """One forward pass, or one block, which gives each draw in it a layout.
+
+    Its many fields last for that pass: whose samples it has, the draws that are expected, and those made so far.
+    """
 
     rows: CurrentBatch | None
     """This rank's samples; ``None`` if they come from no loader: each rank then draws its own numbers."""

@@ -254,7 +254,7 @@ def _address(host: str, port: int) -> str:
 
 
 PREFIX = "megengine/user"
-SLICE_SECONDS = 0.2
+CLIENT_POLL_SECONDS = 0.2
 """The interval at which a waiting rank checks whether another has failed."""
 
 
@@ -334,7 +334,7 @@ class Client:
         end = time.monotonic() + detector.timeout_seconds
         while True:
             try:
-                return store.get(key, SLICE_SECONDS)
+                return store.get(key, CLIENT_POLL_SECONDS)
             except TimeoutError:
                 if detector.error is not None:
                     raise detector.error from None
