@@ -2,7 +2,7 @@
 """Whether a module computes the same when layers of it are split, found by running it both ways.
 
 It runs with random parameters, in float64 on the CPU, and is restored afterwards: once whole, and once as each of two
-ranks would run it. The split is right if outputs and gradients agree to rounding. Used by found_plan.
+ranks would run it. The split is right if outputs and gradients agree to rounding. Used by plan.
 """
 
 from __future__ import annotations
