@@ -14,7 +14,7 @@ import torch
 import rankwise
 import rankwise.compat.horovod as hvd
 from rankwise import testing
-from rankwise.compat.horovod.elastic.commits import Commits
+from rankwise.compat.horovod.elastic.state import Commits
 from rankwise.compat.horovod.exceptions import HostsUpdatedInterrupt
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.store.wire import listen

@@ -17,8 +17,8 @@ from rankwise import testing
 from rankwise.comm.session import current
 from rankwise.errors import PeerMissing
 from rankwise.parameter_server import worker as worker_file
+from rankwise.parameter_server.messages import ReceivedMessage, WorkerConnections
 from rankwise.parameter_server.worker import ServerAddress, ServerConnection
-from rankwise.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
 from rankwise.store.wire import json_frame, listen
 
 if TYPE_CHECKING:

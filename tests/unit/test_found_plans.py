@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
-from rankwise.tensor_parallel.found_plan import find_plan
+from rankwise.tensor_parallel.plan import find_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
 

@@ -40,9 +40,8 @@ STRATEGIES = ("replicate", "shard", "tensor_parallel", "pipeline", "compress")
 FACES = (
     "auto.replacing",
     "auto.script",
-    "compress.error_feedback",
+    "compress.allgather_channel",
     "compress.methods",
-    "compress.open_channels",
     "doctor.checks",
     "doctor.examine",
     "insight.checkpoint_contents",
@@ -79,7 +78,6 @@ FACES = (
     "replicate.own_hooks",
     "replicate.parameter_division",
     "replicate.random_numbers.batch_tracer",
-    "replicate.random_numbers.meeting_tracer",
     "replicate.random_numbers.model_draws",
     "replicate.random_numbers.sample_layout",
     "replicate.random_numbers.scope",

@@ -17,8 +17,8 @@ from torch import nn
 
 from rankwise.errors import ConfigurationError
 from rankwise.place import fetch
-from rankwise.place.offload_files import OffloadFiles
 from rankwise.place.place import place
+from rankwise.place.weights import OffloadFiles
 
 if TYPE_CHECKING:
     from pathlib import Path

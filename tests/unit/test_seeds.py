@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from rankwise.data.seeds import (
+from rankwise.data.epoch_order import sample_seeds
+from rankwise.data.sources import (
     generators_kept,
     owners_of_generators,
-    sample_seeds,
     seed_generators,
 )
 

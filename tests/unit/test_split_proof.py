@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from rankwise.errors import ConfigurationError
-from rankwise.tensor_parallel.found_plan import find_plan
+from rankwise.tensor_parallel.plan import find_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

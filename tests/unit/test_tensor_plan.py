@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.functional import dropout, normalize, relu, silu
 
 from rankwise.errors import ConfigurationError
-from rankwise.tensor_parallel.found_plan import find_plan
-from rankwise.tensor_parallel.plan import check_tied, given_plan
+from rankwise.tensor_parallel.plan import check_tied, find_plan, given_plan
 
 WIDTH = 12
 

@@ -16,9 +16,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from rankwise.health.flight_recorder import user_call_site, words
-from rankwise.replicate.random_numbers.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
-from rankwise.replicate.random_numbers.meeting_tracer import MeetingTracer
-from rankwise.replicate.random_numbers.sample_layout import SampleLayout
+from rankwise.replicate.random_numbers.batch_tracer import (
+    MeetingTracer,
+    TracedCall,
+    identity_of,
+    outputs_of,
+)
+from rankwise.replicate.random_numbers.sample_layout import KnownLayout, SampleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -148,7 +152,8 @@ class CouplingWatch(MeetingTracer):
     def _is_masked(self, call: TracedCall) -> bool:
         return any(one.dtype in {torch.bool, torch.uint8} for one in call.tensors[1:])
 
-    def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
+    def note_meeting(self, call: TracedCall, *, are_pairs: bool) -> None:
+        """Record the first operation in which samples meet."""
         del are_pairs
         self._note_first(f"samples meet in {call.name.strip('_')} at {words(user_call_site())}")
 

@@ -14,14 +14,14 @@ from torch import backends
 from torch.backends import cuda, cudnn, mkldnn
 from torch.utils import deterministic
 
-from rankwise.data.seeds import generator_state, set_generator_state
+from rankwise.data.sources import generator_state, set_generator_state
 from rankwise.replicate.random_numbers.source import default_generator
 from rankwise.world.device.accelerator import found_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
-    from rankwise.data.seeds import GeneratorState
+    from rankwise.data.sources import GeneratorState
 
     Settings = tuple[Any, ...]
     """Can be compared and pickled."""

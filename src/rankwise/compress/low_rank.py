@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.compress.error_feedback import ErrorFeedback
+from rankwise.compress.allgather_channel import ErrorFeedback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,6 +112,8 @@ class Factors:
 
 class LowRankChannel:
     """See :class:`rankwise.comm.backends.protocol.BucketChannel`.
+
+    Its many fields are one bucket's memory, reused by every step: gradients, both factors, and the error left out.
 
     Args:
         plan: of its bucket.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an epoch as a function: which sample is at a position, for any position directly.
+"""The order of an epoch as a function: which sample is at a position, for any position directly; and samples' seeds.
 
 Holds no list of indices, uses no torch and no process group. The order of a user's sampler is in ``sampler_order``.
 """
@@ -19,6 +19,9 @@ _SHORT = 4096
 _MULTIPLIER_1 = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_2 = np.uint64(0xD6E8FEB86659FD93)
 _HALF_WORD = np.uint64(32)
+_SPLIT_MIX_STEP = _MULTIPLIER_1
+_SPLIT_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_SPLIT_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 MAX_LENGTH = 2**62
 """Longest sequence that can be ordered: sums of two positions must fit into 63 bits."""
@@ -106,3 +109,24 @@ class Permutation:
             np.minimum(changed, shifted, out=changed)
         np.multiply(high, self._low_size, out=high)
         return np.add(high, low, out=high)
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return the 64-bit seed of an epoch. ``seed`` and ``epoch`` are any integers."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8, person=b"rankwise.seeds").digest()
+    return int.from_bytes(digest, "little")
+
+
+def sample_seeds(seed: int, epoch: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """Return the seed of each sample of ``indices`` in ``epoch``.
+
+    A pure function of ``(seed, epoch, index)``: independent of rank, worker and batch. 32 bits are the widest seed that
+    NumPy's and MONAI's generators take.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), SplitMix64: its
+        output at step ``index`` of the stream begun at ``epoch_seed``.
+    """
+    state = (indices.astype(np.uint64) + np.uint64(1)) * _SPLIT_MIX_STEP + np.uint64(epoch_seed(seed, epoch))
+    state = (state ^ (state >> np.uint64(30))) * _SPLIT_MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _SPLIT_MIX_2
+    return (state ^ (state >> np.uint64(31))).astype(np.uint32)

@@ -114,6 +114,8 @@ class DataLoader(StepSource, EpochPosition):
     read, or cannot be read, are skipped. An iterable dataset is compared by the first batch of each epoch, without
     extra reads.
 
+    Its many fields are read by every epoch: what the script passed, how an epoch is divided, and what reads it.
+
     Called by: every rank, in the same order, to construct. Iterating waits for no rank.
 
     Args:
@@ -179,13 +181,11 @@ class DataLoader(StepSource, EpochPosition):
         self.device = torch.device(world.device if device is None else device)
         self._cursor = EpochCursor()
         self._pin = pins(self.device) if pin_memory is None else pin_memory and can_pin()
-        data_rank, data_world_size = current().data_rank("a DataLoader")
+        ranks = current().data_rank("a DataLoader")
         self._number = current().new_loader()
         self._where = str(world)
         # As torch's loader: batch_size=None is for a dataset of batches.
         self._is_ready = unknown.get("batch_size", 0) is None
-        if self._is_ready:
-            del unknown["batch_size"]
         with all_ranks_succeed("DataLoader"):
             _refuse_unknown(unknown)
             _refuse_own(dataset)
@@ -200,43 +200,15 @@ class DataLoader(StepSource, EpochPosition):
             )
             options.check()
             self._is_stream = is_stream(dataset)
-            check_order(dataset, is_stream=self._is_stream, shuffle=shuffle, sampler=sampler)
             sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
-            check_batches(
-                dataset,
-                is_stream=self._is_stream,
-                is_ready=self._is_ready,
-                batch_sampler=batch_sampler,
-                **sizes,
-                remainder=remainder != "keep",
-                **({} if batch_sampler is None else {"shuffle": shuffle, "sampler": sampler}),
-            )
+            self._check_order_and_batches(batch_sampler, sizes, remainder)
             columns = None if self._is_stream or self._is_ready or collate_fn is not None else columns_of(dataset)
             self._length = None if self._is_stream else len(dataset if columns is None else columns)
             self._given = given_order(sampler, batch_sampler, self._length or 0, seed)
-            num = (self._length or 0) if sampler is None or self._given is None else len(self._given)
-            # Of any number of samples, unless the loader forms the batches.
-            self._shards = self._parts = Shards(
-                length=0, global_batch_size=0, remainder="keep", rank=data_rank, world_size=data_world_size
-            )
-            if self._is_ready:
-                # Every rank reads each of the dataset's batches, and keeps its part.
-                self._shards = replace(self._parts, length=num, global_batch_size=1, rank=0, world_size=1)
-            elif batch_sampler is None:
-                self._shards = self._parts = make_shards(
-                    num, **sizes, remainder=remainder, rank=data_rank, world_size=data_world_size
-                )
+            has_sampler = batch_sampler is not None
+            self._shards, self._parts = self._divide(sizes, remainder, ranks, has_batch_sampler=has_sampler)
         compares = compare_samples and world.world_size > 1
-        self._source: ColumnSource | SampleSource | StreamSource
-        collate = (
-            partial(_as_returned, collate_fn or default_convert) if self._is_ready else collate_fn or default_collate
-        )
-        if self._is_stream:
-            self._source = StreamSource(dataset, collate, self._shards, seed, self._where, compares=compares)
-        else:
-            # The samples of a dataset of batches are whole batches, on every rank.
-            collates = "samples" if self._is_ready else "batches"
-            self._source = SampleSource(dataset, collate, seed, self._where, collates) if columns is None else columns
+        self._source = self._open_source(columns, collate_fn, compares=compares)
         stop_signals = current().preemption.signals
         in_process = num_workers == 0 or columns is not None
         prober = None
@@ -247,6 +219,54 @@ class DataLoader(StepSource, EpochPosition):
         dims = cache(dict[str, int] if prober is None else prober.dims_of_samples)
         self._dims = None if collate_fn is None or self._is_ready else dims
         self._workers = None if in_process else Workers(self._source, options, self._where, stop_signals)
+
+    def _check_order_and_batches(
+        self, batch_sampler: Iterable[Sequence[int]] | None, sizes: dict[str, int | None], remainder: str
+    ) -> None:
+        """Raise if the order of an epoch, or its batches, are given twice."""
+        order: dict[str, object] = {"shuffle": self.shuffle, "sampler": self.sampler}
+        check_order(self.dataset, is_stream=self._is_stream, shuffle=self.shuffle, sampler=self.sampler)
+        check_batches(
+            self.dataset,
+            is_stream=self._is_stream,
+            is_ready=self._is_ready,
+            batch_sampler=batch_sampler,
+            **sizes,
+            remainder=remainder != "keep",
+            **({} if batch_sampler is None else order),
+        )
+
+    def _divide(
+        self, sizes: dict[str, int | None], remainder: str, ranks: tuple[int, int], *, has_batch_sampler: bool
+    ) -> tuple[Shards, Shards]:
+        """Return how samples are read on this rank, and which part of each global batch it takes."""
+        rank, world_size = ranks
+        num = (self._length or 0) if self.sampler is None or self._given is None else len(self._given)
+        # Of any number of samples, unless the loader forms the batches.
+        any_size = Shards(length=0, global_batch_size=0, remainder="keep", rank=rank, world_size=world_size)
+        if self._is_ready:
+            # Every rank reads each of the dataset's batches, and keeps its part.
+            return replace(any_size, length=num, global_batch_size=1, rank=0, world_size=1), any_size
+        if has_batch_sampler:
+            return any_size, any_size
+        shards = make_shards(num, **sizes, remainder=remainder, rank=rank, world_size=world_size)
+        return shards, shards
+
+    def _open_source(
+        self, columns: ColumnSource | None, collate_fn: Callable[[list[Any]], Batch] | None, *, compares: bool
+    ) -> ColumnSource | SampleSource | StreamSource:
+        """Return what reads the samples."""
+        if columns is not None:
+            return columns
+        if self._is_ready:
+            collate: Callable[[list[Any]], Batch] = partial(_as_returned, collate_fn or default_convert)
+        else:
+            collate = collate_fn or default_collate
+        if self._is_stream:
+            return StreamSource(self.dataset, collate, self._shards, self.seed, self._where, compares=compares)
+        # The samples of a dataset of batches are whole batches, on every rank.
+        collates = "samples" if self._is_ready else "batches"
+        return SampleSource(self.dataset, collate, self.seed, self._where, collates)
 
     @property
     def global_batch_size(self) -> int:
@@ -326,7 +346,7 @@ class DataLoader(StepSource, EpochPosition):
                 meter.current.resume(part, samples=taken.num)
                 session.batches.take(taken, failure_note, share_note)
             position = fetched.stop
-            self._cursor.take(iteration, position)
+            self._cursor.advance(iteration, position)
             in_hand = None if session is None else session.batches.current
             try:
                 yield batch
@@ -439,11 +459,11 @@ def _refuse_own(dataset: object) -> None:
 
 def _refuse_unknown(unknown: dict[str, object]) -> None:
     """Raise for keywords that the loader does not have, naming what to use instead of torch's."""
-    for name in unknown:
-        if name in _TORCH_WORDS:
+    for name, given in unknown.items():
+        if name in _TORCH_WORDS and not (name == "batch_size" and given is None):
             raise ConfigurationError(f"rankwise.DataLoader does not support {name}=.", do=_TORCH_WORDS[name])
-    if unknown:
-        names = ", ".join(unknown)
+    names = ", ".join(name for name in unknown if name != "batch_size")
+    if names:
         raise ConfigurationError(
             f"rankwise.DataLoader has no argument {names}.",
             do="use one of global_batch_size, local_batch_size, shuffle, sampler, batch_sampler, seed, remainder, "

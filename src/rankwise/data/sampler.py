@@ -213,7 +213,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
         order = self._order(epoch)
         self._continue()
         for batch in local_batches(self._shards, order, epoch, start):
-            self._cursor.take(iteration, batch.stop)
+            self._cursor.advance(iteration, batch.stop)
             yield batch.indices.tolist()
         self._cursor.finish(iteration)
 

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from rankwise.data.epoch_order import epoch_seed
 from rankwise.data.fingerprints import digest_of
-from rankwise.data.seeds import epoch_seed, generators_kept, seed_generators
+from rankwise.data.sources import generators_kept, seed_generators
 from rankwise.errors import ConfigurationError, DatasetError
 
 if TYPE_CHECKING:

@@ -259,14 +259,14 @@ class EpochCursor:
         self._iteration += 1
         return self._iteration
 
-    def take(self, iteration: int, position: int) -> None:
-        """Note that the loop takes the batch that ends at ``position``; ignore all but the newest iteration."""
+    def advance(self, iteration: int, position: int) -> None:
+        """Move to the end of the batch that the loop takes, ``position``; ignore all but the newest iteration."""
         if iteration == self._iteration:
             self.position = position
             self._taken += 1
 
     def finish(self, iteration: int) -> None:
-        """Note that the loop reached the end of the epoch."""
+        """Move to the next epoch: the loop has reached the end of this one."""
         if iteration == self._iteration:
             self._turn_to(self.epoch + 1, 0)
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the samples of a batch are read: whole columns at once, sample by sample, or from a stream.
 
+While samples are read, the process-wide generators of Python, NumPy and torch have the seed of each sample, so that
+augmentation is the same on any rank, in any worker, after a resume; they are restored afterwards.
+
 Knows about ranks only from its arguments, starts no process, does no communication.
 """
 
@@ -8,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -17,23 +22,115 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+from rankwise.comm.session import current_or_none
 from rankwise.data.batches import Batch, collated, without_samples
+from rankwise.data.epoch_order import epoch_seed, sample_seeds
 from rankwise.data.fingerprints import describe_block
-from rankwise.data.seeds import (
-    epoch_seed,
-    generator_state,
-    generators_kept,
-    owners_of_generators,
-    reading,
-    sample_seeds,
-    seed_generators,
-    set_generator_state,
-)
 from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.tensors.arrays import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from rankwise.data.shards import BatchRequest, Shards
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+GeneratorState = tuple[Any, Any, torch.Tensor]
+"""States of Python's, NumPy's and torch's CPU generator."""
+
+
+def seed_generators(seed: int, owners: Iterable[Any] = ()) -> None:
+    """Set Python's, NumPy's legacy and torch's CPU generator to a seed of 32 bits, and those of ``owners``.
+
+    Owners are generators, or have generators of their own and ``set_random_state(seed=)``, as MONAI's random transforms
+    do.
+    """
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the generator users' datasets draw from
+    torch.default_generator.manual_seed(seed)
+    for owner in owners:
+        _seed_owner(owner, seed)
+
+
+def _seed_owner(owner: Any, seed: int) -> None:
+    if isinstance(owner, torch.Generator):
+        owner.manual_seed(seed)
+    elif isinstance(owner, np.random.Generator):
+        owner.bit_generator.state = type(owner.bit_generator)(seed).state
+    elif isinstance(owner, random.Random | np.random.RandomState):
+        owner.seed(seed)
+    else:
+        owner.set_random_state(seed=seed)
+
+
+def generator_state() -> GeneratorState:
+    """Return the states of the three process-wide CPU generators."""
+    numpy_state = np.random.get_state()  # noqa: NPY002 - as in seed_generators
+    return random.getstate(), numpy_state, torch.default_generator.get_state()
+
+
+def set_generator_state(state: GeneratorState) -> None:
+    """Set the three process-wide CPU generators to what :func:`generator_state` returned."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002 - as in seed_generators
+    torch.default_generator.set_state(state[2])
+
+
+@contextmanager
+def generators_kept() -> Generator[None]:
+    """Restore the process-wide generators after the block, whatever it draws or sets."""
+    state = generator_state()
+    try:
+        yield
+    finally:
+        set_generator_state(state)
+
+
+@contextmanager
+def reading(what: Literal["samples", "batches"]) -> Generator[None]:
+    """Note in the session that draws inside the block are seeded by sample, or by a rank's part of a batch."""
+    session = current_or_none()
+    if session is None:
+        yield
+        return
+    before = session.batches.set_reading(what)
+    try:
+        yield
+    finally:
+        session.batches.set_reading(before)
+
+
+def owners_of_generators(dataset: object) -> list[Any]:
+    """Return the objects with ``set_random_state`` in ``dataset`` and its parts, and generators that are attributes.
+
+    Follows ``transform`` (MONAI, torchvision), ``dataset`` (``Subset``) and ``datasets`` (``ConcatDataset``). MONAI's
+    ``Compose`` passes the seed on to its transforms.
+    """
+    owners: list[Any] = []
+    seen: set[int] = set()
+    waiting: list[object] = [dataset]
+    while waiting:
+        candidate = waiting.pop()
+        if candidate is None or id(candidate) in seen:
+            continue
+        seen.add(id(candidate))
+        if callable(getattr(candidate, "set_random_state", None)):
+            owners.append(candidate)
+        else:
+            owners += _generators_of(candidate, seen)
+        waiting.extend(getattr(candidate, name, None) for name in ("transform", "dataset"))
+        inner = getattr(candidate, "datasets", ())
+        waiting.extend(inner if isinstance(inner, list | tuple) else ())
+    return owners
+
+
+def _generators_of(candidate: object, seen: set[int]) -> list[Any]:
+    found = [one for one in getattr(candidate, "__dict__", {}).values() if isinstance(one, _GENERATORS)]
+    new = {id(one): one for one in found if id(one) not in seen}
+    seen.update(new)
+    return list(new.values())
+
 
 Collate = Callable[[list[Any]], Batch]
 Column: TypeAlias = "torch.Tensor | npt.NDArray[Any]"

@@ -15,8 +15,7 @@ from rankwise.comm.agreement import all_ranks_succeed, same_on_all_ranks
 from rankwise.comm.session import current
 from rankwise.compress.methods import Int8, TopK, method_of
 from rankwise.errors import ConfigurationError
-from rankwise.local_sgd.outer import MEAN, DiLoCo, outer_of
-from rankwise.local_sgd.pseudo_gradient import PseudoGradients
+from rankwise.local_sgd.outer import MEAN, DiLoCo, PseudoGradients, outer_of
 from rankwise.local_sgd.rounds import LocalSGD, exchanged
 from rankwise.log import log
 from rankwise.pipeline.plan import StagedModel

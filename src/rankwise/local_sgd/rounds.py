@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
     from rankwise.comm.step_hooks import Arguments
-    from rankwise.local_sgd.outer import DiLoCo
-    from rankwise.local_sgd.pseudo_gradient import PseudoGradients
+    from rankwise.local_sgd.outer import DiLoCo, PseudoGradients
 
 
 class WeighsSteps(Protocol):
@@ -78,8 +77,63 @@ def average_buffers(model: nn.Module, across_groups: Exchange, data: Exchange | 
         broadcast_tensors(parts, data, what="buffers of a worker group's first rank")
 
 
+class StepCounter:
+    """The steps and the samples of one model's rounds.
+
+    Several optimizers may use the same gradients, and some of them step more seldom than others: the steps of one are
+    counted, the first that steps, or another that steps for a round alone.
+    """
+
+    def __init__(self, every: int) -> None:
+        """Count from zero; a round has ``every`` steps."""
+        self._every = every
+        self.num_backward = 0
+        self._weight = 0.0
+        """Samples of the round so far."""
+        self._fresh = 0.0
+        """Samples of the gradients since the last step."""
+        self._are_fresh_used = False
+        self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """How many backward passes had run at the last step of each optimizer."""
+        self._counting: ref[Optimizer] | None = None
+        """The optimizer whose steps are counted."""
+        self._uncounted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Steps of the others since the last one that counted."""
+
+    def add_backward(self, weight: float) -> None:
+        """Add gradients that average over ``weight`` samples."""
+        self.num_backward += 1
+        self._weight += weight
+        self._fresh = weight if self._are_fresh_used else self._fresh + weight
+        self._are_fresh_used = False
+
+    def num_fresh(self, optimizer: Optimizer) -> float | None:
+        """Return the samples of an optimizer's gradients; ``None`` if no backward has computed any since its step."""
+        return self._fresh if self.num_backward > self._used.get(optimizer, 0) else None
+
+    def add_step(self, optimizer: Optimizer) -> bool:
+        """Record that an optimizer has used the current gradients; return whether its step counts."""
+        self._used[optimizer] = self.num_backward
+        self._are_fresh_used = True
+        counting = None if self._counting is None else self._counting()
+        if counting is not None and counting is not optimizer:
+            self._uncounted[optimizer] = missed = self._uncounted.get(optimizer, 0) + 1
+            if missed <= self._every:
+                return False
+        self._counting = ref(optimizer)
+        self._uncounted.clear()
+        return True
+
+    def end_round(self) -> float:
+        """Return the samples of the round, and count those of the next."""
+        weight, self._weight = self._weight, 0.0
+        return weight
+
+
 class LocalSGD(Follower):
     """The rounds of a model, from :func:`rankwise.local_sgd` until the model is deleted or the world is left.
+
+    Its many fields are one round's state: where it began and ended, how far it is, and what it is exchanged with.
 
     Save it with the model and the optimizer: ``checkpoints.save(model=model, optimizer=optimizer, outer=outer)``.
     """
@@ -132,20 +186,9 @@ class LocalSGD(Follower):
         """Whether any optimizer has begun a step since the latest round ended."""
         self._is_settled = True
         """Whether nothing has changed since all worker groups were equal."""
-        self._weight = 0.0
-        """Samples of the round so far."""
-        self._num_backward = 0
-        self._fresh = 0.0
-        """Samples of the gradients since the last step."""
-        self._are_fresh_used = False
-        self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """How many backward passes had run at the last step of each optimizer."""
-        self._counting: ref[Optimizer] | None = None
-        """The optimizer whose steps are counted: the first that steps, or another that steps for a round alone."""
-        self._uncounted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Steps of the others since the last one that counted."""
+        self._counter = StepCounter(every)
         self._has_stepped = False
-        trained.report_mean_to(self._note_mean)
+        trained.report_mean_to(self._add_backward)
         self._ids = {id(parameter) for _, parameter in self._all}
         self._stop_following = follow(self, Phase.MODEL)
         synchronize, leave = WeakMethod(self.synchronize), ref(self)
@@ -198,22 +241,18 @@ class LocalSGD(Follower):
 
     # -- calls from backward and optimizers ----------------------------------------------------------
 
-    def _note_mean(self, weight: float) -> None:
-        """Note the number that the new gradients average over."""
-        self._num_backward += 1
-        self._weight += weight
-        # Several optimizers may use the same gradients.
-        self._fresh = weight if self._are_fresh_used else self._fresh + weight
-        self._are_fresh_used = False
-        if self._num_backward == max(self._every, _MANY):
+    def _add_backward(self, weight: float) -> None:
+        """Count gradients that average over ``weight`` samples."""
+        self._counter.add_backward(weight)
+        if self._counter.num_backward == max(self._every, _MANY):
             self._warn_if_never_stepped()
 
     def _warn_if_never_stepped(self) -> None:
-        if not self._has_stepped and self._num_backward and current_or_none() is self._session:
+        if not self._has_stepped and self._counter.num_backward and current_or_none() is self._session:
             self._has_stepped = True  # said once
             warn(
-                f"{self._num_backward} backward passes of {self._name} ran without a step of an optimizer that holds "
-                "its parameters: no round of local_sgd() ends, and the worker groups are not averaged; use a "
+                f"{self._counter.num_backward} backward passes of {self._name} ran without a step of an optimizer that "
+                "holds its parameters: no round of local_sgd() ends, and the worker groups are not averaged; use a "
                 "torch.optim.Optimizer, created with the current parameters of the model"
             )
 
@@ -237,24 +276,12 @@ class LocalSGD(Follower):
         return with_closure(args, kwargs, followed_closure)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has used the current gradients; count the step."""
-        self._used[optimizer] = self._num_backward
-        self._are_fresh_used = True
-        if self._counts(optimizer) and current_or_none() is self._session:
+        """Count the step of an optimizer, which has used the current gradients."""
+        if self._counter.add_step(optimizer) and current_or_none() is self._session:
             self._count_step()
 
-    def _counts(self, optimizer: Optimizer) -> bool:
-        counting = None if self._counting is None else self._counting()
-        if counting is not None and counting is not optimizer:
-            self._uncounted[optimizer] = missed = self._uncounted.get(optimizer, 0) + 1
-            if missed <= self._every:
-                return False
-        self._counting = ref(optimizer)
-        self._uncounted.clear()
-        return True
-
     def _begin_step(self) -> None:
-        """Note where a first round begins.
+        """Copy the parameters at which a first round begins.
 
         Raises:
             NotJoined: the world of :func:`rankwise.local_sgd` was left.
@@ -279,11 +306,11 @@ class LocalSGD(Follower):
 
     def _before_update(self, optimizer: Optimizer) -> None:
         """Have an optimizer skip gradients of no samples; raise if their number of samples is unknown."""
-        is_known = self._num_backward > self._used.get(optimizer, 0)
-        if is_known and self._fresh > 0:
+        num_fresh = self._counter.num_fresh(optimizer)
+        if num_fresh is not None and num_fresh > 0:
             return
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._ids]
-        if is_known:
+        if num_fresh is not None:
             # Without samples there is no update: also no decay, and no momentum of earlier steps.
             for parameter in own:
                 parameter.grad = None
@@ -324,9 +351,9 @@ class LocalSGD(Follower):
                 "trained",
             )
         parts = self._parts()
+        weight = self._counter.end_round()
         if self._changes is not None:
-            self._changes.send(self._anchors, parts, self._weight)
-        self._weight = 0.0
+            self._changes.send(self._anchors, parts, weight)
         self._ends = [part.clone() for part in parts] if overlapping else parts
         self._num_steps = 0
         self._is_begun = False
@@ -339,7 +366,7 @@ class LocalSGD(Follower):
         if ends is None:
             return
         if self._changes is not None:
-            changes = self._changes.take()
+            changes = self._changes.receive()
         elif self._outer is not None:
             changes = [anchor - end for anchor, end in zip(self._anchors, ends, strict=True)]
         else:
@@ -413,6 +440,6 @@ class LocalSGD(Follower):
         self._ends = None
         self._num_rounds = int(state["num_rounds"])
         self._num_steps = 0
-        self._weight = 0.0
+        self._counter.end_round()
         self._has_anchors = self._is_begun = False
         self._is_settled = True

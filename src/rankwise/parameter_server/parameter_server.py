@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rankwise.comm.session import Session
+    from rankwise.parameter_server.checks import ServerSettings
+    from rankwise.store.client import Store
+
 
 class ParameterServer:
     """This rank's part in training with parameter servers."""
@@ -290,6 +294,14 @@ def parameter_server(
         numbers_of=divide_by_size([parameter.nbytes for parameter in own], len(settings.servers)),
     )
     server = ParameterServer(setup, open_worker_or_server(setup, model, weight), model)
+    _follow_session(session, session.store, settings, server)
+    what = mode if max_staleness is None else f"{mode}, at most {max_staleness} steps apart"
+    log(f"parameter servers: {fold_ranks(settings.servers)}; workers: {fold_ranks(settings.workers)}; {what}")
+    return server
+
+
+def _follow_session(session: Session, store: Store, settings: ServerSettings, server: ParameterServer) -> None:
+    """Have the session serve, save and leave by this rank's part."""
     session.split_work(settings.workers, server)
     session.on_leave(server.leave)
     session.average_worker_groups()
@@ -298,7 +310,4 @@ def parameter_server(
         session.preemption.be_passive()
     if not settings.is_sync:
         session.preemption.stop_alone()
-        post_expendable(session.store, settings.workers)
-    what = mode if max_staleness is None else f"{mode}, at most {max_staleness} steps apart"
-    log(f"parameter servers: {fold_ranks(settings.servers)}; workers: {fold_ranks(settings.workers)}; {what}")
-    return server
+        post_expendable(store, settings.workers)

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rankwise.parameter_server.checks import ServerSetup
-    from rankwise.parameter_server.messages import ServerMessage
+    from rankwise.parameter_server.messages import ReceivedMessage, ServerMessage, WorkerConnections
     from rankwise.parameter_server.shard import ParameterShard
     from rankwise.parameter_server.snapshot import Options, ServerSnapshots
-    from rankwise.parameter_server.worker_connections import ReceivedMessage, WorkerConnections
 
-PATIENCE_SECONDS = 1.0
+MISSING_POLL_SECONDS = 1.0
 """How often a server looks for workers that have exited although their connection is open."""
 
 
@@ -54,13 +53,13 @@ class StalenessBound:
         return set(self._steps)
 
     def step(self, worker: int) -> None:
-        """Note that a worker has taken a step."""
+        """Count a step of a worker."""
         if worker in self._steps:
             self._steps[worker] += 1
             self._resting.discard(worker)
 
     def end_loop(self, worker: int, loader: int, *, has_stepped: bool, count: int = 1) -> None:
-        """Note that a worker has finished ``count`` loops over a loader, 0 for one that is not rankwise's.
+        """Count ``count`` loops that a worker has finished over a loader, 0 for one that is not rankwise's.
 
         If it took steps in them, no other worker waits for it until its next step.
         """
@@ -71,7 +70,7 @@ class StalenessBound:
                 self._resting.add(worker)
 
     def remove(self, worker: int, *, has_failed: bool) -> None:
-        """Note that a worker has left or failed."""
+        """Stop counting a worker that has left or failed."""
         if self._steps.pop(worker, None) is None:
             return
         self._resting.discard(worker)
@@ -105,6 +104,8 @@ class StalenessBound:
 
 class ServerLoop:
     """One server, from ``parameter_server`` to the end of the world.
+
+    Its many fields belong to one loop over messages: what it serves, to which workers, and what it knows of each.
 
     Args:
         setup: of all ranks.
@@ -180,24 +181,24 @@ class ServerLoop:
 
     def _run(self, is_done: Callable[[], bool]) -> None:
         connections = self._connections
-        next_check = time.monotonic() + PATIENCE_SECONDS
+        next_check = time.monotonic() + MISSING_POLL_SECONDS
         while not is_done():
             with connections.changed:
                 connections.changed.wait_for(lambda: bool(connections.arrivals), SLICE_SECONDS)
                 arrival = connections.arrivals.popleft() if connections.arrivals else None
             if arrival is not None:
-                self._take(arrival)
+                self._handle(arrival)
             elif self._detector.error is not None:
                 raise self._detector.error
             if time.monotonic() > next_check:
-                next_check = time.monotonic() + PATIENCE_SECONDS
+                next_check = time.monotonic() + MISSING_POLL_SECONDS
                 self._check_for_missing()
         preemption = self._detector.preemption
         if not self._staleness.living and preemption.is_asked and not preemption.has_stopped:
             self._save()
             preemption.stop()
 
-    def _take(self, arrival: ReceivedMessage) -> None:
+    def _handle(self, arrival: ReceivedMessage) -> None:
         worker, message = arrival.worker, arrival.message
         self._last_message_at[worker] = time.monotonic()
         if message is None:

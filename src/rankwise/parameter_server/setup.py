@@ -16,12 +16,11 @@ from rankwise.comm.session import current
 from rankwise.errors import CheckpointError, ConfigurationError, PeerMissing, fold_ranks, fold_values
 from rankwise.health.collective_timeout import SLICE_SECONDS
 from rankwise.log import log
-from rankwise.parameter_server.messages import SECRET_KEY, create_memory, shared_home
+from rankwise.parameter_server.messages import SECRET_KEY, WorkerConnections, create_memory, shared_home
 from rankwise.parameter_server.server_loop import ServerLoop, StalenessBound
 from rankwise.parameter_server.shard import ParameterShard
 from rankwise.parameter_server.snapshot import ServerSnapshots, dense, options_of, set_options
 from rankwise.parameter_server.worker import ServerAddress, Worker, close_all
-from rankwise.parameter_server.worker_connections import WorkerConnections
 from rankwise.replicate.batchnorm import take_torchs_batchnorm
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import subscribe

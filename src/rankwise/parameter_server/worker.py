@@ -61,6 +61,8 @@ class ServerAddress:
 class ServerConnection:
     """The connection to one server, from the first message to ``close``.
 
+    Its many fields are shared by two threads under one condition: what is sent, what arrives, and whether it is open.
+
     Args:
         rank: of this worker.
         server: that it connects to.
@@ -119,7 +121,7 @@ class ServerConnection:
         """Return whether the answer to the request has arrived."""
         return self._answer is not None
 
-    def take(self) -> ServerMessage:
+    def pop_answer(self) -> ServerMessage:
         """Return the answer that has arrived; its whole tensors are in ``incoming``."""
         answer, self._answer = self._answer, None
         if answer is None:
@@ -257,7 +259,7 @@ class Worker:
                 "rankwise.no_sync(model)",
             )
         if self._is_ahead:
-            self._take()
+            self._receive_answers()
         self.num_steps += 1
         head: Head = {"kind": "step", "weights": list(weights), "sums": list(sums)}
         if groups != self._sent_groups:
@@ -274,7 +276,7 @@ class Worker:
                 channel.request(head, positions, rows)
         self._awaits_answer = True
         if not self._is_ahead:
-            self._take()
+            self._receive_answers()
 
     def end_loop(self, loader: int, *, has_stepped: bool) -> None:
         """Notify the servers that a loop is over, and take the newest parameters if steps were taken in it.
@@ -289,18 +291,18 @@ class Worker:
             for channel in self.channels:
                 channel.end_loop(loader)
             return
-        self._take()
+        self._receive_answers()
         for channel in self.channels:
             channel.request({"kind": "end_loop", "loader": loader}, [], [])
         self._awaits_answer = True
-        self._take()
+        self._receive_answers()
 
     def leave(self) -> None:
         """Take the outstanding answers, and leave the servers."""
         if self._is_broken:
             close_all(self.channels)
             return
-        self._take()
+        self._receive_answers()
         for channel in self.channels:
             channel.leave()
         for channel in self.channels:
@@ -342,14 +344,14 @@ class Worker:
             views = [channel.outgoing.views[position] for position in positions]
             foreach_copy_(views, [one for one in gradients if one is not None])
 
-    def _take(self) -> None:
+    def _receive_answers(self) -> None:
         """Wait for the answers to the requests, and copy their parameters."""
         if not self._awaits_answer:
             return
         try:
             for channel in self.channels:
                 self._wait("optimizer.step()", channel, channel.has_answer)
-                self._put_in_place(channel, channel.take())
+                self._put_in_place(channel, channel.pop_answer())
         except BaseException:
             self._is_broken = True
             raise

@@ -17,9 +17,8 @@ from rankwise.comm.current_batch import CurrentBatch
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline.stages import TARGET_WORDS, Program, Ref, TensorKind, TracedCall
 from rankwise.replicate.loss.batch_statistics import StatisticsTracer
-from rankwise.replicate.random_numbers.batch_tracer import KnownLayout, is_random
-from rankwise.replicate.random_numbers.meeting_tracer import MeetingTracer
-from rankwise.replicate.random_numbers.sample_layout import SampleLayout
+from rankwise.replicate.random_numbers.batch_tracer import MeetingTracer, is_random
+from rankwise.replicate.random_numbers.sample_layout import KnownLayout, SampleLayout
 from rankwise.replicate.random_numbers.scope import DrawScope, is_apart
 from rankwise.replicate.undo_forward import PythonRandomness, left_as_it_was
 from rankwise.torch_private.autograd import version_of

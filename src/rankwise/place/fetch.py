@@ -140,6 +140,8 @@ class _Backward:
 class Fetching:
     """The parts of one model that are fetched, and the order in which they are needed.
 
+    Its many fields are one plan of what to fetch next: the parts that run, their order, and the part fetched ahead.
+
     Args:
         is_ahead: fetch the next part while one runs, so that two are in memory.
     """
@@ -161,7 +163,7 @@ class Fetching:
         self._hooked: set[OffloadedPart] = set()
 
     def begin(self) -> None:
-        """Note that the whole model begins to run."""
+        """Begin a run of the whole model."""
         self._is_running = True
         if in_backward():
             return
@@ -173,7 +175,7 @@ class Fetching:
         self._last = None
 
     def end(self) -> None:
-        """Note that the whole model has run."""
+        """End a run of the whole model."""
         self._is_running = False
         if not in_backward():
             self._forget()
@@ -242,7 +244,7 @@ class Fetching:
         if last is not None and last is not away:
             self._after[last] = away
             self._before[away] = last
-        data = self._take(away)
+        data = self._fetch(away)
         if self._is_running:
             self._fetch_ahead(self._after.get(away), away)
         return data
@@ -258,7 +260,7 @@ class Fetching:
                 if backward.away is not None:
                     self._after_in_backward[backward.away] = away
                 backward.data = []
-                backward.data = self._take(away)
+                backward.data = self._fetch(away)
                 backward.away = away
                 self._fetch_ahead(self._after_in_backward.get(away, self._before.get(away)), away)
             return backward.data
@@ -268,11 +270,11 @@ class Fetching:
             self._forget()
             self._backward = _Backward()
 
-    def _take(self, away: OffloadedPart) -> list[torch.Tensor]:
+    def _fetch(self, away: OffloadedPart) -> list[torch.Tensor]:
         with self._lock:
             ahead, self._ahead = self._ahead, None
             if ahead is not None:
-                data = ahead.take()
+                data = ahead.wait()
                 if ahead.away is away:
                     return data
                 del data, ahead
@@ -290,7 +292,7 @@ class Fetching:
         with self._lock:
             ahead, self._ahead = self._ahead, None
             if ahead is not None:
-                ahead.take()
+                ahead.wait()
 
 
 class _Ahead:
@@ -315,7 +317,7 @@ class _Ahead:
         except BaseException as error:  # noqa: BLE001 - raised where the weights are needed
             self._error = error
 
-    def take(self) -> list[torch.Tensor]:
+    def wait(self) -> list[torch.Tensor]:
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -20,8 +20,6 @@ from torch import nn
 from rankwise.errors import ConfigurationError
 from rankwise.meter import note_layout
 from rankwise.place import hooks
-from rankwise.place.device_memory import default_budgets, device_name, free_disk_bytes
-from rankwise.place.offload_files import OffloadFiles
 from rankwise.place.plan import (
     OFFLOADED,
     PartSize,
@@ -31,11 +29,15 @@ from rankwise.place.plan import (
     by_hand,
     by_policy,
     bytes_text,
+    default_budgets,
+    device_name,
     executing,
+    free_disk_bytes,
     parse_bytes,
 )
 from rankwise.place.units import joined, sizes_of, units_of
 from rankwise.place.weights import (
+    OffloadFiles,
     TensorDevices,
     WeightSource,
     bytes_of_quantised,

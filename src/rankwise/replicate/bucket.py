@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rankwise.comm.backends.protocol import TakesOwnPart
-from rankwise.compress.error_feedback import HasErrorFeedback
+from rankwise.compress.allgather_channel import HasErrorFeedback
 from rankwise.replicate.loss.amounts import is_zero
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.tensors import foreach_copy_

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.compress.open_channels import open_channels
+from rankwise.compress.methods import open_channels
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.bucket import Bucket, Scratch
 from rankwise.replicate.parameter_division import plan

@@ -240,7 +240,7 @@ class _ForwardHooks:
 
     @uncompiled
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the other ranks about the call. Called by torch."""
+        """Notify the other ranks of the call. Called by torch."""
         if in_backward():
             return
         self.same.meet(model)

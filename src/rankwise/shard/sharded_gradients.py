@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 
 
 class ShardSync:
-    """The gradients of one sharded model, from ``shard`` until the model is gone."""
+    """The gradients of one sharded model, from ``shard`` until the model is deleted.
+
+    Its many fields are one backward's state: its weights, what it has reduced, and the parameters that it has seen.
+    """
 
     strategy = "shard"
 
@@ -144,7 +147,7 @@ class ShardSync:
     # -- around forward ----------------------------------------------------------------------------
 
     def before_forward(self, call: ForwardCall) -> None:
-        """Note a forward that may be trained. Called by: every rank."""
+        """Prepare for a forward that may be trained. Called by: every rank."""
         for group in self._groups:
             for one in params_of(group):
                 # A layer may have been unfrozen: torch's whole parameters follow the sharded ones.
@@ -236,7 +239,7 @@ class ShardSync:
                     self._accumulation.keep(number, gradient, reduce_dtype_of(one))
                     parameter.grad = None
                 continue
-            earlier = self._accumulation.take(number)
+            earlier = self._accumulation.pop(number)
             if earlier is not None:
                 self._weigh()
                 _multiply(earlier, self._carried_factor)
@@ -343,12 +346,12 @@ class ShardedAccumulation(Microsteps):
             else:
                 self._earlier[number] = gradient.to(dtype or gradient.dtype)
 
-    def take(self, number: int) -> torch.Tensor | None:
+    def pop(self, number: int) -> torch.Tensor | None:
         """Return the sum for a parameter, and forget it."""
         return self._earlier.pop(number, None)
 
     def add(self, weight: Amount) -> None:
-        """Note that a microstep has been added up."""
+        """Count a microstep that has been added up."""
         self.carried += weight
         self.is_open = True
 

@@ -2,7 +2,7 @@
 """Whether a module computes the same when layers of it are split, found by running it both ways.
 
 It runs with random parameters, in float64 on the CPU, and is restored afterwards: once whole, and once as each of two
-ranks would run it. The split is right if outputs and gradients agree to rounding. Used by found_plan.
+ranks would run it. The split is right if outputs and gradients agree to rounding. Used by plan.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     Inputs = tuple[list[Any], dict[str, Any]]
 
-TOLERANCE = 1e-10
+SPLIT_TOLERANCE = 1e-10
 """The largest allowed difference of results, relative to the largest of them or to 1."""
 MAX_ELEMENTS = 2**27
-"""The parameters beside the layers to split, which are copied whole, may have so many elements."""
+"""The parameters next to the layers to split, which are copied whole, may have so many elements."""
 PARTS = 2
 """So many ranks are tried: more would do the same with other parts."""
 _RANK = 64
@@ -292,7 +292,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -
         return torch.equal(found, expected)
     finite = expected.abs()[expected.isfinite()]
     scale = max(1.0, scale, float(finite.max()) if finite.numel() else 0.0)
-    return torch.allclose(found, expected, rtol=0.0, atol=TOLERANCE * scale)
+    return torch.allclose(found, expected, rtol=0.0, atol=SPLIT_TOLERANCE * scale)
 
 
 # -- one run -------------------------------------------------------------------------------------------

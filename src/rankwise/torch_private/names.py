@@ -38,9 +38,9 @@ NAMES = {
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "the module that torch.compile wrapped",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "have the compiler split graphs at buckets",
     "torch._inductor.config.fallback_random": "named in messages: random numbers in compiled code",
-    # streams (kernels)
+    # kernels, for streams
     "torch._C._accelerator_getStream": "the current stream, asked for with each gradient",
-    # many in one call (tensors)
+    # tensors, for many in one call
     "torch._foreach_copy_": "copy many tensors in one call",
     "torch._foreach_zero_": "fill many tensors with zeros in one call",
     "torch._foreach_add_": "add many tensors in one call",
@@ -85,7 +85,7 @@ NAMES = {
     "torch._C._push_on_torch_function_stack": "resume it",
     "torch._C._len_torch_function_stack": "whether a TorchFunctionMode is the innermost",
     "torch._C._get_function_stack_at": "whether a TorchFunctionMode is the innermost",
-    # loaders (processes)
+    # processes, for loaders
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "measure how long a script waits for its data",
     "torch.utils.data.DataLoader._iterator": "restart persistent workers",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": "end workers and wait for them",
@@ -114,9 +114,9 @@ NAMES = {
     "torch.optim.Optimizer.step._wrapped_by_lr_sched": "schedulers mark the step that they watch",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "run a hook last before a step",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "run a hook first after a step",
-    # rendezvous (processes)
+    # processes, for rendezvous
     "torch.distributed.rendezvous._rendezvous_handlers": "serve env:// from the job's store",
-    # files (processes)
+    # processes, for files
     "torch.serialization._open_zipfile_writer_file": "detect which files torch.save opens",
     # tensors
     "torch.UntypedStorage._cdata": "identify memory that has no data pointer",
@@ -147,7 +147,7 @@ NAMES = {
     f"{_SPEC}.ShardOrderEntry.mesh_dims": "the order",
     f"{_SPEC}.TensorMeta": "the whole shape and dtype in a DTensorSpec",
     "torch.distributed.tensor.placement_types._StridedShard.split_factor": "pieces before a split",
-    # pipelines (autograd)
+    # autograd, for pipelines
     f"{_SCHEDULES}._Action": "the action of a rank at one position of a schedule",
     f"{_SCHEDULES}._Action.computation_type": "its kind",
     f"{_SCHEDULES}._Action.stage_index": "its stage",

@@ -18,7 +18,7 @@ from torch.utils import data
 
 from rankwise.auto.replacing import replace_attributes, replaced
 from rankwise.data import loader as own_loader
-from rankwise.data.seeds import generator_state
+from rankwise.data.sources import generator_state
 from rankwise.verify import sketches
 from rankwise.verify.draws import torch_digest
 from rankwise.verify.records import Batch, Loader

@@ -33,15 +33,15 @@ def submit(
     name: str | None,
     process_set: ProcessSet,
     *,
-    take: Callable[[list[torch.Tensor]], Any] = tuple,
+    make_result: Callable[[list[torch.Tensor]], Any] = tuple,
     is_in_place: bool = False,
     splits: Sequence[int] = (),
     **fields: Any,
 ) -> int:
     """Queue an operation on checked tensors; return its handle.
 
-    It is matched by ``name`` among the operations with the same ``prefix``. ``take`` makes the result of the call from
-    the tensors that arrive; ``fields`` are other fields of the request.
+    It is matched by ``name`` among the operations with the same ``prefix``. ``make_result`` makes the result of the
+    call from the tensors that arrive; ``fields`` are other fields of the request.
     """
     queue = current_queue()
     set_id = member_of(process_set, kind, queue)
@@ -59,7 +59,7 @@ def submit(
         request=request,
         members=queue.members[set_id],
         tensors=[tensor.detach() if tensor.requires_grad else tensor for tensor in tensors],
-        take=take,
+        make_result=make_result,
         is_in_place=is_in_place,
         splits=splits,
     )

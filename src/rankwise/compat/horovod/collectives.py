@@ -94,10 +94,10 @@ def _begin_gather(
     prefix: str,
     name: str | None,
     process_set: ProcessSet,
-    take: Callable[[list[torch.Tensor]], Any] = tuple,
+    make_result: Callable[[list[torch.Tensor]], Any] = tuple,
 ) -> int:
     check(tensors, "allgather", prefix)
-    return submit("allgather", tensors, prefix, name, process_set, take=take)
+    return submit("allgather", tensors, prefix, name, process_set, make_result=make_result)
 
 
 # -- broadcast -----------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def _begin_broadcast(
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
-    take: Callable[[list[torch.Tensor]], Any],
+    make_result: Callable[[list[torch.Tensor]], Any],
     *,
     is_in_place: bool = False,
 ) -> int:
@@ -176,7 +176,16 @@ def _begin_broadcast(
             do="pass one of them as root_rank=, by its rank in the world",
         )
     root = int(root_rank)
-    return submit("broadcast", [tensor], "broadcast", name, process_set, take=take, is_in_place=is_in_place, root=root)
+    return submit(
+        "broadcast",
+        [tensor],
+        "broadcast",
+        name,
+        process_set,
+        make_result=make_result,
+        is_in_place=is_in_place,
+        root=root,
+    )
 
 
 # -- alltoall ------------------------------------------------------------------------------------------
@@ -240,11 +249,11 @@ def alltoall_async(
     counts = _counts(tensor, splits, process_set)
     device = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
 
-    def take(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_result(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         rows, received = tensors
         return rows, received.to(device)
 
-    return submit("alltoall", [tensor], "alltoall", name, process_set, take=take, splits=counts)
+    return submit("alltoall", [tensor], "alltoall", name, process_set, make_result=make_result, splits=counts)
 
 
 def _counts(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, process_set: ProcessSet) -> list[int]:

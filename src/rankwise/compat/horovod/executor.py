@@ -60,7 +60,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def fits_a_note(requests: Sequence[OperationRequest]) -> bool:
-    """Tell whether all that is requested is one reduction so small that its input is sent with the report of it."""
+    """Return whether all that is requested is one reduction so small that its input is sent with the report of it."""
     if len(requests) != 1:
         return False
     kind, _, set_id, _, dtypes, shapes, _, _, _, device, _ = requests[0]

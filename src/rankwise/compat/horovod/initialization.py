@@ -260,10 +260,10 @@ def _open_queue(timeline: str, *, has_opened_world: bool) -> None:
     world = session.world
     own = (world.node_rank, world.local_rank, world.local_world_size, world.hostname)
     seats = [tuple(seat) for seat in gather_json(own, what="hvd.init()")]
-    beside = sorted(node for node, local, *_ in seats if local == world.local_rank)
+    same_local_rank = sorted(node for node, local, *_ in seats if local == world.local_rank)
     seat = MachinePosition(
-        cross_rank=beside.index(world.node_rank),
-        cross_size=len(beside),
+        cross_rank=same_local_rank.index(world.node_rank),
+        cross_size=len(same_local_rank),
         is_homogeneous=len({num_ranks for _, _, num_ranks, _ in seats}) == 1,
         hostnames=tuple(hostname for *_, hostname in seats),
     )

@@ -76,7 +76,11 @@ class MachinePosition(NamedTuple):
 
 @dataclass(kw_only=True)
 class OperationQueue:
-    """What ``hvd.init()`` opens: the pending operations of this rank, and how they are matched."""
+    """What ``hvd.init()`` opens: the pending operations of this rank, and how they are matched.
+
+    Its many fields last from ``hvd.init()`` to ``hvd.shutdown()``: operations, the process sets they belong to, and the
+    ranks that have joined.
+    """
 
     session: Session
     has_opened_world: bool
@@ -281,7 +285,7 @@ class OperationQueue:
         )
         log.sent.update(request.key for request in requests)
 
-        def take(event: WaitEvent, outcome: EventOutcome) -> bool:
+        def apply(event: WaitEvent, outcome: EventOutcome) -> bool:
             if event.mode == HAS_JOINED and event.rank not in self.joined_ranks:
                 self.last_joined = event.rank
             self.joined_ranks = log.joined()
@@ -292,7 +296,7 @@ class OperationQueue:
                 self._end_wait(outcome.error, mode, waited_for)
             return self.log is not log or (waited_for is not None and waited_for.is_done)
 
-        log.wait(event, take, called(mode, waited_for))
+        log.wait(event, apply, called(mode, waited_for))
         return mode != LEAVES
 
     def _end_join(self) -> None:
@@ -377,13 +381,13 @@ class OperationQueue:
             raise error
 
 
-class _Process:
+class _OpenQueue:
     """The queue that ``hvd.init()`` has opened in this process."""
 
     queue: OperationQueue | None = None
 
 
-_process = _Process()
+_open = _OpenQueue()
 
 
 def current_queue() -> OperationQueue:
@@ -396,14 +400,14 @@ def current_queue() -> OperationQueue:
 
 def current_queue_or_none() -> OperationQueue | None:
     """Return the queue that ``hvd.init()`` has opened, or ``None``."""
-    if _process.queue is not None and _process.queue.session is not current_or_none():
-        _process.queue = None
-    return _process.queue
+    if _open.queue is not None and _open.queue.session is not current_or_none():
+        _open.queue = None
+    return _open.queue
 
 
 def set_current_queue(queue: OperationQueue | None) -> None:
     """Replace the open queue. Called by ``hvd.init()`` and ``hvd.shutdown()`` only."""
-    _process.queue = queue
+    _open.queue = queue
 
 
 def register(name: str, as_joined: Callable[[], None]) -> None:

@@ -189,7 +189,7 @@ def begin_reduction(
     prefix: str,
     name: str | None,
     reduction: Reduction,
-    take: Callable[[list[torch.Tensor]], Any] = tuple,
+    make_result: Callable[[list[torch.Tensor]], Any] = tuple,
     *,
     is_in_place: bool = False,
     is_scattered: bool = False,
@@ -205,7 +205,7 @@ def begin_reduction(
     if kind == "adasum":
         _check_adasum(tensors, process_set)
     fields: dict[str, Any] = {"op": int(op), "prescale": float(prescale), "postscale": float(postscale)}
-    return submit(kind, tensors, prefix, name, process_set, take=take, is_in_place=is_in_place, **fields)
+    return submit(kind, tensors, prefix, name, process_set, make_result=make_result, is_in_place=is_in_place, **fields)
 
 
 def _check_adasum(tensors: Sequence[torch.Tensor], process_set: ProcessSet) -> None:

@@ -149,7 +149,7 @@ class PendingOperation:
     """Whether the results are written into ``tensors``."""
     splits: Sequence[int] = ()
     """Of an alltoall, the number of rows for each member."""
-    take: Callable[[list[torch.Tensor]], Any] = list
+    make_result: Callable[[list[torch.Tensor]], Any] = list
     """Makes the call's result from the tensors that arrived."""
     take_part: Callable[[], None] | None = None
     """Of an announced step: runs it, in place of sending tensors."""
@@ -160,7 +160,7 @@ class PendingOperation:
     def finish(self, tensors: list[torch.Tensor]) -> None:
         """Make the result from the tensors that arrived."""
         try:
-            self.result = self.take(tensors)
+            self.result = self.make_result(tensors)
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits for this request
             self.error = error
         self.end()

@@ -233,7 +233,10 @@ _MANY_BEHIND = 4
 
 
 class SetLog:
-    """This rank's end of the log, from the first process set of some of the ranks until there is none."""
+    """This rank's end of the log, from the first process set of some of the ranks until there is none.
+
+    Its many fields are this rank's position in the log: what it has written, what it has read, and what that decided.
+    """
 
     def __init__(
         self,
@@ -265,30 +268,31 @@ class SetLog:
         """Return the ranks that have called ``join()``."""
         return self._negotiation.joined()
 
-    def wait(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
+    def wait(self, event: WaitEvent, carry_out: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
         """Report an event of this rank, and carry out decided operations until its wait is over.
 
-        Called by: any rank; all members of an operation that is decided are in this call. ``take`` carries out decided
-        operations, and returns whether the wait is over for another reason. ``called`` names the call that waits.
+        Called by: any rank; all members of an operation that is decided are in this call. ``carry_out`` carries out
+        decided operations, and returns whether the wait is over for another reason. ``called`` names the call that
+        waits.
         """
         ticket = self._detector.recorder.begin(called, self._exchange_id)
         try:
-            if self._report(event, take):
+            if self._report(event, carry_out):
                 return
-            self._follow(event, take, called)
+            self._follow(event, carry_out, called)
         except BaseException:
-            self._stop_waiting(take)
+            self._stop_waiting(carry_out)
             raise
         finally:
             ticket.end()
 
-    def _follow(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
+    def _follow(self, event: WaitEvent, carry_out: Callable[[WaitEvent, EventOutcome], bool], called: str) -> None:
         start, notice = time.monotonic(), NOTICE_SECONDS
         departed: list[int] = []
         while self._negotiation.waits(self._rank):
             text = self._next()
             if text is not None:
-                if self._apply(text, take):
+                if self._apply(text, carry_out):
                     return
                 continue
             waited = time.monotonic() - start
@@ -313,13 +317,13 @@ class SetLog:
         self._num_read += 1
         return text
 
-    def _apply(self, text: bytes, take: Callable[[WaitEvent, EventOutcome], bool]) -> bool:
+    def _apply(self, text: bytes, carry_out: Callable[[WaitEvent, EventOutcome], bool]) -> bool:
         event = event_from_json(json.loads(text)[0])
         self._latest[event.rank] = self._num_read
-        return take(event, self._negotiation.apply(event, self._ranks_of_set()))
+        return carry_out(event, self._negotiation.apply(event, self._ranks_of_set()))
 
-    def _report(self, event: WaitEvent, take: Callable[[WaitEvent, EventOutcome], bool]) -> bool:
-        """Append an event, and apply all events up to it. Returns what ``take`` returned for it."""
+    def _report(self, event: WaitEvent, carry_out: Callable[[WaitEvent, EventOutcome], bool]) -> bool:
+        """Append an event, and apply all events up to it. Returns what ``carry_out`` returned for it."""
         self._num_written += 1
         text = json.dumps([event, self._num_written])
         is_over = False
@@ -328,7 +332,7 @@ class SetLog:
                 self._own.append(self._num_read)
                 for key in event.dropped:
                     self.withdrawn.pop(key, None)
-            is_over = self._apply(held, take)
+            is_over = self._apply(held, carry_out)
         self._delete_what_all_have_read()
         return is_over
 
@@ -363,12 +367,12 @@ class SetLog:
         except StoreLost:
             raise self._detector.error or diagnosis.store_lost(self._world) from None
 
-    def _stop_waiting(self, take: Callable[[WaitEvent, EventOutcome], bool]) -> None:
+    def _stop_waiting(self, carry_out: Callable[[WaitEvent, EventOutcome], bool]) -> None:
         """Report that an error has ended this rank's wait: the others must not expect it to take part."""
         if not self._negotiation.waits(self._rank) or self._detector.error is not None:
             return
         try:
-            self._report(WaitEvent(rank=self._rank, mode=RUNS), take)
+            self._report(WaitEvent(rank=self._rank, mode=RUNS), carry_out)
         except Exception as error:  # noqa: BLE001 - the error that ended the wait is the one to raise
             warn(f"the other ranks could not be notified that this rank stopped waiting: {error}", all_ranks=True)
 

@@ -15,7 +15,7 @@ from rankwise.comm.collectives import exchange_of
 from rankwise.comm.optimizer_steps import account_for_part
 from rankwise.compat.megengine.alias import refusing
 from rankwise.compat.megengine.distributed.functional import Recording, recordings
-from rankwise.compat.megengine.distributed.group_collectives import AllreduceCallback
+from rankwise.compat.megengine.distributed.groups import AllreduceCallback
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.accumulation import add_back, restore, set_aside
 from rankwise.replicate.gradient_buckets import GradientBuckets, call_when_accumulated

@@ -18,9 +18,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankwise.comm.current_batch import CurrentBatch
 from rankwise.health.flight_recorder import user_call_site, words
-from rankwise.replicate.random_numbers.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
-from rankwise.replicate.random_numbers.meeting_tracer import OF_OTHER_VALUES, MeetingTracer
-from rankwise.replicate.random_numbers.sample_layout import SampleLayout, layout_of
+from rankwise.replicate.random_numbers.batch_tracer import (
+    OF_OTHER_VALUES,
+    MeetingTracer,
+    TracedCall,
+    identity_of,
+    outputs_of,
+)
+from rankwise.replicate.random_numbers.sample_layout import KnownLayout, SampleLayout, layout_of
 from rankwise.torch_private.compiler import compiles_code
 from rankwise.torch_private.kernels import innermost_dispatch_mode
 from rankwise.torch_private.tensors import tree_leaves
@@ -198,7 +203,8 @@ class StatisticsTracer(MeetingTracer):
         found = map(self.statistic, roots)
         return next((one for one in found if one is not None and not one.is_term), None)
 
-    def _meet(self, call: TracedCall, *, are_pairs: bool) -> None:
+    def note_meeting(self, call: TracedCall, *, are_pairs: bool) -> None:
+        """Record the statistic of the operation under way."""
         self._met = _statistic_of(call, is_term=not are_pairs and call.name not in _NOT_ADDED)
 
     def _met_unseen(self, call: TracedCall) -> Statistic | None:

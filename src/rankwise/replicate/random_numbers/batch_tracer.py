@@ -10,7 +10,7 @@ and pay nothing.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,20 +20,25 @@ from rankwise.health.flight_recorder import user_call_site, words
 from rankwise.replicate.random_numbers.draw_warnings import warn_of_own_rows
 from rankwise.replicate.random_numbers.sample_layout import (
     OWN_ROWS,
+    Guess,
+    KnownLayout,
     SampleLayout,
-    expanded,
+    broadcast_layout,
+    grown_layout,
+    is_aligned,
     layout_of,
     layouts_of,
     viewed,
 )
+from rankwise.replicate.random_numbers.scope import DrawScope
 from rankwise.torch_private.kernels import DispatchMode
 from rankwise.torch_private.tensors import memory_key, tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from rankwise.replicate.random_numbers.scope import DrawScope, PlannedDraw
+    from rankwise.replicate.random_numbers.scope import PlannedDraw
     from rankwise.torch_private.kernels import Operator
 
     Identity = tuple[int, object, tuple[int, ...], tuple[int, ...]]
@@ -47,30 +52,6 @@ _BY_SAMPLE = {"index_add", "index_reduce", "scatter", "scatter_add", "scatter_re
 RESHAPES = {"squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 """Views in place."""
 FILLING = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
-
-
-@dataclass(slots=True, eq=False)
-class Guess:
-    """The assumption about a tensor whose shape was given in numbers, until it meets a tensor that is followed."""
-
-    layouts: list[SampleLayout | None]
-    """Its possible layouts, the assumed one first."""
-    place: str = ""
-    """Where it was drawn; empty if it is not random."""
-    number: int = 0
-    """The number of the draw."""
-    redraw: Callable[[SampleLayout | None], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KnownLayout:
-    """The known layout of a tensor."""
-
-    layout: SampleLayout | None
-    guess: Guess | None = None
-    """The guess that it depends on."""
-    is_direct: bool = False
-    """Whether the guess is about this tensor itself, not one that it was computed from."""
 
 
 def is_random(func: Operator) -> bool:
@@ -214,7 +195,7 @@ class BatchTracer(DispatchMode):
         finally:
             scope.traced_layouts.pop()
         if guess is not None and len(guess.layouts) > 1 and len(scope.made) > before:
-            guess.place, guess.number, guess.redraw = words(user_call_site()), before, scope.redraw
+            guess.set_draw(words(user_call_site()), before, scope.redraw)
         else:
             guess = None
         for one in outputs_of(out):
@@ -253,7 +234,7 @@ class BatchTracer(DispatchMode):
                 continue
             for option in guess.layouts if fact.is_direct else [fact.layout]:
                 if call.is_pointwise:
-                    agrees = _is_aligned(tensor, option, certain, alike)
+                    agrees = is_aligned(tensor, option, certain, alike)
                 else:
                     agrees = self._takes_more(call, layouts | {key: option})
                 if agrees:
@@ -279,8 +260,7 @@ class BatchTracer(DispatchMode):
             planned = self._scope.made[guess.number]
             self._scope.made[guess.number] = replace(planned, layout=layout)
             guess.redraw(layout)
-        guess.layouts = [layout]
-        guess.redraw = None
+        guess.decide(layout)
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -310,17 +290,17 @@ class BatchTracer(DispatchMode):
         out = call.func(*call.args, **call.given)
         now = None
         if layout is not None and grown:
-            now = _growing(out.shape, grown[0], [(first, layout)], call.name)
+            now = grown_layout(out.shape, grown[0], [(first, layout)], call.name)
         self.set_fact(out, None if fact is None or now is None else replace(fact, layout=now, is_direct=False))
         return out
 
     def _note_changed(self, call: TracedCall, out: object) -> None:
-        """Note that a tensor whose layout was assumed now holds the samples of another one, which was added to it."""
+        """Record that a tensor whose layout was assumed holds the samples of another one, which was added to it."""
         facts = [(one, fact) for one in call.tensors if (fact := self._facts.get(identity_of(one))) is not None]
         certain = [(one, fact.layout) for one, fact in facts if fact.guess is None and fact.layout is not None]
         for one in outputs_of(out):
             fact = self._facts.get(identity_of(one))
-            layout = _broadcast(certain, one)
+            layout = broadcast_layout(certain, one)
             if fact is not None and fact.guess is not None and layout is not None:
                 self.set_fact(one, KnownLayout(layout))
 
@@ -336,7 +316,7 @@ class BatchTracer(DispatchMode):
         if call.name in _VIEWS:
             return [self._viewed(layout, first.shape, one.shape) for one in outputs]
         if call.name == "expand" or call.is_pointwise:
-            return [_broadcast(known, one) for one in outputs]
+            return [broadcast_layout(known, one) for one in outputs]
         if call.name in _SLICES | _SPLITS and call.dim(first) == layout.dim:
             return [self._sliced(layout, first, one) for one in outputs]
         if call.name in SIZED:
@@ -344,7 +324,7 @@ class BatchTracer(DispatchMode):
         grown = self._grown(call, layouts)
         if grown is None or len(grown) != len(outputs):
             return [OWN_ROWS] * len(outputs)
-        places = [_growing(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
+        places = [grown_layout(one.shape, more, known, call.name) for one, more in zip(outputs, grown, strict=True)]
         return [
             OWN_ROWS if at is not None and not at.fits(one.shape, self._num) else at
             for at, one in zip(places, outputs, strict=True)
@@ -403,7 +383,7 @@ class BatchTracer(DispatchMode):
             return None
 
     def through_layer(self, x: torch.Tensor, out: torch.Tensor, *, is_part: bool) -> None:
-        """Note that a layer that is split along ``tp``, whose operations are not seen, gave ``out``."""
+        """Record the output of a layer that is split along ``tp``, whose operations are not seen."""
         del is_part
         fact = self._facts.get(identity_of(x))
         is_kept = fact is not None and fact.layout is not None and fact.layout.dim < out.dim() - 1
@@ -436,26 +416,6 @@ class BatchTracer(DispatchMode):
             self._facts.pop(key, None)
 
 
-def _is_aligned(
-    tensor: torch.Tensor,
-    option: SampleLayout | None,
-    certain: Sequence[tuple[torch.Tensor, SampleLayout]],
-    alike: Sequence[torch.Tensor],
-) -> bool:
-    """Return whether a layout of a tensor fits the other inputs of an operation on each element."""
-    for one in alike:
-        dim = -1 if option is None else option.dim - tensor.dim() + one.dim()
-        if option is not None and dim >= 0 and one.shape[dim] == tensor.shape[option.dim] > 1:
-            return False
-    for known, layout in certain[:1]:
-        dim = layout.dim - known.dim() + tensor.dim()
-        has_samples = 0 <= dim < tensor.dim() and tensor.shape[dim] == known.shape[layout.dim]
-        expected = SampleLayout(dim, layout.outer, layout.inner) if has_samples else None
-        if option != expected:
-            return False
-    return True
-
-
 _WITH_DATA = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _FOLLOWED: set[type] = {*_WITH_DATA}
 
@@ -473,32 +433,6 @@ def outputs_of(out: object) -> list[torch.Tensor]:
     return [one for one in leaves if type(one) in _FOLLOWED and one.layout is torch.strided]
 
 
-def _broadcast(known: list[tuple[torch.Tensor, SampleLayout]], out: torch.Tensor) -> SampleLayout | None:
-    found = (expanded(layout, tensor.shape, out.shape) for tensor, layout in known)
-    return next((one for one in found if one is not None), None)
-
-
-def _growing(
-    now: torch.Size, grown: torch.Size, known: list[tuple[torch.Tensor, SampleLayout]], name: str
-) -> SampleLayout | None:
-    """Return the dim that grows with one more sample; none if none does, ``OWN_ROWS`` if several do."""
-    if len(now) != len(grown):
-        return OWN_ROWS
-    dims = [dim for dim, (size, more) in enumerate(zip(now, grown, strict=True)) if size != more]
-    if len(dims) != 1:
-        return OWN_ROWS if dims else None
-    dim = dims[0]
-    growth = grown[dim] - now[dim]
-    for _, layout in known:
-        if layout.outer * layout.inner == growth:
-            return SampleLayout(dim, layout.outer, layout.inner)
-    first = known[0][1]
-    per_part = first.outer * first.inner
-    if name in {"cat", "repeat", "concat"} and growth % per_part == 0:
-        return SampleLayout(dim, first.outer * growth // per_part, first.inner)
-    return OWN_ROWS
-
-
 def _contradicts(guess: Guess, tensor: torch.Tensor) -> ConfigurationError:
     return ConfigurationError(
         f"Cannot tell whether the random numbers drawn at {guess.place} belong to the samples of the batch.",
@@ -506,3 +440,56 @@ def _contradicts(guess: Guess, tensor: torch.Tensor) -> ConfigurationError:
         do="draw them like a tensor of the batch (torch.randn_like, torch.rand_like), or before the loop if "
         "they are the same for all samples",
     )
+
+
+OF_OTHER_VALUES = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
+"""Operations that take from samples nothing but their dtype and device."""
+
+
+class MeetingTracer(BatchTracer):
+    """Calls :meth:`note_meeting` for each operation in which samples meet. Leaves draws to torch."""
+
+    def __init__(self, num_samples: int, inputs: Iterable[tuple[torch.Tensor, list[SampleLayout]]]) -> None:
+        """Start with the inputs, each with its possible layouts; the first input's is certain."""
+        super().__init__(DrawScope(None, "torch", 0), num_samples, inputs)
+
+    def _draw(self, call: TracedCall, found: list[tuple[torch.Tensor, KnownLayout]], *, is_lost: bool = False) -> Any:
+        out = call.func(*call.args, **call.given)
+        fact = max(found, key=lambda one: one[0].dim())[1] if found else None
+        for one in outputs_of(out):
+            self.set_fact(
+                one,
+                fact if fact is not None and fact.layout is not None and fact.layout.dim < one.dim() else None,
+                is_lost=is_lost,
+            )
+        return out
+
+    def _note(self, call: TracedCall, layouts: dict[Any, SampleLayout | None], out: object) -> None:
+        super()._note(call, layouts, out)
+        outputs = outputs_of(out)
+        if call.name in _SLICES | _SPLITS | {"unbind"} | OF_OTHER_VALUES or not any(layouts.values()):
+            return
+        if any(identity_of(one) in layouts for one in outputs):
+            return  # changed in place
+        if call.is_pointwise and len({at.dim - one.dim() for one, at in _known(call, layouts)}) == 1:
+            return  # every sample with itself
+        now, grown = [one.shape for one in outputs], self._grown(call, layouts)
+        if now and grown:
+            grows_twice = any(map(_grows_twice, now, grown))
+            if now == grown or grows_twice:
+                self.note_meeting(call, are_pairs=grows_twice)
+
+    def note_meeting(self, call: TracedCall, *, are_pairs: bool) -> None:
+        """Record an operation in which samples meet; ``are_pairs``: its result has an entry for each pair of them."""
+        raise NotImplementedError
+
+
+def _known(call: TracedCall, layouts: dict[Any, SampleLayout | None]) -> Iterator[tuple[torch.Tensor, SampleLayout]]:
+    for one in call.tensors:
+        layout = layouts.get(identity_of(one))
+        if layout is not None:
+            yield one, layout
+
+
+def _grows_twice(now: Sequence[int], grown: Sequence[int]) -> bool:
+    return sum(old != new for old, new in zip(now, grown, strict=False)) > 1

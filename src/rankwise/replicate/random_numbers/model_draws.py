@@ -101,7 +101,10 @@ def ways_to_draw() -> set[Randomness]:
 
 
 class DrawsOfModel:
-    """How the forward passes of one model draw random numbers."""
+    """How the forward passes of one model draw random numbers.
+
+    Its many fields are what one pass of a kind leaves for the next: its draws, its masks, and how its layers are split.
+    """
 
     def __init__(self, session: Session, randomness: Randomness, name: str, *, needs_loader: bool = False) -> None:
         """Replace torch's random operations."""
@@ -369,7 +372,7 @@ def compare_generators(exchange: Exchange, session: Session) -> None:
 
 
 def forget_draws() -> None:
-    """Note that no model has drawn. Called when the world is left."""
+    """Start over: no model has drawn. Called when the world is left."""
     _since.has_drawn = _since.has_warned = False
 
 

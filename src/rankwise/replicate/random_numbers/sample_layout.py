@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the samples of a batch lie in a tensor, and how views move them. Values only."""
+"""Where the samples of a batch lie in a tensor, as far as is known, and how operations move them. Values only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -56,6 +56,39 @@ OWN_ROWS = SampleLayout(-1)
 """The layout of numbers for rows that are computed from samples, of which it is not known which sample each belongs to,
 as nodes of graphs or the tokens that a mask selects: each rank draws its own.
 """
+
+
+@dataclass(slots=True, eq=False)
+class Guess:
+    """The assumption about a tensor whose shape was given in numbers, until it meets a tensor that is followed."""
+
+    layouts: list[SampleLayout | None]
+    """Its possible layouts, the assumed one first."""
+    place: str = ""
+    """Where it was drawn; empty if it is not random."""
+    number: int = 0
+    """The number of the draw."""
+    redraw: Callable[[SampleLayout | None], None] | None = None
+
+    def set_draw(self, place: str, number: int, redraw: Callable[[SampleLayout | None], None] | None) -> None:
+        """Record which draw it is about, and how to repeat it in another layout."""
+        self.place, self.number, self.redraw = place, number, redraw
+
+    def decide(self, layout: SampleLayout | None) -> None:
+        """End the guess: the layout is known."""
+        self.layouts = [layout]
+        self.redraw = None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLayout:
+    """The known layout of a tensor."""
+
+    layout: SampleLayout | None
+    guess: Guess | None = None
+    """The guess that it depends on."""
+    is_direct: bool = False
+    """Whether the guess is about this tensor itself, not one that it was computed from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +168,50 @@ def expanded(layout: SampleLayout, old: Sequence[int], new: Sequence[int]) -> Sa
     """Return where samples lie after ``expand``, or in the result of an operation on each element."""
     dim = layout.dim + len(new) - len(old)
     return replace(layout, dim=dim) if dim >= 0 and new[dim] == old[layout.dim] else None
+
+
+def is_aligned(
+    tensor: torch.Tensor,
+    option: SampleLayout | None,
+    certain: Sequence[tuple[torch.Tensor, SampleLayout]],
+    alike: Sequence[torch.Tensor],
+) -> bool:
+    """Return whether a layout of a tensor fits the other inputs of an operation on each element."""
+    for one in alike:
+        dim = -1 if option is None else option.dim - tensor.dim() + one.dim()
+        if option is not None and dim >= 0 and one.shape[dim] == tensor.shape[option.dim] > 1:
+            return False
+    for known, layout in certain[:1]:
+        dim = layout.dim - known.dim() + tensor.dim()
+        has_samples = 0 <= dim < tensor.dim() and tensor.shape[dim] == known.shape[layout.dim]
+        expected = SampleLayout(dim, layout.outer, layout.inner) if has_samples else None
+        if option != expected:
+            return False
+    return True
+
+
+def broadcast_layout(known: list[tuple[torch.Tensor, SampleLayout]], out: torch.Tensor) -> SampleLayout | None:
+    """Return where samples lie in the result of an operation on each element, from where they lie in its inputs."""
+    found = (expanded(layout, tensor.shape, out.shape) for tensor, layout in known)
+    return next((one for one in found if one is not None), None)
+
+
+def grown_layout(
+    now: torch.Size, grown: torch.Size, known: list[tuple[torch.Tensor, SampleLayout]], name: str
+) -> SampleLayout | None:
+    """Return the dim that grows with one more sample; none if none does, ``OWN_ROWS`` if several do."""
+    if len(now) != len(grown):
+        return OWN_ROWS
+    dims = [dim for dim, (size, more) in enumerate(zip(now, grown, strict=True)) if size != more]
+    if len(dims) != 1:
+        return OWN_ROWS if dims else None
+    dim = dims[0]
+    growth = grown[dim] - now[dim]
+    for _, layout in known:
+        if layout.outer * layout.inner == growth:
+            return SampleLayout(dim, layout.outer, layout.inner)
+    first = known[0][1]
+    per_part = first.outer * first.inner
+    if name in {"cat", "repeat", "concat"} and growth % per_part == 0:
+        return SampleLayout(dim, first.outer * growth // per_part, first.inner)
+    return OWN_ROWS

@@ -66,13 +66,16 @@ class Tracer(Protocol):
     def __enter__(self) -> object: ...
     def __exit__(self, exc_type: object, exc_val: object, exc_tb: object, /) -> object: ...
     def through_layer(self, x: torch.Tensor, out: torch.Tensor, *, is_part: bool) -> None:
-        """Note that a layer that is split along ``tp``, whose operations are not seen, gave ``out``."""
+        """Record the output of a layer that is split along ``tp``, whose operations are not seen."""
         ...
 
 
 @dataclass
 class DrawScope:
-    """One forward pass, or one block, which gives each draw in it a layout."""
+    """One forward pass, or one block, which gives each draw in it a layout.
+
+    Its many fields last for that pass: whose samples it has, the draws that are expected, and those made so far.
+    """
 
     rows: CurrentBatch | None
     """This rank's samples; ``None`` if they come from no loader: each rank then draws its own numbers."""

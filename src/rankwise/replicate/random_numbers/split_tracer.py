@@ -19,12 +19,11 @@ from rankwise.replicate.random_numbers.batch_tracer import (
     RESHAPES,
     SIZED,
     BatchTracer,
-    KnownLayout,
     TracedCall,
     identity_of,
     outputs_of,
 )
-from rankwise.replicate.random_numbers.sample_layout import SampleLayout, part_viewed
+from rankwise.replicate.random_numbers.sample_layout import KnownLayout, SampleLayout, part_viewed
 from rankwise.replicate.random_numbers.scope import current_scope
 from rankwise.torch_private.dtensor import own_part
 
@@ -97,7 +96,7 @@ class SplitTracer(BatchTracer):
         return part_viewed(layout, old, new)
 
     def through_layer(self, x: torch.Tensor, out: torch.Tensor, *, is_part: bool) -> None:
-        """Note that a layer that is split gave ``out``: a part of the features, or all of them."""
+        """Record the output of a layer that is split: a part of the features, or all of them."""
         del x
         layout = SampleLayout(out.dim() - 1, inner=out.shape[-1]) if is_part else None
         self.set_fact(out, None if layout is None else KnownLayout(layout))

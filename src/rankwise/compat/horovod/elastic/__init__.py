@@ -6,9 +6,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from rankwise.compat.horovod.elastic.commits import open_commits
 from rankwise.compat.horovod.elastic.sampler import ElasticSampler
-from rankwise.compat.horovod.elastic.state import ObjectState, State, TorchState
+from rankwise.compat.horovod.elastic.state import ObjectState, State, TorchState, open_commits
 from rankwise.compat.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt, NotOffered, Refused
 from rankwise.compat.horovod.initialization import rank
 from rankwise.compat.horovod.queue import current_queue

@@ -6,21 +6,22 @@ from __future__ import annotations
 from rankwise.compat.megengine import device as helper
 from rankwise.compat.megengine.alias import refusing
 from rankwise.compat.megengine.distributed import functional
-from rankwise.compat.megengine.distributed.client import Client, get_client
-from rankwise.compat.megengine.distributed.group_collectives import AllreduceCallback, bcast_list_, make_allreduce_cb
 from rankwise.compat.megengine.distributed.groups import (
     WORLD,
+    AllreduceCallback,
     Group,
+    bcast_list_,
     get_backend,
     get_rank,
     get_world_size,
     group_barrier,
     is_distributed,
+    make_allreduce_cb,
     new_group,
     override_backend,
     synchronized,
 )
-from rankwise.compat.megengine.distributed.starting import Server, init_process_group, launcher
+from rankwise.compat.megengine.distributed.starting import Client, Server, get_client, init_process_group, launcher
 
 __all__ = [
     "WORLD",

@@ -15,9 +15,19 @@ import torch
 from rankwise.comm import collectives
 from rankwise.comm.point_to_point.send_recv import recv, send
 from rankwise.comm.session import current
-from rankwise.compat.megengine.distributed import group_collectives
-from rankwise.compat.megengine.distributed.group_collectives import checked_axis, refuse_device, through
-from rankwise.compat.megengine.distributed.groups import WORLD, Group, checked
+from rankwise.compat.megengine.distributed.groups import (
+    WORLD,
+    Group,
+    checked,
+    checked_axis,
+    exchanged,
+    gathered,
+    gathered_at_root,
+    refuse_device,
+    scattered_from_root,
+    scattered_sum,
+    through,
+)
 from rankwise.compat.megengine.tensors import dtype_of
 from rankwise.errors import ConfigurationError
 
@@ -143,8 +153,8 @@ def all_gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = Non
     group, axis = _checked("all_gather", inp, group, device), checked_axis("all_gather", inp, axis)
     return through(
         inp,
-        there=lambda data: torch.cat(group_collectives.gathered(data, group), axis),
-        back=lambda gradient: group_collectives.scattered_sum(gradient, group, axis),
+        there=lambda data: torch.cat(gathered(data, group), axis),
+        back=lambda gradient: scattered_sum(gradient, group, axis),
     )
 
 
@@ -172,8 +182,8 @@ def reduce_scatter_sum(
     axis = checked_axis("reduce_scatter_sum", inp, axis, parts=group.size)
     return through(
         inp,
-        there=lambda data: group_collectives.scattered_sum(data, group, axis),
-        back=lambda gradient: torch.cat(group_collectives.gathered(gradient, group), axis),
+        there=lambda data: scattered_sum(data, group, axis),
+        back=lambda gradient: torch.cat(gathered(gradient, group), axis),
     )
 
 
@@ -250,8 +260,8 @@ def gather(inp: torch.Tensor, group: Group = WORLD, device: str | None = None, a
     return _for_the_root(
         through(
             inp,
-            there=lambda data: group_collectives.gathered_at_root(data, group, axis),
-            back=lambda gradient: group_collectives.scattered_from_root(gradient, group, axis),
+            there=lambda data: gathered_at_root(data, group, axis),
+            back=lambda gradient: scattered_from_root(gradient, group, axis),
         ),
         group,
     )
@@ -279,8 +289,8 @@ def scatter(inp: torch.Tensor | None, group: Group = WORLD, device: str | None =
     axis = checked_axis("scatter", data, axis, parts=group.size)
     return through(
         data,
-        there=lambda given: group_collectives.scattered_from_root(given, group, axis),
-        back=lambda gradient: group_collectives.gathered_at_root(gradient, group, axis),
+        there=lambda given: scattered_from_root(given, group, axis),
+        back=lambda gradient: gathered_at_root(gradient, group, axis),
     )
 
 
@@ -315,8 +325,8 @@ def all_to_all(
     concat_axis = checked_axis("all_to_all", inp, concat_axis)
     return through(
         inp,
-        there=lambda data: group_collectives.exchanged(data, group, split_axis, concat_axis),
-        back=lambda gradient: group_collectives.exchanged(gradient, group, concat_axis, split_axis),
+        there=lambda data: exchanged(data, group, split_axis, concat_axis),
+        back=lambda gradient: exchanged(gradient, group, concat_axis, split_axis),
     )
 
 
