@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rankwise.compat.megengine.distributed as dist
 from rankwise.compat.megengine.autodiff import GradManager
 from rankwise.compat.megengine.data import RandomSampler, SequentialSampler
-from rankwise.compat.megengine.distributed.functional import all_reduce_sum
+from rankwise.compat.megengine.functional.distributed import all_reduce_sum
 
 NUM_TRAIN = 1408
 """Of 1797: 88 batches of 16, which 1, 2 and 4 ranks divide among them without rest."""

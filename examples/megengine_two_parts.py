@@ -18,8 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - the usual name
 
 import rankwise.compat.megengine.distributed as dist
 from rankwise.compat.megengine.autodiff import GradManager
-from rankwise.compat.megengine.distributed.functional import remote_recv
-from rankwise.compat.megengine.distributed.functional import remote_send
+from rankwise.compat.megengine.functional.distributed import remote_recv, remote_send
 
 BATCH_SIZE = 64
 LEARNING_RATE = 0.2

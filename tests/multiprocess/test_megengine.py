@@ -23,7 +23,7 @@ from rankwise.compat.megengine.data import (
     ReplacementSampler,
     SequentialSampler,
 )
-from rankwise.compat.megengine.distributed.functional import all_reduce_sum
+from rankwise.compat.megengine.functional.distributed import all_reduce_sum
 from rankwise.errors import CollectiveMismatch, ConfigurationError, NotJoined, PeerFailed, PeerMissing
 
 if TYPE_CHECKING:
