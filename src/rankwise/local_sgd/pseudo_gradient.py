@@ -15,8 +15,7 @@ from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.compress.error_feedback import HasErrorFeedback
 from rankwise.compress.methods import Narrow
 from rankwise.compress.open_channels import open_channels
-from rankwise.replicate.bucket import WeightUnit
-from rankwise.replicate.parameter_division import divide_by_size, plan
+from rankwise.replicate.bucket import WeightUnit, divide_by_size, plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from rankwise.charts import duration, picture_of, schedule_legend, schedule_rows
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline import schedule as kinds
 from rankwise.pipeline.stage_executor import BoundStage, HeldActivations, received_like
-from rankwise.replicate.loss.amounts import is_zero
+from rankwise.replicate.loss.graph import is_zero
 from rankwise.torch_private import tree as pytree
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.pipeline.micro_batch_losses import NO_STEP, NOTHING, CopyLosses, StepWeight, settled
-from rankwise.replicate.loss.amounts import plain
+from rankwise.replicate.loss.graph import plain
 from rankwise.replicate.loss.hooks import warn_once
 from rankwise.replicate.loss.reports import Mode, TermReadings
 

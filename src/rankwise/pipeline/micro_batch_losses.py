@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from rankwise.comm.session import current
-from rankwise.replicate.loss.amounts import plain, ratio
-from rankwise.replicate.loss.graph import ForwardCall, mark_output
+from rankwise.replicate.loss.graph import ForwardCall, mark_output, plain, ratio
 from rankwise.replicate.loss.loss_on_ranks import model_numbers
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,

@@ -29,8 +29,8 @@ from rankwise.pipeline.step_gradients import StepGradients
 from rankwise.replicate.buffers import BufferSync
 from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
 from rankwise.replicate.gradient_hooks import ModuleHooks
-from rankwise.replicate.loss.amounts import amount_of, ratio
 from rankwise.replicate.loss.batch_statistics import FollowedLoss
+from rankwise.replicate.loss.graph import amount_of, ratio
 from rankwise.replicate.loss.hooks import forget_losses, look_at_losses
 from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankwise.replicate.accumulation import Earlier, add_back, restore, set_aside
 from rankwise.replicate.bucket import Weights
 from rankwise.replicate.gradient_buckets import GradientBuckets
 from rankwise.replicate.gradient_hooks import GradientHooks
-from rankwise.replicate.loss.amounts import multiply_
+from rankwise.replicate.loss.graph import multiply_
+from rankwise.replicate.no_sync_and_weight import Earlier, add_back, restore, set_aside
 from rankwise.torch_private import foreach
 from rankwise.torch_private.dtensor import own_part
 

@@ -25,8 +25,8 @@ from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
-from rankwise.replicate.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.replicate.loss.batch_statistics import FirstBatches
+from rankwise.replicate.loss.graph import clear_, is_zero, multiplied, ratio
 from rankwise.replicate.loss.reports import Mode, Verdict, as_one_sum, verdict_of
 from rankwise.replicate.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward

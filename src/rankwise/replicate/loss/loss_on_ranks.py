@@ -17,7 +17,7 @@ import torch
 
 from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.health.call_site import user_call_site
-from rankwise.replicate.loss.amounts import is_zero
+from rankwise.replicate.loss.graph import is_zero
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
     LossReports,
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.comm.session import Session
     from rankwise.health.call_site import CallSite
-    from rankwise.replicate.accumulation import Microsteps
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.replicate.loss.reports import GlobalLoss, RowLengths, TermReading
+    from rankwise.replicate.no_sync_and_weight import Microsteps
     from rankwise.replicate.state_guard.guard import StateGuard
 
 _COUNTED_IN = {

@@ -24,7 +24,7 @@ import torch
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_ranks, fold_values
 from rankwise.health.call_site import user_call_site, words
-from rankwise.replicate.loss.amounts import plain
+from rankwise.replicate.loss.graph import plain
 from rankwise.replicate.state_guard.guard import NUM_NUMBERS
 from rankwise.tensors.checksum import are_equal
 

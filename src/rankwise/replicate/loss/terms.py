@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from rankwise.comm.collectives.data_movement import WholeBatch
-from rankwise.replicate.loss.amounts import amount_of
 from rankwise.replicate.loss.graph import (
     ADDING,
     CHOOSING,
@@ -35,6 +34,7 @@ from rankwise.replicate.loss.graph import (
     SHAPES,
     TRANSPOSING,
     all_dims,
+    amount_of,
     dims_of,
     inputs_of,
     is_of_parameters,
