@@ -210,7 +210,7 @@ class LossOnRanks(LossModel):
         """Whether gradients are added up over ranks, not averaged; whether this rank has no samples of the batch."""
         self.reports = None if group is None else LossReports(group, model_name)
         """``None`` for a single rank."""
-        self._model_name = model_name
+        self.model_name = model_name
         self._accumulation = accumulation
         self._earlier = _EarlierSteps()
         self._num_begun = 0
@@ -276,9 +276,9 @@ class LossOnRanks(LossModel):
         amounts = [call.num_samples for call in unlike]
         if any(isinstance(amount, torch.Tensor) for amount in amounts):
             first, second = (torch.as_tensor(amount, device=self.declared.device) for amount in amounts)
-            check_later((first == 0) != (second == 0), partial(_report_calls, self._model_name, self._num_begun))
+            check_later((first == 0) != (second == 0), partial(_report_calls, self.model_name, self._num_begun))
         elif 0.0 in amounts:
-            raise _two_amounts(self._model_name)
+            raise _two_amounts(self.model_name)
 
     # -- one step ----------------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ class LossOnRanks(LossModel):
             if self.reports.guard is not None:
                 self.reports.guard.check()
         except (ConfigurationError, CollectiveMismatch) as error:
-            where = f"found after backward {step.number} of {self._model_name}, whose gradients were used"
+            where = f"found after backward {step.number} of {self.model_name}, whose gradients were used"
             raise error.supplement(where=error.where or where)  # noqa: B904 - the same one
 
     def end(self) -> None:

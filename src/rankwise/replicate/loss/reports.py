@@ -29,7 +29,7 @@ from rankwise.replicate.state_guard.guard import NUM_NUMBERS
 from rankwise.tensors.checksum import are_equal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.comm.session import Session
@@ -306,16 +306,60 @@ def _unequal_elements(num_active: int, sums: Sequence[float]) -> float | None:
     return losses / num_active
 
 
+class LossWords(NamedTuple):
+    """How errors name a loss that is computed in parts, and what to do if it does not show what it is a mean over."""
+
+    whose: str
+    """The model, or the pipeline."""
+    part: str
+    """What computes a part of it: a rank, or a micro-batch."""
+    all_parts: str
+    """Where the parts are, such as ``"on all ranks"``."""
+    do: str
+    """How to give the number that the loss is a mean over."""
+
+    def unlike_terms(self, terms: Sequence[Term]) -> ConfigurationError:
+        """Return the error for parts with other terms than ``terms``, those of this rank."""
+        return ConfigurationError(
+            f"The loss of {self.whose} does not have the same terms {self.all_parts}.",
+            evidence="on this rank: " + (", ".join(f"{one.kind} ({one.operation})" for one in terms) or "none"),
+            do=f"compute every term {self.all_parts}, also where there are no samples for it: (loss * mask).sum() / "
+            f"mask.sum().clamp_min(1); or {self.do}",
+        )
+
+    def ambiguous(self, term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
+        """Return the error for a sum in the loss at a line that can also be a mean."""
+        by = f"divided by {term.divisor:g}" if term.divisor else "multiplied by a number"
+        return ConfigurationError(
+            f"A sum in the loss of {self.whose} at {words(place)} is {by}, which is ambiguous.",
+            evidence=f"if it is the number of samples of this {self.part}, the loss is a mean over all samples; if it "
+            "is a constant, the loss is a sum times that constant",
+            do="write a mean with .mean() or reduction='mean', or a sum without the number; or " + self.do,
+        )
+
+    def scaled_mean(self, num_rows: int) -> str:
+        """Return the warning of a mean that is multiplied by its number of samples, with a place for its line."""
+        return (
+            f"a mean in the loss of {self.whose} ({{where}}) is multiplied by {num_rows}, which is also the number of "
+            f"samples of this {self.part} but is treated as a constant: if it is that number, write the sum with "
+            "reduction='sum' or .sum()"
+        )
+
+
+def words_of_model(name: str) -> LossWords:
+    """Return the words for the losses of a model that ranks train together."""
+    do = (
+        "pass the number that the loss averages over, which is len(x) for the mean of one term per sample, to "
+        "rankwise.weight(model, amount)"
+    )
+    return LossWords(name, "rank", "on all ranks", do)
+
+
 class TermReadings:
     """The readings of one model's losses, step by step; the same on every rank that reads them."""
 
-    def __init__(self, ambiguous: Callable[[GlobalTerm, CallSite | None], ConfigurationError]) -> None:
-        """Remember nothing yet.
-
-        Args:
-            ambiguous: returns the error for a term of the loss at a line that can be read in two ways.
-        """
-        self._ambiguous = ambiguous
+    def __init__(self, loss_words: LossWords) -> None:
+        self._words = loss_words
         self._known: dict[tuple[int, CallSite | None, int, bool], TermReading] = {}
         """By the loss, its line, the number of the term and whether it is divided."""
 
@@ -335,7 +379,7 @@ class TermReadings:
             fitting = {"both", known} | ({"share"} if known == "constant" and term.has_one_divisor else set())
             is_contradicted = known is not None and term.reading not in fitting
             if is_contradicted or (known is None and term.reading == "both"):
-                raise self._ambiguous(term, place)
+                raise self._words.ambiguous(term, place)
             if known is None:
                 self._known[key] = term.reading
 
@@ -421,7 +465,8 @@ class LossReports:
         """
         self.num_ranks = group.world_size
         self.rows = RowLengthsInSteps()
-        self.readings = TermReadings(_ambiguous)
+        self._words = words_of_model(model_name)
+        self.readings = TermReadings(self._words)
         self.guard: StateGuard | None = None
         self._group = group
         self._model_name = model_name
@@ -479,7 +524,7 @@ class LossReports:
             self.guard.take(*sums[REPORT_LENGTH:_BATCHES])
         combined = self._latest[1]
         if not combined.is_alike:
-            raise _unlike(verdict, self._model_name)
+            raise self._words.unlike_terms(verdict.terms)
         if combined.terms:
             self.readings.check(combined, place)
         if combined.elements is not None:
@@ -496,27 +541,6 @@ class LossReports:
     def sum(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of numbers that they have on their devices. Called by: every rank."""
         return self._group.all_reduce(own, what=f"weights of the loss of {self._model_name}")
-
-
-def _unlike(verdict: Verdict, model_name: str) -> ConfigurationError:
-    own = ", ".join(f"{term.kind} ({term.operation})" for term in verdict.terms) or verdict.mode.name.lower()
-    return ConfigurationError(
-        f"The loss of {model_name} does not have the same terms on all ranks.",
-        evidence=f"on this rank: {own}",
-        do="compute every term on every rank, also of classes without samples there: (loss * mask).sum() / "
-        "mask.sum().clamp_min(1); for the mean of one term per sample, put backward() into "
-        "`with rankwise.weight(model, len(x))`",
-    )
-
-
-def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
-    return ConfigurationError(
-        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which is ambiguous.",
-        evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
-        "constant, the loss is their sum over that constant",
-        do="write a mean with .mean() or reduction='mean'; or pass the number that the loss averages over to "
-        "rankwise.weight(model, amount)",
-    )
 
 
 def _unequal_lengths(rows: RowLengths | None, elements: float, place: str) -> ConfigurationError:
