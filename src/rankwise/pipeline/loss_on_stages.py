@@ -18,7 +18,7 @@ import torch
 from rankwise.comm.session import current
 from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
-from rankwise.replicate.loss.graph import ForwardCall, mark_output, plain, ratio
+from rankwise.replicate.loss.graph import forward_call, mark_output, plain, ratio
 from rankwise.replicate.loss.hooks import warn_once
 from rankwise.replicate.loss.loss_on_ranks import model_numbers
 from rankwise.replicate.loss.reports import (
@@ -115,6 +115,24 @@ class CopyLosses(NamedTuple):
         """Return the same with the result of :meth:`on_device`."""
         return self._replace(counted=numbers[0], amounts=tuple(numbers[1:]))
 
+    def plus(
+        self,
+        counted: Amount,
+        amounts: Sequence[Amount],
+        report: Sequence[float],
+        *,
+        is_unlike: bool,
+        has_penalty: bool,
+    ) -> CopyLosses:
+        """Return the same with another micro-batch."""
+        return CopyLosses(
+            self.counted + counted,
+            self.num_unlike + is_unlike,
+            self.num_penalties + has_penalty,
+            _sum(self.amounts, amounts, MOST_TERMS),
+            _sum(self.reports, report, REPORT_LENGTH),
+        )
+
     @classmethod
     def of(cls, numbers: Sequence[float]) -> CopyLosses:
         """Return the inverse of :meth:`numbers`."""
@@ -133,6 +151,8 @@ class StepLosses(NamedTuple):
     is_sum: bool
     by_samples: bool
     """Whether micro-batches or copies are averaged by samples, since the loss shows no better weight."""
+    multiples: tuple[Amount | None, ...] = ()
+    """What each copy is a mean over, per sample, as a multiple of the first one's."""
 
     def weight_of(self, copies: Sequence[CopyLosses], place: int) -> StepWeight:
         """Return the weight of the step of the copy at ``place``."""
@@ -144,25 +164,15 @@ class StepLosses(NamedTuple):
             share = factor if num_micro_batches else 0.0
             return StepWeight(factor, share, float(place == 0), combined.num_samples)
         if isinstance(own.counted, torch.Tensor):
-            return self._weight_on_device(copies, own, own.counted)
-        factor = own.num_samples / own.counted if own.counted else 1.0
+            factor = torch.where(own.counted == 0, 1.0, own.num_samples / own.counted)
+        else:
+            factor = own.num_samples / own.counted if own.counted else 1.0
         weight, total = own.num_samples, combined.num_samples
         if not self.by_samples:
             # Multiples of the samples, so that a mean over samples is bitwise the same.
-            first = next((_per_sample(one) for one in copies if any(one.amounts)), None)
-            weight *= 0.0 if first is None else _times(_per_sample(own), first) or 0.0
-            total = combined.weight
+            weight = own.num_samples * cast("Amount", self.multiples[place])
+            total = sum(one.amounts[0] for one in copies)
         return StepWeight(factor, factor * weight, weight, total)
-
-    def _weight_on_device(self, copies: Sequence[CopyLosses], own: CopyLosses, counted: torch.Tensor) -> StepWeight:
-        """Return the same for losses of one term, whose amounts are on a device."""
-        factor = torch.where(counted == 0, 1.0, own.num_samples / counted)
-        amounts = [cast("torch.Tensor", one.amounts[0]) for one in copies]
-        first, *others = [amount / max(one.num_samples, 1.0) for amount, one in zip(amounts, copies, strict=True)]
-        for other in others:
-            first = torch.where(first == 0, other, first)
-        weight = ratio(cast("torch.Tensor", own.amounts[0]), first)
-        return StepWeight(factor, factor * weight, weight, torch.stack(amounts).sum())
 
 
 def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSite | None) -> StepLosses | None:
@@ -187,14 +197,19 @@ def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSit
     if combined.num_active > 1:
         readings.check(combined, place)
     reads = {readings.of(combined, number, place) for number in range(len(combined.terms))}
+    first: Sequence[Amount] | None = None
+    multiples: list[Amount | None] = []
+    for one in copies:
+        multiple, first = _multiple(one.amounts, one.num_samples, first)
+        multiples.append(multiple)
     is_sum = combined.mode is Mode.SUM or (bool(reads) and reads <= {"sum", "constant"})
     is_mean = combined.mode is Mode.MEAN or (bool(reads) and reads <= {"mean", "share"})
     by_samples = (
         any(copy.num_unlike for copy in copies)
         or (is_sum and any(copy.num_penalties for copy in copies))
-        or not (is_sum or (is_mean and _are_proportional(copies)))
+        or not (is_sum or (is_mean and None not in multiples))
     )
-    return StepLosses(combined, is_sum and not by_samples, by_samples)
+    return StepLosses(combined, is_sum and not by_samples, by_samples, tuple(multiples))
 
 
 def _with_shares(combined: GlobalLoss) -> GlobalLoss:
@@ -211,24 +226,32 @@ def _with_shares(combined: GlobalLoss) -> GlobalLoss:
     return combined._replace(terms=tuple(terms))
 
 
-def _times(amounts: Sequence[float], first: Sequence[float]) -> float | None:
-    """Return the multiple of ``first`` that all amounts are, exactly 1.0 if close to it; ``None`` if they differ."""
-    multiple = next((one / other for one, other in zip(amounts, first, strict=True) if other), 0.0)
-    if not all(math.isclose(one, other * multiple, rel_tol=1e-9) for one, other in zip(amounts, first, strict=True)):
-        return None
-    return 1.0 if math.isclose(multiple, 1.0, rel_tol=1e-12) else multiple
+def _multiple(
+    amounts: Sequence[Amount], num_samples: float, first: Sequence[Amount] | None
+) -> tuple[Amount | None, Sequence[Amount] | None]:
+    """Return what terms are means over, per sample, as a multiple of ``first``, those of the first ones that count.
 
+    Args:
+        amounts: the number each term is a mean over; on a device there is one term.
+        num_samples: that they are of.
+        first: the amounts per sample of the first ones; ``None`` before these.
 
-def _are_proportional(copies: Sequence[CopyLosses]) -> bool:
-    if isinstance(copies[0].amounts[0], torch.Tensor):
-        return True  # amounts of several terms are read
-    active = [_per_sample(one) for one in copies if any(one.amounts)]
-    return all(_times(one, active[0]) is not None for one in active)
-
-
-def _per_sample(copy: CopyLosses) -> tuple[float, ...]:
-    amounts = cast("tuple[float, ...]", copy.amounts)
-    return tuple(amount / copy.num_samples for amount in amounts) if copy.num_samples else amounts
+    Returns:
+        The multiple, exactly 1.0 if close to it, ``None`` if no one number scales all terms; and the next ``first``.
+    """
+    per_sample = tuple(amount / max(num_samples, 1.0) for amount in amounts)
+    there = per_sample[0]
+    if isinstance(there, torch.Tensor):
+        known = there if first is None else torch.as_tensor(first[0], dtype=there.dtype, device=there.device)
+        known = torch.where(known == 0, there, known)
+        return ratio(there, known), (known,)
+    if not any(per_sample):
+        return 0.0, first
+    pairs = list(zip(per_sample, first or per_sample, strict=True))
+    multiple = next(one / other for one, other in pairs if other)
+    if not all(math.isclose(one, other * multiple, rel_tol=1e-9) for one, other in pairs):
+        return None, first
+    return 1.0 if math.isclose(multiple, 1.0, rel_tol=1e-12) else multiple, first or per_sample
 
 
 class MicroBatchLosses(LossModel):
@@ -246,8 +269,8 @@ class MicroBatchLosses(LossModel):
         in all later steps too."""
         self.of_copy = NOTHING
         """The losses since :meth:`begin` together."""
-        self._first: tuple[float, ...] | None = None
-        self._first_on_device: torch.Tensor | None = None
+        self._first: Sequence[Amount] | None = None
+        """Of the first micro-batch that counts: the number each term is a mean over, per sample."""
         self._num_samples = 0
         self._are_samples_first = False
         """Whether a loader gave the batch, so that its first dim is known to be the sample."""
@@ -257,7 +280,6 @@ class MicroBatchLosses(LossModel):
     def begin(self, num_samples: int) -> None:
         """Begin a step with a batch of so many samples."""
         self.of_copy, self._first, self._num_odd = NOTHING, None, 0
-        self._first_on_device = None
         self._num_samples = num_samples
         batch = current().batches.latest
         self._are_samples_first = batch is not None and batch.num == num_samples
@@ -285,61 +307,34 @@ class MicroBatchLosses(LossModel):
             scale: Amount = 1.0
             counted: Amount = float(self._num_samples)
         else:
-            multiple = self._multiple(amounts, part.num_samples)
+            multiple = self._multiple_of_first(amounts, part.num_samples)
             scale, counted = part.share * multiple, part.num_samples * multiple
-        self._note(verdict, amounts, counted, part.num_samples, has_penalty=has_penalty)
+        is_unlike = amounts is None or (self._is_unlike and len(amounts) > 1)
+        own = amounts or (float(part.num_samples),)
+        report = report_of(verdict, own[0], float(part.num_samples), self.rows)
+        self.of_copy = self.of_copy.plus(counted, own, report, is_unlike=is_unlike, has_penalty=has_penalty)
         return scale
 
     def _terms(self, loss: torch.Tensor, output: object, part: MicroBatch) -> list[Term]:
         if loss.grad_fn is None:
             return []
-        call = ForwardCall(self.number, float(part.num_samples), _first_sizes(part.leaves))
+        call = forward_call(self.number, None, part.leaves, {})
         mark_output(output, call)
         reader = LossReader((self,))
         reader.read(loss)
         self.rows = self._rows_in_steps.read(reader.terms, call, part.num_samples if self._are_samples_first else None)
         return reader.terms
 
-    def _multiple(self, amounts: tuple[Amount, ...] | None, num_samples: int) -> Amount:
+    def _multiple_of_first(self, amounts: tuple[Amount, ...] | None, num_samples: int) -> Amount:
         """Return what a micro-batch is a mean over, per sample, as a multiple of the first one's."""
         if amounts is None or (self._is_unlike and len(amounts) != 1):
             return 1.0
-        if amounts and isinstance(amounts[0], torch.Tensor):
-            there = amounts[0] / num_samples
-            first = there if self._first_on_device is None else self._first_on_device
-            self._first_on_device = first = torch.where(first == 0, there, first)
-            return ratio(there, first)
-        if not any(amounts):
-            return 0.0
-        per_sample = tuple(one / num_samples for one in cast("tuple[float, ...]", amounts))
-        self._first = self._first or per_sample
-        if len(per_sample) != len(self._first):
+        if self._first is not None and len(amounts) != len(self._first):
             # Losses of different terms are an error once all are known.
             return 1.0
-        multiple = _times(per_sample, self._first)
+        multiple, self._first = _multiple(amounts, num_samples, self._first)
         self._is_unlike = self._is_unlike or multiple is None
         return 1.0 if multiple is None else multiple
-
-    def _note(
-        self,
-        verdict: Verdict,
-        amounts: tuple[Amount, ...] | None,
-        counted: Amount,
-        num_samples: int,
-        *,
-        has_penalty: bool,
-    ) -> None:
-        before = self.of_copy
-        own = amounts or (float(num_samples),)
-        report = report_of(verdict, own[0], float(num_samples), self.rows)
-        is_unlike = amounts is None or (self._is_unlike and len(amounts) > 1)
-        self.of_copy = CopyLosses(
-            before.counted + counted,
-            before.num_unlike + is_unlike,
-            before.num_penalties + has_penalty,
-            _sum(before.amounts, own, MOST_TERMS),
-            _sum(before.reports, report, REPORT_LENGTH),
-        )
 
 
 def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[Amount, ...] | None:
@@ -360,10 +355,6 @@ def _is_plain_sum(verdict: Verdict) -> bool:
 
 def _is_scaled_mean(term: Term) -> bool:
     return term.is_odd and term.kind == "mean"
-
-
-def _first_sizes(leaves: Sequence[Any]) -> tuple[int, ...]:
-    return next((tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), ())
 
 
 def _sum(some: Sequence[Any], others: Sequence[Any], length: int) -> tuple[Any, ...]:
