@@ -178,12 +178,8 @@ class StepLosses(NamedTuple):
 def settled(copies: Sequence[CopyLosses], readings: TermReadings, place: CallSite | None) -> StepLosses | None:
     """Return the losses of all copies together; ``None`` if they do not have the same terms.
 
-    Called by: the last stage of each copy, with the same ``copies``.
-
-    Args:
-        copies: their losses.
-        readings: of divided sums, in earlier steps.
-        place: the line of the step.
+    Called by: the last stage of each copy, with the same ``copies``. ``readings`` are those of divided sums in earlier
+    steps, and ``place`` is the line of the step.
 
     Raises:
         ConfigurationError: a sum divided by a number is ambiguous.
@@ -260,8 +256,8 @@ class MicroBatchLosses(LossModel):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the parameters of this rank's stages. Called by: every rank, in the order of other strategies' calls."""
         super().__init__(next(model_numbers), parameters)
-        self.terms: tuple[Term, ...] = ()
-        """Of the latest loss."""
+        self.verdict = Verdict(Mode.SAMPLES)
+        """On the latest loss."""
         self.rows: RowLengths | None = None
         """Of the latest loss, where padding may count in it."""
         self._is_unlike = False
@@ -287,7 +283,7 @@ class MicroBatchLosses(LossModel):
     def scaled_mean(self) -> Term | None:
         """Return a mean that is multiplied by each micro-batch's number of samples, if there is one."""
         is_always = 0 < self._num_odd == self.of_copy.reports[2]
-        return next((term for term in self.terms if _is_scaled_mean(term)), None) if is_always else None
+        return next((term for term in self.verdict.terms if _is_scaled_mean(term)), None) if is_always else None
 
     def scale(self, loss: torch.Tensor, output: object, part: MicroBatch) -> Amount:
         """Return the factor of the loss of a micro-batch, zero if nothing in it counts.
@@ -299,11 +295,12 @@ class MicroBatchLosses(LossModel):
         if len(verdict.terms) > 1:
             # Whether one number scales all terms decides what is computed next.
             verdict = verdict.read()
-        self.terms = verdict.terms
+        self.verdict = verdict
         self._num_odd += any(map(_is_scaled_mean, terms))
         has_penalty = any(term.kind == "same" for term in terms)
         amounts = _amounts(verdict, has_penalty=has_penalty)
-        if _is_plain_sum(verdict) and not has_penalty:
+        are_sums = all(term.kind == "sum" and not term.divisor for term in verdict.terms)
+        if verdict.mode is not Mode.SAMPLES and are_sums and not has_penalty:
             scale: Amount = 1.0
             counted: Amount = float(self._num_samples)
         else:
@@ -346,11 +343,6 @@ def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[Amount, ...] | Non
     if verdict.mode is Mode.SAMPLES or (undivided and (has_mean or has_penalty)):
         return None
     return tuple(term.amount for term in verdict.terms)
-
-
-def _is_plain_sum(verdict: Verdict) -> bool:
-    is_read = verdict.mode in (Mode.SUM, Mode.TERMS)
-    return is_read and all(term.kind == "sum" and not term.divisor for term in verdict.terms)
 
 
 def _is_scaled_mean(term: Term) -> bool:
@@ -479,7 +471,7 @@ class LossOnStages:
         line = user_call_site()
         together = settled(copies, self._readings, line)
         if together is None:
-            raise _WORDS.unlike_terms(losses.terms)
+            raise _WORDS.unlike_terms(losses.verdict.terms)
         # The last stage of the first copy warns for all.
         if place == 0 and losses.of_copy is not NOTHING:
             self._warn(losses, together, line)
@@ -496,13 +488,10 @@ class LossOnStages:
             warn_once(scaled.operation, _WORDS.scaled_mean(scaled.num_rows), all_ranks=True)
         if together.combined.elements is not None:
             warn_once("padding", _OF_PADDING, all_ranks=True)
-        if together.by_samples and losses.terms and not self._has_warned:
+        if together.by_samples and losses.verdict.terms and not self._has_warned:
             self._has_warned = True
-            warn(f"the loss of the pipeline ({words(line)}) {_finding(losses)}: {_INSTEAD}", all_ranks=True)
-
-
-def _finding(losses: MicroBatchLosses) -> str:
-    unknown = next((term for term in losses.terms if term.kind == "unknown"), None)
-    if unknown is not None:
-        return f"is neither a mean nor a sum over samples because of {unknown.operation}"
-    return "adds terms that are means over different numbers, or means and sums"
+            unknown = losses.verdict.unknown
+            found = "adds terms that are means over different numbers, or means and sums"
+            if unknown is not None:
+                found = f"is neither a mean nor a sum over samples because of {unknown.operation}"
+            warn(f"the loss of the pipeline ({words(line)}) {found}: {_INSTEAD}", all_ranks=True)

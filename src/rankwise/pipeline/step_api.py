@@ -42,14 +42,14 @@ from rankwise.replicate.buffers import BufferSync
 from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.loss.batch_statistics import FollowedLoss
-from rankwise.replicate.loss.graph import amount_of, ratio
+from rankwise.replicate.loss.graph import amount_of, check_weight, ratio
 from rankwise.replicate.loss.hooks import forget_losses, look_at_losses
 from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
 from rankwise.torch_private import tree as pytree
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import BatchNorm
-from rankwise.world.device.streams import check_later, forget_checks, run_checks
+from rankwise.world.device.streams import forget_checks, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -403,10 +403,7 @@ class Pipeline:
 
     def _weight_of(self, target: object, size: int) -> Amount:
         weight = amount_of(size if self._weight is None else self._weight(target))
-        if isinstance(weight, torch.Tensor):
-            check_later(~(torch.isfinite(weight) & (weight >= 0)), partial(_refuse, weight, self._num_begun))
-        elif not (math.isfinite(weight) and weight >= 0):
-            _refuse(weight)
+        check_weight(weight, "micro-batch", self._num_begun)
         return weight
 
     def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:
@@ -448,11 +445,3 @@ class Pipeline:
             for action, (start, end) in zip([one for one in actions if one.computes], of_rank, strict=False)
         ]
         return MeasuredStep(self._plan.schedule.name, self._plan.num_stages, tuple(spans))
-
-
-def _refuse(weight: Amount, step: int | None = None) -> None:
-    raise ConfigurationError(
-        f"The weight of a micro-batch must be at least 0, got {float(weight)}.",
-        where=None if step is None else f"found after step {step} of the pipeline, which used it",
-        do="return the number of samples or tokens that its loss averages over",
-    )

@@ -290,7 +290,7 @@ class GradientSync:
         own = 1.0 if self._accumulation.is_open else share
         if self.loss.is_sum:
             return Weights(own, self.loss.weight)
-        if self.loss.is_empty and not self.loss.reads_amounts and self.loss.is_sum_on_ranks():
+        if self.loss.is_empty and self.loss.declared.device is not None and self.loss.is_sum_on_ranks():
             return Weights(own, 1.0 / self.num_ranks)
         scale = self._unit.scale
         return Weights(scale * own, scale * (self._accumulation.carried + share))

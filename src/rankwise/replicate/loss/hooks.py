@@ -161,7 +161,7 @@ def _weighted_backward(
         backward(tensors, *args, **kwargs)
     except BaseException:
         for one in subscribers:
-            one.interrupt()
+            one.declared.on_interrupted()
         raise
     finally:
         for handle in handles:
@@ -203,7 +203,7 @@ def _read(
     verdict = Verdict(Mode.SAMPLES)
     if not reached or is_given:
         for one in reached:
-            one.check_calls(*reader.unlike.get(one.number, ()))
+            one.check_calls(reader.unlike.get(one.number))
         return verdict, reader, reached
     if has_gradients and any(root.dim() for root in roots):
         _warn_unread("backward() was called with gradients")

@@ -4,7 +4,7 @@
 A rank reports a list of numbers of one length, whatever its loss is, so that ranks whose losses differ are notified
 instead of waiting for one another. The numbers are the terms of its loss, the lengths of its samples, its batch and the
 checksum of the state guard. They travel on a channel of their own and arrive added up. In order: what a rank makes of
-its loss; lengths of samples; the report; sums of reports; batches; the channel. Used by loss_on_ranks and pipeline.
+its loss; lengths of samples; the report; sums of reports, and errors; the channel. Used by loss_on_ranks and pipeline.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
-from threading import get_ident
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_ranks, fold_values
+from rankwise.comm.current_batch import check_same_batch
+from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.loss.graph import plain
 from rankwise.replicate.state_guard.guard import NUM_NUMBERS
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
-    from rankwise.comm.session import Session
     from rankwise.health.call_site import CallSite
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.replicate.loss.terms import Term
@@ -48,9 +47,6 @@ REPORT_LENGTH = _HEADER + _PER_TERM * MOST_TERMS
 _BATCHES = REPORT_LENGTH + NUM_NUMBERS
 """Where the numbers of the ranks' batches begin, after those of losses and guards."""
 _NOTHING_OF_GUARD = (0.0,) * NUM_NUMBERS
-_NUM_BATCHES = 2**20
-_NUM_EPOCHS = 2**12
-_NUM_LOADERS = 2**12
 
 
 class Mode(IntEnum):
@@ -390,60 +386,6 @@ class TermReadings:
 
 def _key(combined: GlobalLoss, number: int, place: CallSite | None) -> tuple[int, CallSite | None, int, bool]:
     return combined.code, place, number, combined.terms[number].divisor > 0
-
-
-def batch_in_hand(session: Session | None) -> int:
-    """Return a number for the batch that this thread's loop took last; 0 if it came from no loader of rankwise.
-
-    Ranks compare it: a rank that skips a batch is a step ahead from then on, and every later gradient is a mean over
-    different batches.
-    """
-    batch = None if session is None else session.batches.current
-    # A thread that reads ahead is at another batch than the one trained on.
-    if batch is None or batch.thread != get_ident():
-        return 0
-    epoch = batch.epoch % _NUM_EPOCHS
-    return 1 + batch.number % _NUM_BATCHES + _NUM_BATCHES * (epoch + _NUM_EPOCHS * (batch.loader % _NUM_LOADERS))
-
-
-def check_same_batch(reported: Sequence[float], model_name: str, *, are_all_ranks: bool) -> None:
-    """Raise if ranks are at different batches of one loader.
-
-    Called by: every rank, with the same.
-
-    Args:
-        reported: for each rank, the value of :func:`batch_in_hand` there.
-        model_name: for the error.
-        are_all_ranks: whether the model has a copy on every rank of the world.
-
-    Raises:
-        CollectiveMismatch: names the ranks that are ahead.
-    """
-    batches = {rank: _batch_of(round(number)) for rank, number in enumerate(reported) if round(number)}
-    # A loader that only some ranks iterate, as one for validation, tells nothing about the others.
-    if len({loader for loader, _, _ in batches.values()}) != 1 or len(set(batches.values())) == 1:
-        return
-    behind = min(batches.values())
-    ahead = [rank for rank, batch in batches.items() if batch != behind]
-    # If ranks are laid out along axes, those with a copy have numbers of their own.
-    among = "" if are_all_ranks else f" of the {len(reported)} along dp_replicate"
-    raise CollectiveMismatch(
-        f"{fold_ranks(ahead)}{among} did not run backward for batch {behind[2]} of epoch {behind[1]}, which "
-        f"other ranks now run: gradients of {model_name} would be averaged over different batches.",
-        evidence=fold_values(
-            {rank: f"batch {number} of epoch {epoch}" for rank, (_, epoch, number) in batches.items()}
-        ),
-        do="skip a step or leave a loop on all ranks or on none: decide from rankwise.mean(loss, len(x)), which "
-        "is the same on every rank and ignores ranks without samples; decide from a gradient norm after "
-        "backward(), when it is the same on every rank",
-    )
-
-
-def _batch_of(number: int) -> tuple[int, int, int]:
-    """Return the loader, the epoch, and the global batch in it."""
-    rest, batch = divmod(number - 1, _NUM_BATCHES)
-    loader, epoch = divmod(rest, _NUM_EPOCHS)
-    return loader, epoch, batch
 
 
 def channel_length(num_ranks: int) -> int:
