@@ -21,7 +21,7 @@ from rankwise.parameter_server.shard import (
     weighted_mean,
 )
 from rankwise.parameter_server.snapshot import ServerSnapshots, options_of, set_options
-from rankwise.replicate.parameter_division import divide_by_size
+from rankwise.replicate.bucket import divide_by_size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,16 +9,15 @@ from threading import Thread, get_ident
 import pytest
 
 import rankwise as rw
-from rankwise.comm.current_batch import CurrentBatch
-from rankwise.comm.session import current, current_or_none
+from rankwise.comm.current_batch import CurrentBatch, batch_in_hand, check_same_batch
+from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch
-from rankwise.replicate.loss.reports import batch_in_hand, check_same_batch
 
 
 def _number(loader: int, epoch: int, batch: int) -> float:
     current().batches.current = CurrentBatch(loader, epoch, batch, 1, 2, 0, None, get_ident())
     # As it arrives: a mean over ranks, times their number.
-    return batch_in_hand(current_or_none()) / 3 * 3
+    return batch_in_hand(current().batches.current) / 3 * 3
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_ranks_along_an_axis_are_said_to_be_that() -> None:
 
 
 def test_a_batch_that_another_thread_took_is_not_in_hand() -> None:
-    assert batch_in_hand(current_or_none()) == 0
+    assert batch_in_hand(None) == 0
     with rw.join():
         reader = Thread(target=_number, args=(1, 0, 0))
         reader.start()
@@ -69,4 +68,4 @@ def test_a_batch_that_another_thread_took_is_not_in_hand() -> None:
         batch = current().batches.current
         assert batch is not None
         current().batches.current = replace(batch, thread=-1)
-        assert batch_in_hand(current_or_none()) == 0
+        assert batch_in_hand(current().batches.current) == 0

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.pipeline import micro_batches
-from rankwise.pipeline.executor import MeasuredStep, Span, write_picture
+from rankwise.pipeline.executor import MeasuredStep, Span, micro_batch_sizes, num_samples, split_leaves, write_picture
 from rankwise.pipeline.pipeline import checked_count
 from rankwise.pipeline.plan import block_costs
 from rankwise.pipeline.schedule import (
@@ -354,13 +353,13 @@ def test_a_step_does_everything_once_and_ends(name: str) -> None:
 
 
 def test_a_batch_is_split_as_evenly_as_it_goes() -> None:
-    assert micro_batches.sizes_of(7, 4) == [2, 2, 2, 1]
+    assert micro_batch_sizes(7, 4) == [2, 2, 2, 1]
     x = {"a": torch.arange(7), "b": [torch.arange(14).view(7, 2), 3.0]}
-    first, second = micro_batches.split(x, [4, 3])
+    first, second = split_leaves(x, [4, 3])
     assert [len(first[0]), first[1].shape, first[2]] == [4, (4, 2), 3.0]
     assert torch.equal(torch.cat([first[0], second[0]]), x["a"])
     with pytest.raises(ConfigurationError, match="first dimensions: 2, 3"):
-        micro_batches.num_samples([torch.ones(2), torch.ones(3)], "x")
+        num_samples([torch.ones(2), torch.ones(3)], "x")
 
 
 def test_numbers_of_micro_batches_that_a_schedule_cannot_run_are_refused_with_the_nearest_it_can() -> None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batches that this rank's loops over loaders are using, and what is called when one is taken or a loop ends.
 
-Loaders note them; random numbers, losses and errors read them.
+Loaders note them; random numbers, losses and errors read them. Ranks compare the numbers of their batches in backward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import TYPE_CHECKING, Literal
+
+from rankwise.errors import CollectiveMismatch, fold_ranks, fold_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -126,3 +129,63 @@ class BatchesInUse:
     def after_loop(self, action: Callable[[], None]) -> None:
         """Call ``action`` at the end of every loop over a loader that was not left early."""
         self._looping.append(action)
+
+
+# -- whether ranks are at the same batch ---------------------------------------------------------------
+
+_NUM_BATCHES = 2**20
+_NUM_EPOCHS = 2**12
+_NUM_LOADERS = 2**12
+
+
+def batch_in_hand(batch: CurrentBatch | None) -> int:
+    """Return a number for the batch of a loop, at least 1; 0 if it is not this thread's, or of no loader of rankwise.
+
+    Ranks compare it: a rank that skips a batch is a step ahead from then on, and every later gradient is a mean over
+    different batches.
+    """
+    # A thread that reads ahead is at another batch than the one trained on.
+    if batch is None or batch.thread != get_ident():
+        return 0
+    epoch = batch.epoch % _NUM_EPOCHS
+    return 1 + batch.number % _NUM_BATCHES + _NUM_BATCHES * (epoch + _NUM_EPOCHS * (batch.loader % _NUM_LOADERS))
+
+
+def check_same_batch(reported: Sequence[float], model_name: str, *, are_all_ranks: bool) -> None:
+    """Raise if ranks are at different batches of one loader.
+
+    Called by: every rank, with the same.
+
+    Args:
+        reported: for each rank, the value of :func:`batch_in_hand` there.
+        model_name: for the error.
+        are_all_ranks: whether the model has a copy on every rank of the world.
+
+    Raises:
+        CollectiveMismatch: names the ranks that are ahead.
+    """
+    batches = {rank: _batch_of(round(number)) for rank, number in enumerate(reported) if round(number)}
+    # A loader that only some ranks iterate, as one for validation, tells nothing about the others.
+    if len({loader for loader, _, _ in batches.values()}) != 1 or len(set(batches.values())) == 1:
+        return
+    behind = min(batches.values())
+    ahead = [rank for rank, batch in batches.items() if batch != behind]
+    # If ranks are laid out along axes, those with a copy have numbers of their own.
+    among = "" if are_all_ranks else f" of the {len(reported)} along dp_replicate"
+    raise CollectiveMismatch(
+        f"{fold_ranks(ahead)}{among} did not run backward for batch {behind[2]} of epoch {behind[1]}, which "
+        f"other ranks now run: gradients of {model_name} would be averaged over different batches.",
+        evidence=fold_values(
+            {rank: f"batch {number} of epoch {epoch}" for rank, (_, epoch, number) in batches.items()}
+        ),
+        do="skip a step or leave a loop on all ranks or on none: decide from rankwise.mean(loss, len(x)), which "
+        "is the same on every rank and ignores ranks without samples; decide from a gradient norm after "
+        "backward(), when it is the same on every rank",
+    )
+
+
+def _batch_of(number: int) -> tuple[int, int, int]:
+    """Return the loader, the epoch, and the global batch in it."""
+    rest, batch = divmod(number - 1, _NUM_BATCHES)
+    loader, epoch = divmod(rest, _NUM_EPOCHS)
+    return loader, epoch, batch

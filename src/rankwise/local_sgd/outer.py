@@ -16,8 +16,7 @@ from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.compress.allgather_channel import HasErrorFeedback
 from rankwise.compress.methods import Narrow, open_channels
 from rankwise.errors import ConfigurationError
-from rankwise.replicate.bucket import WeightUnit
-from rankwise.replicate.parameter_division import divide_by_size, plan
+from rankwise.replicate.bucket import WeightUnit, divide_by_size, plan
 from rankwise.torch_private.tensors import foreach_add_, foreach_mul_, foreach_sub_
 
 if TYPE_CHECKING:

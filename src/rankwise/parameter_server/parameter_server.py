@@ -22,8 +22,8 @@ from rankwise.parameter_server.setup import (
 )
 from rankwise.parameter_server.snapshot import options_of
 from rankwise.parameter_server.worker import left
+from rankwise.replicate.bucket import divide_by_size
 from rankwise.replicate.loss.hooks import check_weight_function
-from rankwise.replicate.parameter_division import divide_by_size
 from rankwise.replicate.replicate import replicate
 from rankwise.replicate.same_model import broadcast_model, broadcast_tensors, check_same_model
 

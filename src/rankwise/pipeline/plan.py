@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError, RankwiseError
-from rankwise.pipeline.executor import now
-from rankwise.pipeline.micro_batches import num_samples, rows_like
+from rankwise.pipeline.executor import now, num_samples, rows_like
 from rankwise.pipeline.stage_executor import BoundStage
 from rankwise.pipeline.stages import Stage, balanced, called_blocks, cut, cuts_before, owners, stages_of_blocks
 from rankwise.pipeline.traced import trace

@@ -17,34 +17,46 @@ from rankwise.errors import ConfigurationError
 from rankwise.health.event_log import Failed, post
 from rankwise.log import warn
 from rankwise.meter import note_layout
-from rankwise.pipeline import micro_batches as parts
-from rankwise.pipeline.executor import MeasuredStep, MicroBatch, Span, StepRun, now, write_picture
+from rankwise.pipeline.executor import (
+    MeasuredStep,
+    MicroBatch,
+    Span,
+    StepRun,
+    arguments_of,
+    check_rows,
+    common_samples,
+    micro_batch_sizes,
+    now,
+    num_samples,
+    rows_like,
+    split_leaves,
+    write_picture,
+)
 from rankwise.pipeline.link import PipelineLink
-from rankwise.pipeline.loss_on_stages import LossOnStages
-from rankwise.pipeline.micro_batch_losses import MicroBatchLosses, StepWeight
+from rankwise.pipeline.loss_on_stages import LossOnStages, MicroBatchLosses, StepWeight
 from rankwise.pipeline.schedule import Action, predicting_order, training_order
 from rankwise.pipeline.stage_executor import StageDraws
+from rankwise.pipeline.stage_gradients import StepGradients
 from rankwise.pipeline.stages import Ref
-from rankwise.pipeline.step_gradients import StepGradients
 from rankwise.replicate.buffers import BufferSync
 from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
 from rankwise.replicate.gradient_hooks import ModuleHooks
-from rankwise.replicate.loss.amounts import amount_of, ratio
 from rankwise.replicate.loss.batch_statistics import FollowedLoss
+from rankwise.replicate.loss.graph import amount_of, check_weight, ratio
 from rankwise.replicate.loss.hooks import forget_losses, look_at_losses
 from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import BatchNorm
-from rankwise.torch_private.tensors import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from rankwise.world.device.streams import check_later, forget_checks, run_checks
+from rankwise.world.device.streams import forget_checks, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from torch import nn
+
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.pipeline.plan import StagedModel, StagePlan, StageReport
-    from rankwise.pipeline.stage_tensors import FirstSteps
     from rankwise.pipeline.stages import Program
     from rankwise.store.client import Store
 
@@ -63,7 +75,7 @@ class Pipeline:
         weight: Callable[[Any], float | torch.Tensor] | None,
         *,
         place: int,
-        first: FirstSteps,
+        first: Callable[[nn.Module, object], None],
         piped: StagedModel,
     ) -> None:
         session = current()
@@ -133,10 +145,10 @@ class Pipeline:
             CollectiveMismatch: the ranks of the pipeline received batches of different shapes; nothing was sent.
             PeerFailed: another rank failed.
         """
-        samples = parts.common_samples(x, target)
+        samples = common_samples(x, target)
         if samples == 0 and not self._has_copies:
             raise ConfigurationError("The batch has no samples.", do="skip it, on every rank")
-        arguments = parts.arguments(x)
+        arguments = arguments_of(x)
         self._begin("step", arguments, target)
         # Raises what can be refused before anything changes.
         prepared = self._prepared_step(arguments, target, samples) if samples else None
@@ -164,14 +176,14 @@ class Pipeline:
             ConfigurationError: the output has a tensor without a row per sample, or as for a step.
             CollectiveMismatch: the ranks received batches of different shapes.
         """
-        args, kwargs = parts.arguments(x)
-        samples = parts.num_samples((args, kwargs), "x")
-        sizes = parts.sizes_of(samples, min(self._num_micro_batches, max(samples, 1)))
+        args, kwargs = arguments_of(x)
+        samples = num_samples((args, kwargs), "x")
+        sizes = micro_batch_sizes(samples, min(self._num_micro_batches, max(samples, 1)))
         self._begin("predict", (args, kwargs), ())
         with torch.no_grad():
             run, programs = self._prepared((args, kwargs), sizes, None, [0.0] * len(sizes))
             for program, size in zip(programs, sizes, strict=True):
-                parts.check_rows(program.output_shapes(), size)
+                check_rows(program.output_shapes(), size)
             with self._telling_others():
                 run.run(predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
             outputs = [tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]
@@ -271,9 +283,9 @@ class Pipeline:
         """Return the step, its actions, and the number its loss is a mean over."""
         plan = self._plan
         count = plan.schedule.most(min(self._num_micro_batches, samples), plan.num_ranks)
-        sizes = parts.sizes_of(samples, count)
+        sizes = micro_batch_sizes(samples, count)
         spec = tree_flatten(target)[1]
-        targets = [tree_unflatten(leaves, spec) for leaves in parts.split(target, sizes)]
+        targets = [tree_unflatten(leaves, spec) for leaves in split_leaves(target, sizes)]
         weights = [self._weight_of(one, size) for one, size in zip(targets, sizes, strict=True)]
         total: Amount = sum(weights)
         shares = [ratio(weight, total) for weight in weights]
@@ -286,7 +298,7 @@ class Pipeline:
 
     def _draw_nothing(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Take part in a step in which other copies draw random numbers for their samples."""
-        args, kwargs = tree_map_only(torch.Tensor, partial(parts.rows_like, num=1), arguments)
+        args, kwargs = tree_map_only(torch.Tensor, partial(rows_like, num=1), arguments)
         with torch.enable_grad():
             if self._plan.bound(args, kwargs, self._place)[0].num_draws:
                 self._draws.begin((), 0)
@@ -370,7 +382,7 @@ class Pipeline:
         programs: list[Program] = []
         found: list[MicroBatch] = []
         bound: dict[int, Any] = {}
-        for number, (leaves, size) in enumerate(zip(parts.split(x, sizes), sizes, strict=True)):
+        for number, (leaves, size) in enumerate(zip(split_leaves(x, sizes), sizes, strict=True)):
             if size not in bound:
                 args, kwargs = tree_unflatten(leaves, spec)
                 bound[size] = plan.bound(args, kwargs, self._place)
@@ -390,10 +402,7 @@ class Pipeline:
 
     def _weight_of(self, target: object, size: int) -> Amount:
         weight = amount_of(size if self._weight is None else self._weight(target))
-        if isinstance(weight, torch.Tensor):
-            check_later(~(torch.isfinite(weight) & (weight >= 0)), partial(_refuse, weight, self._num_begun))
-        elif not (math.isfinite(weight) and weight >= 0):
-            _refuse(weight)
+        check_weight(weight, "micro-batch", self._num_begun)
         return weight
 
     def _shared(self, program: Program, outputs: Sequence[Sequence[Any]], samples: int) -> Any:
@@ -435,11 +444,3 @@ class Pipeline:
             for action, (start, end) in zip([one for one in actions if one.computes], of_rank, strict=False)
         ]
         return MeasuredStep(self._plan.schedule.name, self._plan.num_stages, tuple(spans))
-
-
-def _refuse(weight: Amount, step: int | None = None) -> None:
-    raise ConfigurationError(
-        f"The weight of a micro-batch must be at least 0, got {float(weight)}.",
-        where=None if step is None else f"found after step {step} of the pipeline, which used it",
-        do="return the number of samples or tokens that its loss averages over",
-    )

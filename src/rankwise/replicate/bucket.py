@@ -14,7 +14,7 @@ import torch
 
 from rankwise.comm.backends.protocol import TakesOwnPart
 from rankwise.compress.allgather_channel import HasErrorFeedback
-from rankwise.replicate.loss.amounts import is_zero
+from rankwise.replicate.loss.graph import is_zero
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.tensors import foreach_copy_
 from rankwise.world.device.streams import current_stream, stream_query
@@ -289,3 +289,51 @@ def _views(body: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch
         strides = torch.empty_like(parameter, device="meta").stride()
         views.append(piece.as_strided(parameter.size(), strides, piece.storage_offset()))
     return views
+
+
+# -- which parameters belong together: lists of their numbers --------------------------------------------
+
+
+def plan(
+    parameters: Sequence[torch.Tensor], order: Sequence[int], first_bytes: int, limit_bytes: int
+) -> list[list[int]]:
+    """Return buckets of parameter numbers, filled in ``order``.
+
+    Parameters of one dtype and device share buckets. A bucket closes when it reaches its limit; the first
+    closes early, so that reducing starts early.
+
+    Args:
+        parameters: all of them.
+        order: their numbers, in the order in which their gradients arrive.
+        first_bytes: limit of the first bucket of each kind.
+        limit_bytes: limit of the others.
+    """
+    closed: list[list[int]] = []
+    open_of: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    limit_of: dict[tuple[torch.dtype, torch.device], int] = {}
+    for number in order:
+        parameter = parameters[number]
+        kind = (parameter.dtype, parameter.device)
+        members, size_bytes = open_of.get(kind, ([], 0))
+        members.append(number)
+        size_bytes += own_part(parameter).nbytes
+        if size_bytes >= limit_of.get(kind, first_bytes):
+            closed.append(members)
+            limit_of[kind] = limit_bytes
+            members, size_bytes = [], 0
+        open_of[kind] = (members, size_bytes)
+    return closed + [members for members, _ in open_of.values() if members]
+
+
+def divide_by_size(sizes: Sequence[int], num_owners: int) -> list[list[int]]:
+    """Return the numbers of the parameters that each owner gets: whole ones, about equally many bytes each.
+
+    The largest go first, each to the owner with the least; one that is larger than all others together is not split.
+    """
+    loads = [0] * num_owners
+    owned: list[list[int]] = [[] for _ in loads]
+    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+        owner = loads.index(min(loads))
+        loads[owner] += sizes[number]
+        owned[owner].append(number)
+    return [sorted(numbers) for numbers in owned]

@@ -17,8 +17,7 @@ import torch
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.compress.methods import open_channels
 from rankwise.errors import ConfigurationError
-from rankwise.replicate.bucket import Bucket, Scratch
-from rankwise.replicate.parameter_division import plan
+from rankwise.replicate.bucket import Bucket, Scratch, plan
 from rankwise.replicate.sparse_gradients import SparseGradients
 from rankwise.torch_private.dtensor import own_part
 

@@ -20,15 +20,14 @@ from rankwise import meter
 from rankwise.comm.backends.choose import ThroughHost
 from rankwise.compress.methods import Narrow
 from rankwise.meter import BACKWARD, EXCHANGE
-from rankwise.replicate.accumulation import Accumulation
 from rankwise.replicate.bucket import Weights, WeightUnit, own_gradient
 from rankwise.replicate.buffers import count_registrations
 from rankwise.replicate.followed_parameters import FollowedParameters
 from rankwise.replicate.gradient_buckets import GradientBuckets, SendOrder
 from rankwise.replicate.gradient_hooks import GradientHooks
-from rankwise.replicate.loss.amounts import multiply_, ratio
-from rankwise.replicate.loss.graph import forward_call, mark_output
+from rankwise.replicate.loss.graph import forward_call, mark_output, multiply_, ratio
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
+from rankwise.replicate.no_sync_and_weight import Accumulation
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.same_model import FirstCall, first_call_of, report_first_calls
 from rankwise.torch_private.autograd import in_backward, run_after_backward
@@ -291,7 +290,7 @@ class GradientSync:
         own = 1.0 if self._accumulation.is_open else share
         if self.loss.is_sum:
             return Weights(own, self.loss.weight)
-        if self.loss.is_empty and not self.loss.reads_amounts and self.loss.is_sum_on_ranks():
+        if self.loss.is_empty and self.loss.declared.device is not None and self.loss.is_sum_on_ranks():
             return Weights(own, 1.0 / self.num_ranks)
         scale = self._unit.scale
         return Weights(scale * own, scale * (self._accumulation.carried + share))

@@ -21,9 +21,9 @@ from rankwise.replicate.batchnorm import (
     synchronise_batchnorm,
     undo_batchnorm,
     warn_of_own_statistics,
+    watch_copies,
 )
 from rankwise.replicate.buffers import BufferSync, DivergedBuffers
-from rankwise.replicate.copied_statistics import watch_copies
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import check_weight_function, subscribe, unsubscribe

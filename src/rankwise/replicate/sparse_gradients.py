@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.replicate.loss.amounts import is_zero, multiplied, ratio
+from rankwise.replicate.loss.graph import is_zero, multiplied, ratio
 from rankwise.torch_private.tensors import sparse_indices, sparse_values
 
 if TYPE_CHECKING:

@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.comm.backends.torch_group import ALL_GATHER, follow
-from rankwise.replicate.accumulation import Microsteps
 from rankwise.replicate.bucket import power_near
 from rankwise.replicate.gradient_hooks import GradientHooks
-from rankwise.replicate.loss.amounts import is_zero, multiply_, ratio
-from rankwise.replicate.loss.graph import mark_output
+from rankwise.replicate.loss.graph import is_zero, mark_output, multiply_, ratio
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
+from rankwise.replicate.no_sync_and_weight import Microsteps
 from rankwise.replicate.split_tensors import refuse_second_derivatives
 from rankwise.replicate.state_guard.guard import StateGuard
 from rankwise.torch_private.autograd import run_after_backward

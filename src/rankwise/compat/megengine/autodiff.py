@@ -17,8 +17,8 @@ from rankwise.compat.megengine.alias import refusing
 from rankwise.compat.megengine.distributed.functional import Recording, recordings
 from rankwise.compat.megengine.distributed.groups import AllreduceCallback
 from rankwise.errors import ConfigurationError
-from rankwise.replicate.accumulation import add_back, restore, set_aside
 from rankwise.replicate.gradient_buckets import GradientBuckets, call_when_accumulated
+from rankwise.replicate.no_sync_and_weight import add_back, restore, set_aside
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

@@ -25,9 +25,9 @@ from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.flight_recorder import user_call_site, words
 from rankwise.log import warn
-from rankwise.replicate.loss.amounts import clear_, is_zero, multiplied, ratio
 from rankwise.replicate.loss.batch_statistics import FirstBatches
-from rankwise.replicate.loss.reports import Mode, Verdict, as_one_sum, verdict_of
+from rankwise.replicate.loss.graph import clear_, is_zero, multiplied, ratio
+from rankwise.replicate.loss.reports import Mode, Verdict, as_one_sum, verdict_of, words_of_model
 from rankwise.replicate.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
 from rankwise.world.device import streams
@@ -161,7 +161,7 @@ def _weighted_backward(
         backward(tensors, *args, **kwargs)
     except BaseException:
         for one in subscribers:
-            one.interrupt()
+            one.declared.on_interrupted()
         raise
     finally:
         for handle in handles:
@@ -203,7 +203,7 @@ def _read(
     verdict = Verdict(Mode.SAMPLES)
     if not reached or is_given:
         for one in reached:
-            one.check_calls(*reader.unlike.get(one.number, ()))
+            one.check_calls(reader.unlike.get(one.number))
         return verdict, reader, reached
     if has_gradients and any(root.dim() for root in roots):
         _warn_unread("backward() was called with gradients")
@@ -229,12 +229,7 @@ def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
     """Return the verdict that the models of a loss follow; warn if the result differs from that of one rank."""
     for term in verdict.terms:
         if term.is_odd and term.kind == "mean":
-            warn_once(
-                term.operation,
-                f"a mean in the loss ({{where}}) is multiplied by {term.num_rows}, which is also this rank's number of "
-                "samples but is treated as a constant: if it is that number, write the sum with reduction='sum' or "
-                ".sum()",
-            )
+            warn_once(term.operation, words_of_model(reached[0].model_name).scaled_mean(term.num_rows))
     if verdict.mode is Mode.SAMPLES and verdict.terms:
         _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
     simpler = verdict

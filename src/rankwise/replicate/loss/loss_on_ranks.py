@@ -11,20 +11,20 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from rankwise.comm.current_batch import batch_in_hand
 from rankwise.errors import CollectiveMismatch, ConfigurationError
 from rankwise.health.flight_recorder import user_call_site
-from rankwise.replicate.loss.amounts import is_zero
+from rankwise.replicate.loss.graph import check_weight, is_zero
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
     LossReports,
     Mode,
     Verdict,
     as_expected,
-    batch_in_hand,
     report_of,
 )
 from rankwise.replicate.loss.terms import LossModel
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.comm.session import Session
     from rankwise.health.flight_recorder import CallSite
-    from rankwise.replicate.accumulation import Microsteps
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.replicate.loss.reports import GlobalLoss, RowLengths, TermReading
+    from rankwise.replicate.no_sync_and_weight import Microsteps
     from rankwise.replicate.state_guard.guard import StateGuard
 
 _COUNTED_IN = {
@@ -146,28 +146,28 @@ class _EarlierSteps:
         """Note that the reports of all ranks have been received."""
         self._num_heard += 1
 
-    def add(self, step: _Step) -> None:
-        """Note a step whose reports all ranks have compared."""
+    def add(self, step: _Step, *, is_settled: bool) -> None:
+        """Note a step that has ended, whose reports are compared already, or before the next one."""
         kind = step.kind()
-        if step.verdict.mode is Mode.NOTHING:
+        if not is_settled:
+            self.unsettled = step
+        elif step.verdict.mode is Mode.NOTHING:
             self._followers.clear()
         else:
             self._followers[self._kind] = kind
         self._kind = kind
 
-    def add_unsettled(self, step: _Step) -> None:
-        """Note a step whose reports are compared before the next one."""
-        self.unsettled = step
-        self._kind = step.kind()
-
-    def take_unsettled(self) -> _Step | None:
+    def pop_unsettled(self) -> _Step | None:
         """Return the step whose reports have not been compared, once."""
         step, self.unsettled = self.unsettled, None
         return step
 
 
 class LossOnRanks(LossModel):
-    """The number that the loss of one model is a mean over, step by step."""
+    """The number that the loss of one model is a mean over, step by step.
+
+    Its many fields are what a strategy sets once, and what its backward reads in the step under way.
+    """
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class LossOnRanks(LossModel):
         """Whether gradients are added up over ranks, not averaged; whether this rank has no samples of the batch."""
         self.reports = None if group is None else LossReports(group, model_name)
         """``None`` for a single rank."""
-        self._model_name = model_name
+        self.model_name = model_name
         self._accumulation = accumulation
         self._earlier = _EarlierSteps()
         self._num_begun = 0
@@ -251,41 +251,28 @@ class LossOnRanks(LossModel):
         """Call ``action`` when an error has ended a backward."""
         self.declared.on_interrupted = action
 
-    def interrupt(self) -> None:
-        """Note that an error has ended a backward."""
-        self.declared.on_interrupted()
-
-    @property
-    def reads_amounts(self) -> bool:
-        """Whether weights that are on a device are read before they are used."""
-        return self.declared.device is None
-
     @property
     def is_accumulated(self) -> bool:
         """Whether the next backward is one of several that make one gradient."""
         return self._accumulation.is_continued or self._accumulation.is_open
 
-    def check_calls(self, *unlike: ForwardCall) -> None:
-        """Raise if calls of one loss have been given numbers of which one is zero: the loss has one weight.
-
-        Args:
-            unlike: two calls of different numbers; nothing if there are none.
-        """
-        if not unlike or self.declared.weight is not None or not self.declared.is_given_by_forward:
+    def check_calls(self, unlike: tuple[ForwardCall, ForwardCall] | None) -> None:
+        """Raise if two calls of one loss have been given numbers of which one is zero: the loss has one weight."""
+        if unlike is None or self.declared.weight is not None or not self.declared.is_given_by_forward:
             return
         amounts = [call.num_samples for call in unlike]
         if any(isinstance(amount, torch.Tensor) for amount in amounts):
             first, second = (torch.as_tensor(amount, device=self.declared.device) for amount in amounts)
-            check_later((first == 0) != (second == 0), partial(_report_calls, self._model_name, self._num_begun))
+            check_later((first == 0) != (second == 0), partial(_refuse_calls, self.model_name, self._num_begun))
         elif 0.0 in amounts:
-            raise _two_amounts(self._model_name)
+            _refuse_calls(self.model_name)
 
     # -- one step ----------------------------------------------------------------------------------
 
     def expect(
         self, verdict: Verdict, call: ForwardCall | None, session: Session | None, *, is_empty: bool | None
     ) -> None:
-        """Take in the verdict on the loss whose backward is about to run.
+        """Store the verdict on the loss whose backward is about to run.
 
         Args:
             verdict: of this rank.
@@ -295,9 +282,11 @@ class LossOnRanks(LossModel):
         """
         expected, given = self.forward_weight if call is None else call.num_samples, self.declared.weight
         amount = expected if given is None else given
-        self.step = step = _Step(expected, amount, batch_in_hand(session), is_expected=True)
+        batches = None if session is None else session.batches
+        current = None if batches is None else batches.current
+        self.step = step = _Step(expected, amount, batch_in_hand(current), is_expected=True)
         if self.reports is not None and verdict.mode in (Mode.MEAN, Mode.SUM, Mode.TERMS):
-            batch = None if session is None else session.batches.latest
+            batch = None if batches is None else batches.latest
             step.rows = self.reports.rows.read(verdict.terms, call, None if batch is None else batch.num)
         if is_empty is None:
             is_empty = expected is not None and is_zero(expected)
@@ -415,18 +404,18 @@ class LossOnRanks(LossModel):
         if self.declared.is_queued and not step.is_heard and self._earlier.are_like(step):
             if guard is not None:
                 guard.end_step()
-            self._earlier.add_unsettled(step)
+            self._earlier.add(step, is_settled=False)
             return self.is_sum
         combined = self.receive()
         if self.declared.is_queued:
-            self._earlier.add(step)
+            self._earlier.add(step, is_settled=True)
         if guard is not None:
             guard.check()
         return self.is_sum if combined is None else combined.mode is Mode.SUM
 
     def settle(self) -> None:
         """Check the reports of the step before, unless this rank has waited for them."""
-        step = self._earlier.take_unsettled()
+        step = self._earlier.pop_unsettled()
         if step is None or self.reports is None or self.reports.are_lost():
             return
         try:
@@ -434,7 +423,7 @@ class LossOnRanks(LossModel):
             if self.reports.guard is not None:
                 self.reports.guard.check()
         except (ConfigurationError, CollectiveMismatch) as error:
-            where = f"found after backward {step.number} of {self._model_name}, whose gradients were used"
+            where = f"found after backward {step.number} of {self.model_name}, whose gradients were used"
             raise error.supplement(where=error.where or where)  # noqa: B904 - the same one
 
     def end(self) -> None:
@@ -488,43 +477,23 @@ class LossOnRanks(LossModel):
         return own if self.reports is None else self.reports.sum(own)
 
     def _checked(self, weight: Amount | None) -> Amount:
-        if isinstance(weight, torch.Tensor):
-            if self.declared.device is not None:
-                check_later(~(torch.isfinite(weight) & (weight >= 0)), partial(_report_weight, weight, self._num_begun))
-                return weight
-            weight = float(weight)
         if weight is None:
             raise ConfigurationError(
                 "Cannot tell how many samples this loss averages over.",
                 evidence="the replicated model itself was not called, or was called without a tensor argument",
                 do="call loss.backward() within `with rankwise.weight(model, num_samples):`",
             )
-        if not (math.isfinite(weight) and weight >= 0):
-            raise _not_a_weight(weight)
-        return float(weight)
+        if self.declared.device is None:
+            weight = float(weight)
+        check_weight(weight, "backward", self._num_begun)
+        return weight
 
 
-def _two_amounts(model_name: str, where: str | None = None) -> ConfigurationError:
-    return ConfigurationError(
+def _refuse_calls(model_name: str, number: int | None = None) -> NoReturn:
+    raise ConfigurationError(
         f"A loss of several forward passes of {model_name} has samples for one of them and none for another, by the "
         "function given as weight=.",
-        where=where,
+        where=None if number is None else f"found after backward {number} of the model",
         do="omit weight=, so that each mean in the loss counts by its own samples; or call backward() within "
         "`with rankwise.weight(model, amount):`",
     )
-
-
-def _report_calls(model_name: str, number: int) -> None:
-    raise _two_amounts(model_name, f"found after backward {number} of the model")
-
-
-def _not_a_weight(weight: float, where: str | None = None) -> ConfigurationError:
-    return ConfigurationError(
-        f"The weight of a backward must be at least 0, got {weight}.",
-        where=where,
-        do="pass the number of samples or tokens that the loss averages over",
-    )
-
-
-def _report_weight(weight: torch.Tensor, number: int) -> None:
-    raise _not_a_weight(float(weight), f"found after backward {number} of the model, which used it")

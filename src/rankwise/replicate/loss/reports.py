@@ -4,7 +4,7 @@
 A rank reports a list of numbers of one length, whatever its loss is, so that ranks whose losses differ are notified
 instead of waiting for one another. The numbers are the terms of its loss, the lengths of its samples, its batch and the
 checksum of the state guard. They travel on a channel of their own and arrive added up. In order: what a rank makes of
-its loss; lengths of samples; the report; sums of reports; batches; the channel. Used by loss_on_ranks and pipeline.
+its loss; lengths of samples; the report; sums of reports, and errors; the channel. Used by loss_on_ranks and pipeline.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
-from threading import get_ident
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.errors import CollectiveMismatch, ConfigurationError, fold_ranks, fold_values
+from rankwise.comm.current_batch import check_same_batch
+from rankwise.errors import ConfigurationError
 from rankwise.health.flight_recorder import user_call_site, words
-from rankwise.replicate.loss.amounts import plain
+from rankwise.replicate.loss.graph import plain
 from rankwise.replicate.state_guard.guard import NUM_NUMBERS
 from rankwise.tensors.checksum import are_equal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
-    from rankwise.comm.session import Session
     from rankwise.health.flight_recorder import CallSite
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.replicate.loss.terms import Term
@@ -48,9 +47,6 @@ REPORT_LENGTH = _HEADER + _PER_TERM * MOST_TERMS
 _BATCHES = REPORT_LENGTH + NUM_NUMBERS
 """Where the numbers of the ranks' batches begin, after those of losses and guards."""
 _NOTHING_OF_GUARD = (0.0,) * NUM_NUMBERS
-_NUM_BATCHES = 2**20
-_NUM_EPOCHS = 2**12
-_NUM_LOADERS = 2**12
 
 
 class Mode(IntEnum):
@@ -306,16 +302,60 @@ def _unequal_elements(num_active: int, sums: Sequence[float]) -> float | None:
     return losses / num_active
 
 
+class LossWords(NamedTuple):
+    """How errors name a loss that is computed in parts, and what to do if it does not show what it is a mean over."""
+
+    whose: str
+    """The model, or the pipeline."""
+    part: str
+    """What computes a part of it: a rank, or a micro-batch."""
+    all_parts: str
+    """Where the parts are, such as ``"on all ranks"``."""
+    do: str
+    """How to give the number that the loss is a mean over."""
+
+    def unlike_terms(self, terms: Sequence[Term]) -> ConfigurationError:
+        """Return the error for parts with other terms than ``terms``, those of this rank."""
+        return ConfigurationError(
+            f"The loss of {self.whose} does not have the same terms {self.all_parts}.",
+            evidence="on this rank: " + (", ".join(f"{one.kind} ({one.operation})" for one in terms) or "none"),
+            do=f"compute every term {self.all_parts}, also where there are no samples for it: (loss * mask).sum() / "
+            f"mask.sum().clamp_min(1); or {self.do}",
+        )
+
+    def ambiguous(self, term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
+        """Return the error for a sum in the loss at a line that can also be a mean."""
+        by = f"divided by {term.divisor:g}" if term.divisor else "multiplied by a number"
+        return ConfigurationError(
+            f"A sum in the loss of {self.whose} at {words(place)} is {by}, which is ambiguous.",
+            evidence=f"if it is the number of samples of this {self.part}, the loss is a mean over all samples; if it "
+            "is a constant, the loss is a sum times that constant",
+            do="write a mean with .mean() or reduction='mean', or a sum without the number; or " + self.do,
+        )
+
+    def scaled_mean(self, num_rows: int) -> str:
+        """Return the warning of a mean that is multiplied by its number of samples, with a place for its line."""
+        return (
+            f"a mean in the loss of {self.whose} ({{where}}) is multiplied by {num_rows}, which is also the number of "
+            f"samples of this {self.part} but is treated as a constant: if it is that number, write the sum with "
+            "reduction='sum' or .sum()"
+        )
+
+
+def words_of_model(name: str) -> LossWords:
+    """Return the words for the losses of a model that ranks train together."""
+    do = (
+        "pass the number that the loss averages over, which is len(x) for the mean of one term per sample, to "
+        "rankwise.weight(model, amount)"
+    )
+    return LossWords(name, "rank", "on all ranks", do)
+
+
 class TermReadings:
     """The readings of one model's losses, step by step; the same on every rank that reads them."""
 
-    def __init__(self, ambiguous: Callable[[GlobalTerm, CallSite | None], ConfigurationError]) -> None:
-        """Remember nothing yet.
-
-        Args:
-            ambiguous: returns the error for a term of the loss at a line that can be read in two ways.
-        """
-        self._ambiguous = ambiguous
+    def __init__(self, loss_words: LossWords) -> None:
+        self._words = loss_words
         self._known: dict[tuple[int, CallSite | None, int, bool], TermReading] = {}
         """By the loss, its line, the number of the term and whether it is divided."""
 
@@ -335,7 +375,7 @@ class TermReadings:
             fitting = {"both", known} | ({"share"} if known == "constant" and term.has_one_divisor else set())
             is_contradicted = known is not None and term.reading not in fitting
             if is_contradicted or (known is None and term.reading == "both"):
-                raise self._ambiguous(term, place)
+                raise self._words.ambiguous(term, place)
             if known is None:
                 self._known[key] = term.reading
 
@@ -346,60 +386,6 @@ class TermReadings:
 
 def _key(combined: GlobalLoss, number: int, place: CallSite | None) -> tuple[int, CallSite | None, int, bool]:
     return combined.code, place, number, combined.terms[number].divisor > 0
-
-
-def batch_in_hand(session: Session | None) -> int:
-    """Return a number for the batch that this thread's loop took last; 0 if it came from no loader of rankwise.
-
-    Ranks compare it: a rank that skips a batch is a step ahead from then on, and every later gradient is a mean over
-    different batches.
-    """
-    batch = None if session is None else session.batches.current
-    # A thread that reads ahead is at another batch than the one trained on.
-    if batch is None or batch.thread != get_ident():
-        return 0
-    epoch = batch.epoch % _NUM_EPOCHS
-    return 1 + batch.number % _NUM_BATCHES + _NUM_BATCHES * (epoch + _NUM_EPOCHS * (batch.loader % _NUM_LOADERS))
-
-
-def check_same_batch(reported: Sequence[float], model_name: str, *, are_all_ranks: bool) -> None:
-    """Raise if ranks are at different batches of one loader.
-
-    Called by: every rank, with the same.
-
-    Args:
-        reported: for each rank, the value of :func:`batch_in_hand` there.
-        model_name: for the error.
-        are_all_ranks: whether the model has a copy on every rank of the world.
-
-    Raises:
-        CollectiveMismatch: names the ranks that are ahead.
-    """
-    batches = {rank: _batch_of(round(number)) for rank, number in enumerate(reported) if round(number)}
-    # A loader that only some ranks iterate, as one for validation, tells nothing about the others.
-    if len({loader for loader, _, _ in batches.values()}) != 1 or len(set(batches.values())) == 1:
-        return
-    behind = min(batches.values())
-    ahead = [rank for rank, batch in batches.items() if batch != behind]
-    # If ranks are laid out along axes, those with a copy have numbers of their own.
-    among = "" if are_all_ranks else f" of the {len(reported)} along dp_replicate"
-    raise CollectiveMismatch(
-        f"{fold_ranks(ahead)}{among} did not run backward for batch {behind[2]} of epoch {behind[1]}, which "
-        f"other ranks now run: gradients of {model_name} would be averaged over different batches.",
-        evidence=fold_values(
-            {rank: f"batch {number} of epoch {epoch}" for rank, (_, epoch, number) in batches.items()}
-        ),
-        do="skip a step or leave a loop on all ranks or on none: decide from rankwise.mean(loss, len(x)), which "
-        "is the same on every rank and ignores ranks without samples; decide from a gradient norm after "
-        "backward(), when it is the same on every rank",
-    )
-
-
-def _batch_of(number: int) -> tuple[int, int, int]:
-    """Return the loader, the epoch, and the global batch in it."""
-    rest, batch = divmod(number - 1, _NUM_BATCHES)
-    loader, epoch = divmod(rest, _NUM_EPOCHS)
-    return loader, epoch, batch
 
 
 def channel_length(num_ranks: int) -> int:
@@ -421,7 +407,8 @@ class LossReports:
         """
         self.num_ranks = group.world_size
         self.rows = RowLengthsInSteps()
-        self.readings = TermReadings(_ambiguous)
+        self._words = words_of_model(model_name)
+        self.readings = TermReadings(self._words)
         self.guard: StateGuard | None = None
         self._group = group
         self._model_name = model_name
@@ -479,7 +466,7 @@ class LossReports:
             self.guard.take(*sums[REPORT_LENGTH:_BATCHES])
         combined = self._latest[1]
         if not combined.is_alike:
-            raise _unlike(verdict, self._model_name)
+            raise self._words.unlike_terms(verdict.terms)
         if combined.terms:
             self.readings.check(combined, place)
         if combined.elements is not None:
@@ -496,27 +483,6 @@ class LossReports:
     def sum(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of numbers that they have on their devices. Called by: every rank."""
         return self._group.all_reduce(own, what=f"weights of the loss of {self._model_name}")
-
-
-def _unlike(verdict: Verdict, model_name: str) -> ConfigurationError:
-    own = ", ".join(f"{term.kind} ({term.operation})" for term in verdict.terms) or verdict.mode.name.lower()
-    return ConfigurationError(
-        f"The loss of {model_name} does not have the same terms on all ranks.",
-        evidence=f"on this rank: {own}",
-        do="compute every term on every rank, also of classes without samples there: (loss * mask).sum() / "
-        "mask.sum().clamp_min(1); for the mean of one term per sample, put backward() into "
-        "`with rankwise.weight(model, len(x))`",
-    )
-
-
-def _ambiguous(term: GlobalTerm, place: CallSite | None) -> ConfigurationError:
-    return ConfigurationError(
-        f"A sum in the loss at {words(place)} is divided by {term.divisor:g}, which is ambiguous.",
-        evidence="if it is this rank's number of samples, the loss is a mean over all ranks' samples; if it is a "
-        "constant, the loss is their sum over that constant",
-        do="write a mean with .mean() or reduction='mean'; or pass the number that the loss averages over to "
-        "rankwise.weight(model, amount)",
-    )
 
 
 def _unequal_lengths(rows: RowLengths | None, elements: float, place: str) -> ConfigurationError:

@@ -13,37 +13,41 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from rankwise.comm.collectives.data_movement import WholeBatch
-from rankwise.replicate.loss.amounts import amount_of
 from rankwise.replicate.loss.graph import (
     ADDING,
     CHOOSING,
-    COUPLING,
     JOINING,
     MARK,
-    MATRIX_PRODUCTS,
+    MIXED,
     PASSING,
     PRODUCTS,
     REDUCING,
     SCALING,
     SHAPES,
-    TRANSPOSING,
+    LossReduction,
     all_dims,
+    amount_of,
+    coupling_at,
     dims_of,
     inputs_of,
     is_of_parameters,
+    is_python_number,
+    is_whole_batch,
     leads_to_whole_batch,
     lets_data_in,
+    loss_function_of,
     masks_of,
+    nodes_from,
     operation_of,
+    reduction_of,
 )
-from rankwise.torch_private.autograd import function_of, is_of_python, metadata_of, saved, shape_of
+from rankwise.torch_private.autograd import metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -59,20 +63,7 @@ FARTHEST_NODES = 256
 """How far to look for coupled samples: a loss computed inside forward has the whole model below it."""
 FARTHEST_IN_WHOLE = 16 * FARTHEST_NODES
 """The same where a loss is computed from the whole batch, from its outputs on."""
-_AS_ONE_RANK = ("rankwise.replicate.", "rankwise.tensor_parallel.", "rankwise.place.")
-"""Where functions in Python compute what one rank computes."""
-MIXED = "rankwise.whole_batch() next to samples of this rank alone"
 TermKind = Literal["mean", "sum", "same", "unknown"]
-
-
-def is_python_number(value: torch.Tensor) -> bool:
-    """Return whether a tensor of no dims stands for a Python number, which is weak in type promotion."""
-    return torch.result_type(_small(value.is_floating_point()), value) != value.dtype
-
-
-@cache
-def _small(is_floating_point: bool) -> torch.Tensor:  # noqa: FBT001 - the key of a cache
-    return torch.ones((), dtype=torch.float16 if is_floating_point else torch.int8, device="cpu")
 
 
 class Term(NamedTuple):
@@ -100,18 +91,6 @@ class Term(NamedTuple):
     """The Python numbers that scale it, but for those that are sizes."""
     has_constants: bool = False
     """Whether Python numbers scale it, which may differ between ranks."""
-
-
-class LossReduction(NamedTuple):
-    """A mean or a sum over dims of a tensor that a loss is computed from."""
-
-    kind: Literal["mean", "sum"]
-    node: Node
-    shape: tuple[int, ...]
-    dims: frozenset[int]
-    amount: Amount
-    is_weighted: bool = False
-    """Whether a tensor gives the number that it is over."""
 
 
 class GraphPath(NamedTuple):
@@ -154,7 +133,6 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
     rows = path.reductions[-1].shape
     divisor = math.prod(path.by_python)
     counted = math.prod(map(attrgetter("amount"), path.reductions)) * abs(math.prod(path.by_data))
-    operation = operation_of(deciding.node)
     factor = abs(math.prod(path.times_python))
     num_rows = rows[0] if rows else 1
     has_constants = bool(path.by_python or path.times_python)
@@ -186,7 +164,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge) -> Term:
         amount = 0.0
     return Term(
         kind,
-        operation,
+        operation_of(deciding.node),
         path.by_parameters or deciding.node,
         amount,
         num_rows,
@@ -233,16 +211,10 @@ def are_of_single_samples(terms: Sequence[Term], num_samples: int) -> bool:
 
 
 def _picks_a_row(start: Node, num_rows: int) -> bool:
-    stack = [start]
-    for _ in range(FARTHEST_NODES):
-        if not stack:
-            break
-        node = stack.pop()
-        inputs = inputs_of(node)
-        if operation_of(node) in CHOOSING and saved(node, "dim") == 0 and shape_of(inputs[0])[0] == num_rows:
-            return True
-        stack += [one for one, _ in inputs]
-    return False
+    return any(
+        operation_of(node) in CHOOSING and saved(node, "dim") == 0 and shape_of(inputs_of(node)[0])[0] == num_rows
+        for node in nodes_from(start, FARTHEST_NODES)
+    )
 
 
 class Lead(Enum):
@@ -318,20 +290,16 @@ class LossReader:
         if kind not in (1, 2):
             return False
         self._is_output(inputs[0][0])
-        reduction = _of_loss_function(node, kind, self._shape(inputs[0]))
+        reduction = loss_function_of(node, kind, self._shape(inputs[0]))
         self.terms.append(term_of(GraphPath((reduction,)), reduction, inputs[0]))
         return True
 
     def _read(self, edge: Edge, path: GraphPath) -> None:
         node = edge[0]
         inputs, is_output = inputs_of(node), self._is_output(node)
-        live, is_of_samples = [], is_output
-        for one in inputs:
-            lead = self._lead(one[0])
-            if lead is not Lead.NOWHERE:
-                live.append(one)
-            if lead is Lead.OUTPUT:
-                is_of_samples = True
+        leads = [self._lead(one[0]) for one in inputs]
+        live = [one for one, lead in zip(inputs, leads, strict=True) if lead is not Lead.NOWHERE]
+        is_of_samples = is_output or Lead.OUTPUT in leads
         if not (live or is_output):
             return
         if WholeBatch.is_used and self._shape(edge) == () and self._is_of_whole_batch(node):
@@ -340,12 +308,12 @@ class LossReader:
         elif not is_of_samples and self._shape(edge) == () and is_of_parameters(node):
             self.terms.append(Term("same", operation_of(node), node))
         elif is_output and self._shape(edge) != ():
-            self._end(edge, path, None if path.reductions else "no reduction")
+            self._stop(edge, path, "no reduction")
         elif (kind := saved(node, "reduction")) in (1, 2):
             # Others than the first: targets that are computed by the model.
             others = [self._note_marks(one[0]) for one in live if one != inputs[0]] if WholeBatch.is_used else []
             mixed = MIXED if MIXED in others else None
-            self._end(inputs[0], path.through(_of_loss_function(node, kind, self._shape(inputs[0]))), mixed)
+            self._end(inputs[0], path.through(loss_function_of(node, kind, self._shape(inputs[0]))), mixed)
         else:
             self._read_operation(edge, live, path)
 
@@ -357,7 +325,7 @@ class LossReader:
             shape_before = saved(node, "self_sizes")
             if shape_before is not None:
                 self._shapes[below] = shape_before
-            self._read(below, path.through(_of_reduction(node, shape, self._shape(below))))
+            self._read(below, path.through(reduction_of(node, shape, self._shape(below))))
         elif self._splits(name, shape, live, path):
             for one in live:
                 self._read(one, path)
@@ -372,7 +340,7 @@ class LossReader:
             coupling = [found for one in live[1:] if (found := self._note_marks(one[0]))]
             self._end(live[0], path.through(total), next(iter(coupling), None))
         else:
-            self._end(edge, path, name if shape == () or not path.reductions else None)
+            self._stop(edge, path, name)
 
     def _read_scaled(self, edge: Edge, live: list[Edge], path: GraphPath) -> None:
         node, shape = edge[0], self._shape(edge)
@@ -384,11 +352,11 @@ class LossReader:
                 self._read(of_samples[0], path._replace(by_parameters=path.by_parameters or node))
                 return
         if len(live) > 1:
-            self._end(edge, path, f"{name} of two reductions" if is_scalar or not path.reductions else None)
+            self._stop(edge, path, f"{name} of two reductions")
             return
         inputs = inputs_of(node)
         if name == "Div" and (not inputs or live[0] != inputs[0]):
-            self._end(edge, path, "Div by an output" if is_scalar or not path.reductions else None)
+            self._stop(edge, path, "Div by an output")
             return
         is_of_shape = self._shape(live[0]) == shape
         factor = saved(node, "other") if is_of_shape else None
@@ -398,31 +366,25 @@ class LossReader:
             if path.reductions and self._is_reduced(live[0]):
                 self._read(live[0], path)
             else:
-                self._end(edge, path, None if path.reductions else name)
+                self._stop(edge, path, name)
             return
         if factor is None:
             # Autograd does not save the factor if it is a Python number of some kinds, or needs no gradient.
-            self._end(edge, path, name if is_scalar or not path.reductions else None)
+            self._stop(edge, path, name)
             return
         self._read(live[0], scaled(path, factor, is_division=name == "Div"))
 
     def _is_of_whole_batch(self, start: Node) -> bool:
         """Return whether a value is computed from all ranks' samples, and parameters, alone; note their outputs."""
-        stack, seen, wholes, entrances = [start], set[Any](), [], []
-        while stack and len(seen) < FARTHEST_IN_WHOLE:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if function_of(node) is WholeBatch:
-                wholes.append(node)
-            elif MARK in metadata_of(node) and node is not start:
-                return False
-            else:
-                entrances += [node] if lets_data_in(node) else []
-                stack += [one[0] for one in inputs_of(node)]
+        nodes = list(nodes_from(start, FARTHEST_IN_WHOLE, is_whole_batch))
+        wholes = list(filter(is_whole_batch, nodes))
+        others = [node for node in nodes if not is_whole_batch(node)]
+        if not wholes or len(others) >= FARTHEST_IN_WHOLE:
+            return False
+        if any(MARK in metadata_of(node) for node in others if node is not start):
+            return False
         # Samples of this rank enter inside the model, as in gradients of its parameters.
-        if stack or not wholes or not all(map(leads_to_whole_batch, entrances)):
+        if not all(map(leads_to_whole_batch, filter(lets_data_in, others))):
             return False
         for one in wholes:
             self._note_marks(one)
@@ -444,10 +406,14 @@ class LossReader:
             return all(math.prod(self._shape(one)) == 1 and len(self._shape(one)) < 2 for one in live)  # noqa: PLR2004
         return name in ADDING and (shape == () or (not path.reductions and math.prod(shape) == 1))
 
+    def _stop(self, edge: Edge, path: GraphPath, operation: str) -> None:
+        """Note the term at an operation that is not read, which is unknown if nothing was reduced before."""
+        self._end(edge, path, operation if self._shape(edge) == () or not path.reductions else None)
+
     def _end(self, edge: Edge, path: GraphPath, unknown: str | None) -> None:
         """Note the term whose reductions are all on the path."""
         coupling, deciding = self._note_marks(edge[0]), path.deciding()
-        if self._lead(edge[0]) is not Lead.OUTPUT and math.prod(self._shape(edge)):
+        if not self._is_of_outputs(edge[0]) and math.prod(self._shape(edge)):
             self.has_others = True
         if unknown is not None:
             term = Term("unknown", unknown, path.reductions[-1].node if path.reductions else edge[0])
@@ -461,67 +427,19 @@ class LossReader:
 
     def _note_marks(self, start: Node) -> str | None:
         """Note the outputs below a node; return the operation on the way that couples samples, or ``None``."""
-        if self._is_output(start):
-            return None
         found = None
-        stack, seen = [start], set[Any]()
-        while stack and len(seen) < FARTHEST_NODES:
-            node = stack.pop()
-            if node in seen or self._is_output(node):
+        for node in nodes_from(start, FARTHEST_NODES, self._is_output):
+            if MARK in metadata_of(node):
                 continue
-            seen.add(node)
             owner = self._owner(node)
             if owner is not None:
                 self.calls.setdefault(owner, None)
-            found = found or self._couples(node)
-            stack += [one[0] for one in inputs_of(node)]
+            found = found or coupling_at(node, self._shape, self._is_of_outputs)
         return found
 
-    def _couples(self, node: Node) -> str | None:
-        name, inputs = operation_of(node), inputs_of(node)
-        if not inputs or name == "AccumulateGrad":
-            return None
-        function = function_of(node)
-        if function is WholeBatch:
-            return MIXED
-        if is_of_python(node) or name == "CompiledFunction":
-            return None if function is not None and function.__module__.startswith(_AS_ONE_RANK) else name
-        # Operations of a model, or a criterion, on its parameters alone do not involve samples.
-        are_pairs = name in ADDING | SCALING and len(inputs) > 1 and self._are_pairs(inputs)
-        if not (are_pairs or name in COUPLING or name in PRODUCTS) or self._lead(node) is not Lead.OUTPUT:
-            return None
-        if are_pairs:
-            return f"{name} of every pair of samples"
-        shape = self._shape(inputs[0])
-        if name in COUPLING and 0 in dims_of(node, len(shape)):
-            return f"{name} over the first dim"
-        if name in MATRIX_PRODUCTS and self._adds_up_samples(node):
-            return f"{name} over the first dim"
-        if name in PRODUCTS and len(inputs) > 1:
-            from_data = [one for one in inputs if self._lead(one[0]) is Lead.OUTPUT]
-            if len(from_data) > 1 and (len(shape) < 3 or shape[0] == 1):  # noqa: PLR2004 - batched ones have three
-                return f"{name} of two outputs"
-        return None
-
-    def _adds_up_samples(self, node: Node) -> bool:
-        """Return whether a product adds up over the rows of an output: ``y.T @ z``, and so gradients of weights."""
-        first, second = (one[0] for one in node.next_functions[-2:])
-        return any(
-            one is not None and self._lead(one) is Lead.OUTPUT and (operation_of(one) in TRANSPOSING) is is_first
-            for one, is_first in ((first, True), (second, False))
-        )
-
-    def _are_pairs(self, inputs: Sequence[Edge]) -> bool:
-        """Return whether two outputs are broadcast so that each sample meets all: ``p[:, None] - n[None]``."""
-        added = [
-            dims_of(one[0], len(self._shape(one))) if operation_of(one[0]) == "Unsqueeze" else frozenset[int]()
-            for one in inputs
-        ]
-        sizes = [len(self._shape(one)) for one in inputs]
-        return any(
-            added[one] and 0 not in added[one] and (0 in added[1 - one] or 0 < sizes[1 - one] < sizes[one])
-            for one in (0, 1)
-        ) and all(self._lead(one[0]) is Lead.OUTPUT for one in inputs)
+    def _is_of_outputs(self, node: Node) -> bool:
+        """Return whether a value is computed from outputs of models."""
+        return self._lead(node) is Lead.OUTPUT
 
     def _is_output(self, node: Node) -> bool:
         call: ForwardCall | None = metadata_of(node).get(MARK)
@@ -576,19 +494,3 @@ class LossReader:
         is_cut_short = stack and found is not Lead.OUTPUT
         self._leads.update(dict.fromkeys(chain[:1] if is_cut_short else chain, found))
         return found
-
-
-def _of_loss_function(node: Node, kind: int, shape: tuple[int, ...]) -> LossReduction:
-    """Return the reduction of torch's kind 1 or 2 inside a loss function, whose node holds what its mean is over."""
-    if kind != 1:
-        return LossReduction("sum", node, shape, all_dims(len(shape)), 1.0)
-    total = saved(node, "total_weight")
-    amount = math.prod(shape) if total is None else amount_of(total)
-    return LossReduction("mean", node, shape, all_dims(len(shape)), amount, total is not None)
-
-
-def _of_reduction(node: Node, shape: tuple[int, ...], shape_before: tuple[int, ...]) -> LossReduction:
-    dims = dims_of(node, len(shape_before))
-    if operation_of(node) != "Mean":
-        return LossReduction("sum", node, shape_before, dims, 1.0)
-    return LossReduction("mean", node, shape_before, dims, math.prod(shape_before) / max(math.prod(shape), 1))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
-from rankwise.replicate.parameter_division import divide_by_size
+from rankwise.replicate.bucket import divide_by_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
