@@ -256,8 +256,7 @@ def _ranks_here(options: LaunchOptions) -> tuple[int, tuple[str, ...]]:
 def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
     """Serve the job's store and its coordinator, until it is closed."""
     from rankwise.launch.controller.coordinator import Coordinator  # noqa: PLC0415
-    from rankwise.launch.controller.server import JobServer  # noqa: PLC0415
-    from rankwise.launch.controller.torch_store import TorchStores  # noqa: PLC0415
+    from rankwise.launch.controller.server import JobServer, TorchStores  # noqa: PLC0415
 
     if job.listener is None:
         raise ConfigurationError("Another machine already serves this job.")

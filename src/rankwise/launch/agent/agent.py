@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rankwise.errors import LaunchError, fold_ranks
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.agent.inspection import stacks_of
+from rankwise.launch.agent.output import StatusLine
 from rankwise.launch.agent.ranks import FOR_RESTART, KILLED
 from rankwise.launch.agent.signals import Interrupted
-from rankwise.launch.agent.status_line import StatusLine
 from rankwise.launch.agent.stragglers import Stragglers
 from rankwise.launch.controller.coordinator import RETURN_SECONDS
 from rankwise.launch.controller.link import ControllerLost
-from rankwise.launch.inspect.steps import line_of
+from rankwise.launch.inspect.stacks_and_steps import line_of
 from rankwise.launch.messages import (
     EndJob,
     Heartbeat,

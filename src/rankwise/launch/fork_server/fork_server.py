@@ -2,12 +2,15 @@
 """The fork server: a copy of the launcher, forked once torch is imported, that forks the ranks.
 
 It is the ranks' parent and their guard: when its launcher has exited for any reason, it kills what
-is left of them. Does not know stores, restarts or failures. Imported by the launcher's start.
+is left of them. A rank exits without taking apart what it shares with the server. Does not know stores, restarts or
+failures. Imported by the launcher's start.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -19,18 +22,20 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from rankwise import meter
 from rankwise.errors import LaunchError
 from rankwise.health import preemption, process_probe
 from rankwise.health.fork_safety import threads_are_known
-from rankwise.launch.fork_server import quick_exit
 from rankwise.world import processes
+from rankwise.world.device.kinds import LOADS_PROFILER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import FrameType
+    from types import FrameType, ModuleType
 
 LONGEST_MESSAGE_BYTES = 1 << 17
 QUIET_SECONDS = 1.0
@@ -162,7 +167,7 @@ def fork_server(
     """
     # Before the fork: imported after it, the two processes would copy each other's memory.
     _preload()
-    quick_exit.keep_modules()
+    keep_modules()
     gc.freeze()
     gc.enable()  # the caller imported with it disabled
     sys.stdout.flush()
@@ -275,7 +280,7 @@ class _ForkServerProcess:
         if os.getppid() != server_pid:
             os._exit(1)
         self._connection.close()
-        quick_exit.leave_libraries_alone()
+        leave_libraries_alone()
         for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         # Until the script joins, which handles it: Slurm, or the launcher, uses it to request a stop.
@@ -355,3 +360,58 @@ def _preload_for_restarts() -> None:
     from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
 
     import_compiler()
+
+
+# -- how a rank exits: without taking apart what it shares with the fork server -----------------------------
+# At exit Python clears every module, and C++ destroys the registries of every library. In a forked process both write
+# to memory that is shared until then, which the kernel copies page by page: 0.2 s of processor time per rank. What the
+# script has imported, opened and registered itself is taken apart as always.
+
+_kept: dict[str, ModuleType] = {}
+"""The modules of the fork server, once :func:`keep_modules` was called."""
+
+
+def keep_modules() -> None:
+    """Have this process, and those forked from it, not clear the modules that are imported now when they exit."""
+    if not _kept:
+        # Functions that are registered later run before it.
+        atexit.register(_hide_modules)
+    _kept.update(sys.modules)
+
+
+def _hide_modules() -> None:
+    # Functions that were registered before it run later, and may import these modules.
+    sys.meta_path.insert(0, _KeptModules())
+    for name in _kept.keys() - {"__main__", "builtins", "sys"}:
+        if sys.modules.get(name) is _kept[name]:
+            del sys.modules[name]
+
+
+class _KeptModules(MetaPathFinder, Loader):
+    """Finds hidden modules again: most libraries cannot be imported twice by one process."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        del path, target
+        return ModuleSpec(fullname, self) if fullname in _kept else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _kept[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: it ran long ago. Called by Python."""
+
+
+def leave_libraries_alone() -> None:
+    """End this process, when it exits, once the C library has called what is registered after this call.
+
+    Called by: a rank, before its script. Does nothing where a library was loaded by the environment, as profilers are:
+    it may write its results at the end. Built on on_exit(3) of glibc, which passes the exit code.
+    """
+    if os.environ.get("LD_PRELOAD") or os.environ.get(LOADS_PROFILER):
+        return
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        on_exit, end, close_streams = libc.on_exit, libc["_exit"], libc.fcloseall
+        # In reverse order: buffers of C streams are written first.
+        on_exit(end, None)
+        on_exit(close_streams, None)
