@@ -78,7 +78,10 @@ class Disconnect:
 
 
 class Coordinator:
-    """The job's state. Each method handles one event; ``take_output`` returns the resulting messages."""
+    """The job's state. Each method handles one event; ``take_output`` returns the resulting messages.
+
+    Its many fields are that state as one value: an event may change any of them, and nothing else decides.
+    """
 
     def __init__(
         self,

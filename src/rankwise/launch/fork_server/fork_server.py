@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import select
 import shutil
@@ -21,23 +20,35 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from rankwise import meter
 from rankwise.errors import LaunchError
 from rankwise.health import preemption, process_probe
 from rankwise.health.fork_safety import threads_are_known
+from rankwise.launch.messages import (
+    ClearRanks,
+    FromForkServer,
+    RankExited,
+    RankNotStarted,
+    RanksCleared,
+    RankStart,
+    RankStarted,
+    SignalRank,
+    decode,
+    encode,
+    receive_packet,
+    send_packet,
+)
 from rankwise.world import processes
 from rankwise.world.device.kinds import LOADS_PROFILER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType, ModuleType
 
-LONGEST_MESSAGE_BYTES = 1 << 17
 QUIET_SECONDS = 1.0
 """After how long without events there is time to import what only a restart needs."""
 LAST_RESORT_SECONDS = 4
@@ -46,35 +57,6 @@ WAIT_SECONDS = 0.5
 """How long the launcher waits for the server before it checks whether it was interrupted."""
 
 _SLURM_STEP = "SLURM_STEP_ID"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """A rank's process has exited."""
-
-    rank: int
-    attempt: int
-    exit_code: int
-    """Negative for a signal."""
-    time: float
-    """When, in seconds since the epoch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Started:
-    """A rank's process has started."""
-
-    rank: int
-    pid: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStart:
-    """One rank to fork: everything that differs between ranks."""
-
-    rank: int
-    attempt: int
-    variables: dict[str, str] = field(repr=False)
 
 
 class ForkServer:
@@ -90,20 +72,19 @@ class ForkServer:
 
     def start(self, start: RankStart, streams: Sequence[int]) -> None:
         """Fork a rank with the three standard ``streams`` (descriptors), which remain open here."""
-        message = {"kind": "start", **asdict(start)}
-        socket.send_fds(self._connection, [json.dumps(message).encode()], list(streams))
+        send_packet(self._connection, encode(start), streams)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank's process; does nothing if it has exited."""
         self.wake()
-        self._connection.send(json.dumps({"kind": "signal", "rank": rank, "number": number}).encode())
+        send_packet(self._connection, encode(SignalRank(rank=rank, number=number)))
 
     def wake(self) -> None:
         """Resume the server if it has been stopped (SIGSTOP)."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGCONT)
 
-    def receive(self, between: Callable[[], None] = lambda: None) -> Started | Ended | Literal["cleared"]:
+    def receive(self, between: Callable[[], None] = lambda: None) -> RankStarted | RankExited | RanksCleared:
         """Return the next message of the server, waiting for it.
 
         Args:
@@ -114,27 +95,24 @@ class ForkServer:
         """
         while not select.select([self._connection], [], [], WAIT_SECONDS)[0]:
             between()
-        text = self._connection.recv(LONGEST_MESSAGE_BYTES)
-        if not text:
+        data, _ = receive_packet(self._connection)
+        if not data:
             raise LaunchError(
                 "The process that starts the ranks was killed, and the ranks with it.",
                 do="check `dmesg` for the out-of-memory killer",
             )
-        message: dict[str, Any] = json.loads(text)
-        kind = message.pop("kind")
-        if kind == "not_started":
+        message = decode(data, "the fork server")
+        if isinstance(message, RankNotStarted):
             raise LaunchError(
-                f"Rank {message['rank']} could not be started: {message['why']}.",
+                f"Rank {message.rank} could not be started: {message.why}.",
                 do="start fewer ranks, or raise the limit of processes (ulimit -u)",
             )
-        if kind == "cleared":
-            return "cleared"
-        return Started(**message) if kind == "started" else Ended(**message)
+        return cast("RankStarted | RankExited | RanksCleared", message)
 
     def clear(self) -> None:
-        """Request that all ranks be killed, with everything they started; ``cleared`` is received then."""
+        """Request that all ranks be killed, with everything they started; ``RanksCleared`` is received then."""
         self.wake()
-        self._connection.send(json.dumps({"kind": "clear"}).encode())
+        send_packet(self._connection, encode(ClearRanks()))
 
     def close(self) -> None:
         """Kill every rank and everything it has started, and end the server. Returns when they have exited."""
@@ -233,25 +211,19 @@ class _ForkServerProcess:
 
     def _handle_request(self) -> RankStart | None:
         """Handle a request of the launcher; returns a value in a new rank only."""
-        try:
-            text, streams, _, _ = socket.recv_fds(self._connection, LONGEST_MESSAGE_BYTES, 3)
-        except ConnectionError:
-            text, streams = b"", []
-        if not text:
+        data, streams = receive_packet(self._connection, 3)
+        if not data:
             self._end()
-        asked: dict[str, Any] = json.loads(text)
-        kind = asked.pop("kind")
-        if kind == "start":
-            start = RankStart(**asked)
-            is_rank = self._fork(start, streams)
-            return start if is_rank else None
-        if kind == "signal":
-            for pid, start in self._ranks.items():
-                if start.rank == asked["rank"]:
-                    os.kill(pid, asked["number"])
-        else:
-            self._kill_everything()
-            self._report({"kind": "cleared"})
+        match decode(data, "the launcher"):
+            case RankStart() as start:
+                return start if self._fork(start, streams) else None
+            case SignalRank() as asked:
+                for pid, start in self._ranks.items():
+                    if start.rank == asked.rank:
+                        os.kill(pid, asked.number)
+            case _:
+                self._kill_everything()
+                self._report(RanksCleared())
         return None
 
     def _fork(self, start: RankStart, streams: Sequence[int]) -> bool:
@@ -260,7 +232,7 @@ class _ForkServerProcess:
             with threads_are_known():
                 pid = os.fork()
         except OSError as error:
-            self._report({"kind": "not_started", "rank": start.rank, "why": error.strerror})
+            self._report(RankNotStarted(rank=start.rank, why=str(error.strerror)))
             pid = -1
         if pid == 0:
             self._become_rank(server_pid, streams)
@@ -271,7 +243,7 @@ class _ForkServerProcess:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             self._ranks[pid] = start
-            self._report({"kind": "started", "rank": start.rank, "pid": pid})
+            self._report(RankStarted(rank=start.rank, pid=pid))
         return False
 
     def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
@@ -311,12 +283,11 @@ class _ForkServerProcess:
         start = self._ranks.pop(pid, None)
         if start is not None:
             code = os.waitstatus_to_exitcode(status)
-            ended = Ended(rank=start.rank, attempt=start.attempt, exit_code=code, time=time.time())
-            self._report({"kind": "ended", **asdict(ended)})
+            self._report(RankExited(rank=start.rank, attempt=start.attempt, exit_code=code, time=time.time()))
 
-    def _report(self, what: Mapping[str, object]) -> None:
+    def _report(self, message: FromForkServer) -> None:
         with contextlib.suppress(OSError):
-            self._connection.send(json.dumps(what).encode())
+            send_packet(self._connection, encode(message))
 
     def _kill_everything(self) -> None:
         """Kill the ranks and what they started, in any session: orphans are reparented here."""

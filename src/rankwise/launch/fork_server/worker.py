@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from rankwise.launch.fork_server.entrypoint import Target
-    from rankwise.launch.fork_server.fork_server import RankStart
+    from rankwise.launch.messages import RankStart
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
