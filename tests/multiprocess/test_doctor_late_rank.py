@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rankwise import testing
 from rankwise.comm.session import current
-from rankwise.doctor import gathering
+from rankwise.doctor import examine
 from rankwise.doctor.facts import Facts
 from rankwise.store.client import Store
 
@@ -20,8 +20,8 @@ def _examine_with_a_silent_rank(world: World) -> list[str]:
         # It stops answering between the comparison of speeds and its last report.
         answer = Store.set
         Store.set = lambda self, key, value: None if key.startswith("across/") else answer(self, key, value)  # type: ignore[method-assign]
-    own = Facts(rank=world.rank, world_size=world.world_size, source=world.source, machine=gathering.machine())
-    job, findings = gathering.gather_job(current(), own, 1.0, "")
+    own = Facts(rank=world.rank, world_size=world.world_size, source=world.source, machine=examine.examined_machine())
+    job, findings = examine.gather_job(current(), own, 1.0, "")
     assert len(job.ranks) == (3 if world.rank == 0 else 1)
     return [finding.what for finding in findings]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise import testing
 from rankwise.comm.session import current
-from rankwise.doctor import gathering
+from rankwise.doctor import examine
 from rankwise.doctor.checks import judge
 from rankwise.doctor.facts import Facts
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def _examine(world: World, corrupts: str) -> list[tuple[str, str]]:
-    all_reduce, all_to_all = gathering.all_reduce, gathering.all_to_all
+    all_reduce, all_to_all = examine.all_reduce, examine.all_to_all
 
     def changed_sum(value: Any, *words: str) -> Any:
         total = all_reduce(value, *words)
-        if not words and total.numel() * 4 == gathering.TIMED_BYTES[1]:
+        if not words and total.numel() * 4 == examine.TIMED_BYTES[1]:
             total[-1] += 1
         return total
 
@@ -32,11 +32,11 @@ def _examine(world: World, corrupts: str) -> list[tuple[str, str]]:
         return received
 
     if world.rank == 1 and corrupts == "sum":
-        gathering.all_reduce = changed_sum
+        examine.all_reduce = changed_sum
     if world.rank == 2 and corrupts == "pair":
-        gathering.all_to_all = changed_pair
-    own = Facts(rank=world.rank, world_size=world.world_size, source=world.source, machine=gathering.machine())
-    job, _ = gathering.gather_job(current(), own, 30.0, "")
+        examine.all_to_all = changed_pair
+    own = Facts(rank=world.rank, world_size=world.world_size, source=world.source, machine=examine.examined_machine())
+    job, _ = examine.gather_job(current(), own, 30.0, "")
     return [(finding.level, finding.what) for finding in judge(job) if finding.check == "values"]
 
 

@@ -23,7 +23,7 @@ from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, PeerMissing
 from rankwise.health import collective_timeout, process_probe
 from rankwise.health.collective_timeout import CollectiveWait
-from rankwise.launch.inspect import stacks
+from rankwise.launch.inspect.stacks_and_steps import merged_stacks, stacks_as_json, stacks_here
 from rankwise.replicate.loss.reports import channel_length
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _looked_at(world: World, folder: Path) -> str:
         pids = {rank: process_probe.offered_by(str(folder / f"stack-{rank}")) for rank in (0, 1, 2)}
         answers: dict[int, dict[str, Any]] = {}
         while "silent" not in answers.get(1, {}) or answers[2]["what"] != "barrier()":  # they are on their way there
-            answers = stacks.look(
+            answers = stacks_here(
                 _store().clone(),
                 4,
                 processes={**{rank: pid for rank, pid in pids.items() if pid}, 3: os.getppid()},
@@ -141,7 +141,7 @@ def _looked_at(world: World, folder: Path) -> str:
                 hostname="here",
                 send_signal=lambda rank, number: os.kill(pids[rank] or 0, number),
             )
-        text = json.loads(json.dumps(stacks.as_json(stacks.merge([{2: {"silent": "?"}}, answers]), 4)))["text"]
+        text = json.loads(json.dumps(stacks_as_json(merged_stacks([{2: {"silent": "?"}}, answers]), 4)))["text"]
         _let_go_on(folder)
     elif world.rank == 1:
         _hold_the_lock(folder)

@@ -12,8 +12,7 @@ import pytest
 
 from rankwise.launch.controller.coordinator import Coordinator
 from rankwise.launch.controller.link import ControllerLost, open_link
-from rankwise.launch.controller.server import JobServer
-from rankwise.launch.controller.torch_store import TorchStores
+from rankwise.launch.controller.server import JobServer, TorchStores
 from rankwise.launch.messages import EndJob, Heartbeat, Hello, Message, Node, RankEnds, RanksEnded, StartAttempt
 from rankwise.store import wire
 

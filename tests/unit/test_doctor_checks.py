@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rankwise.cli.doctor import as_json, as_text
-from rankwise.doctor import checks, gathering
-from rankwise.doctor.checks import SHARED_MEMORY, Finding, judge
+from rankwise.doctor import checks, examine
+from rankwise.doctor.checks import SHARED_MEMORY, CheckResult, judge
 from rankwise.doctor.examine import Examination
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.insight.clock_offset import ahead_of
@@ -227,7 +227,7 @@ def test_correct_code_that_looks_wrong_is_not_reported(whole: ExaminedJob) -> No
 
 
 def test_every_check_can_find_something_or_only_tells() -> None:
-    telling: set[Callable[[ExaminedJob], list[Finding]]] = {checks.store}
+    telling: set[Callable[[ExaminedJob], list[CheckResult]]] = {checks.store}
     silent = {
         check.__name__
         for check in set(checks.CHECKS) - telling
@@ -240,7 +240,7 @@ def test_every_check_can_find_something_or_only_tells() -> None:
     ("user", "limits", "expected"),
     [
         (1000, (resource.RLIM_INFINITY, "100"), 100),
-        (1000, (resource.RLIM_INFINITY, "max"), gathering.NO_LIMIT),
+        (1000, (resource.RLIM_INFINITY, "max"), examine.NO_LIMIT),
         (1000, (50, "100"), 50),
         (1000, (50, "max"), 50),
         # The kernel does not hold root to its own limit.
@@ -253,13 +253,13 @@ def test_the_lowest_limit_of_processes_that_holds_is_found(
     of_user, of_container = limits
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/pids.max").write_text(f"{of_container}\n")
-    monkeypatch.setattr(gathering, "Path", lambda name: tmp_path / name.lstrip("/"))
+    monkeypatch.setattr(examine, "Path", lambda name: tmp_path / name.lstrip("/"))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (of_user, of_user))
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    machine = gathering.machine()
+    machine = examine.examined_machine()
     assert machine.processes_limit == expected
     found = bad(changed(job((1,)), 0, processes_limit=machine.processes_limit))
-    assert [check for check, _, _ in found] == ["processes"] * (expected != gathering.NO_LIMIT)
+    assert [check for check, _, _ in found] == ["processes"] * (expected != examine.NO_LIMIT)
 
 
 def test_facts_survive_their_way_as_text() -> None:
@@ -281,9 +281,11 @@ def test_the_clock_offset_is_as_exact_as_reported(ahead: float, there: float, ba
 
 def test_the_table_shows_each_finding_with_what_to_do() -> None:
     findings = (
-        Finding(check="versions", level="ok", what="torch 2.13.0"),
-        Finding(check="clocks", level="warning", what="gpu-01 is late", do="timedatectl"),
-        Finding(check="join", level="error", what="rank 1 never came", do="start it\nor do not", evidence="seen: 0"),
+        CheckResult(check="versions", level="ok", what="torch 2.13.0"),
+        CheckResult(check="clocks", level="warning", what="gpu-01 is late", do="timedatectl"),
+        CheckResult(
+            check="join", level="error", what="rank 1 never came", do="start it\nor do not", evidence="seen: 0"
+        ),
     )
     assert as_text(Examination(job=TWO_HOSTS, findings=findings, speaks=True)) == (
         "rankwise doctor: 4 ranks on 2 hosts, started by torchrun\n"
@@ -299,7 +301,7 @@ def test_the_table_shows_each_finding_with_what_to_do() -> None:
 
 
 def test_the_json_has_the_findings_and_all_facts() -> None:
-    findings = (Finding(check="clocks", level="warning", what="gpu-01 is late", do="timedatectl"),)
+    findings = (CheckResult(check="clocks", level="warning", what="gpu-01 is late", do="timedatectl"),)
     read = json.loads(as_json(Examination(job=TWO_HOSTS, findings=findings, speaks=True)))
     assert [one["what"] for one in read["findings"]] == ["gpu-01 is late"]
     assert [facts["machine"]["hostname"] for facts in read["ranks"]] == ["gpu-00", "gpu-00", "gpu-01", "gpu-01"]

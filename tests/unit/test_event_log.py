@@ -15,7 +15,7 @@ from rankwise.health.event_log import (
     key_of,
     post,
 )
-from rankwise.launch.controller.attempt_keys import AttemptKeys
+from rankwise.launch.controller.server import AttemptKeys
 from rankwise.store.keys import Keys
 
 WORLDS = ["attempt/2/", "attempt/2/join/1/", "attempt/2/join/2/"]

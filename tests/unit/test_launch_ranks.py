@@ -17,7 +17,7 @@ import pytest
 from rankwise.launch.agent.output import Output
 from rankwise.launch.agent.ranks import STOPPED_SECONDS, LocalRanks
 from rankwise.launch.fork_server.fork_server import ForkServer
-from rankwise.launch.messages import StartAttempt
+from rankwise.launch.messages import RankExited, RanksCleared, RankStarted, StartAttempt, encode
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.rendezvous import JobAddress
 from rankwise.launch.report import failure
@@ -25,6 +25,8 @@ from rankwise.launch.report import failure
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from rankwise.launch.messages import FromForkServer
 
 
 class Scene:
@@ -54,7 +56,7 @@ class Scene:
 
     def start(self, attempt: int, pid: int | None = None) -> None:
         for rank in range(2):
-            self.tell(kind="started", rank=rank, pid=os.getpid() if rank == 0 or pid is None else pid)
+            self.tell(RankStarted(rank=rank, pid=os.getpid() if rank == 0 or pid is None else pid))
         self.ranks.start(
             StartAttempt(
                 run_id="run",
@@ -75,12 +77,12 @@ class Scene:
         variables: dict[str, str] = json.loads(text)["variables"]
         return variables
 
-    def tell(self, **what: Any) -> None:
-        self._theirs.send(json.dumps(what).encode())
+    def tell(self, message: FromForkServer) -> None:
+        self._theirs.send(encode(message))
 
     def end(self, rank: int, attempt: int, exit_code: int) -> list[Any]:
         """Tell of an end; return what the launcher makes of it."""
-        self.tell(kind="ended", rank=rank, attempt=attempt, exit_code=exit_code, time=1.0)
+        self.tell(RankExited(rank=rank, attempt=attempt, exit_code=exit_code, time=1.0))
         return self.ranks.receive([self._server.fileno()])
 
 
@@ -103,7 +105,7 @@ def test_each_rank_is_shown_one_instance_of_a_gpu(tmp_path: Path, instances: tup
 @pytest.mark.parametrize("exit_code", [0, 1, -9, 75])
 def test_an_end_of_an_earlier_attempt_ends_no_rank_of_this_one(scene: Scene, exit_code: int) -> None:
     scene.start(0)
-    scene.tell(kind="cleared")
+    scene.tell(RanksCleared())
     scene.ranks.clear()
     scene.start(1)
     assert scene.end(0, 0, exit_code) == []
@@ -114,7 +116,7 @@ def test_an_end_of_an_earlier_attempt_ends_no_rank_of_this_one(scene: Scene, exi
 
 def test_a_rank_that_was_killed_for_a_restart_can_fail_in_the_next_attempt(scene: Scene) -> None:
     scene.start(0)
-    scene.tell(kind="cleared")
+    scene.tell(RanksCleared())
     scene.ranks.clear()
     scene.start(1)
     (failed,) = scene.end(1, 1, -11)
@@ -150,7 +152,7 @@ def test_a_stopped_rank_is_reported_once(scene: Scene) -> None:
             os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
             scene.start(0, stopped.pid)
             times = (0.0, STOPPED_SECONDS - 1, STOPPED_SECONDS, 10 * STOPPED_SECONDS)
-            found = [scene.ranks.look_for_stopped(now, may_end=False) for now in times]
+            found = [scene.ranks.find_stopped(now, may_end=False) for now in times]
         finally:
             stopped.kill()
     assert [len(one) for one in found] == [0, 0, 1, 0]

@@ -57,7 +57,7 @@ FACES = (
     "launch.hosts.host_list",
     "launch.hosts.ssh",
     "launch.inspect.control_socket",
-    "launch.inspect.steps",
+    "launch.inspect.stacks_and_steps",
     "launch.messages",
     "launch.options",
     "launch.report.failure_report",

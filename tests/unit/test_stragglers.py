@@ -15,8 +15,8 @@ import pytest
 from coordinated import Scene
 
 from rankwise.launch.agent.stragglers import Activity, Stragglers, activity_of
-from rankwise.launch.controller import attempt_keys
-from rankwise.launch.controller.attempt_keys import AttemptKeys
+from rankwise.launch.controller.server import AttemptKeys
+from rankwise.launch.fork_server.torch_env import torch_rank_key
 from rankwise.launch.messages import RanksDeparted
 from rankwise.store.bootstrap import ENDED, rank_address_key
 from rankwise.store.keys import GivenUp, Keys
@@ -120,7 +120,7 @@ def test_a_rank_that_has_ended_is_marked_where_it_has_not_joined() -> None:
 
 def test_a_wait_for_a_key_that_will_not_be_set_ends() -> None:
     keys = Keys()
-    keys.set(f"attempt/0/{attempt_keys.torch_rank_key(0)}", b"")
+    keys.set(f"attempt/0/{torch_rank_key(0)}", b"")
     keys.set("attempt/0/torch/there", b"value")
 
     async def wait() -> None:

@@ -14,7 +14,10 @@ from rankwise.world.network import Interface, Route  # noqa: TC001 - looked up w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a process sees of its machine by itself."""
+    """What a process sees of its machine by itself.
+
+    Its many fields are sent as one value, and each is what one check needs.
+    """
 
     hostname: str
     versions: dict[str, str]

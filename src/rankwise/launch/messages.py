@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every message between a job's controller and its agents, and between ``rankwise run --hosts`` and its hosts.
+"""Every message between a job's controller and its agents, a launcher and its fork server, ``--hosts`` and its hosts.
 
 The whole protocol: frozen values, and one place that converts them to JSON and back. Nothing else is
 accepted; an error names the sender. Opens no connection. Imported by both ends of each.
@@ -8,6 +8,7 @@ accepted; an error names the sender. Opens no connection. Imported by both ends 
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -18,6 +19,8 @@ from rankwise.launch.options import LaunchOptions  # noqa: TC001 - looked up whe
 from rankwise.launch.report.failure import FailedAttempt, Failure  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
@@ -25,6 +28,8 @@ T = TypeVar("T", bound="DataclassInstance")
 PURPOSE = "agent"
 """The purpose of an agent's connection to the port that also serves the job's store."""
 LARGEST_MESSAGE_BYTES = 1 << 24
+LARGEST_PACKET_BYTES = 1 << 17
+"""Of a message with descriptors, within one machine."""
 LONGEST_QUOTE = 80
 """How much of a malformed message an error shows."""
 
@@ -245,6 +250,64 @@ class EndJob:
     advice: str = ""
 
 
+# -- between a launcher and its fork server ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStart:
+    """Fork a rank: everything that differs between ranks. Sent with its three standard streams."""
+
+    rank: int
+    attempt: int
+    variables: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalRank:
+    """Send a signal to a rank's process."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClearRanks:
+    """Kill all ranks, with everything they have started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksCleared:
+    """No rank is left, nor anything it has started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStarted:
+    """A rank's process has started."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankNotStarted:
+    """The machine does not allow another process."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankExited:
+    """A rank's process has exited."""
+
+    rank: int
+    attempt: int
+    exit_code: int
+    """Negative for a signal."""
+    time: float
+    """When, in seconds since the epoch."""
+
+
 # -- between ``--hosts`` and one host ----------------------------------------------------------------------
 
 
@@ -301,7 +364,9 @@ FromAgent = Hello | RankFailed | RankDeparted | RanksEnded | NodeLeaves
 ToAgent = StartAttempt | StopAttempt | StopRank | RanksDeparted | ShowText | ReportFailure | Refuse | Wait | EndJob
 BothWays = Heartbeat | RequestStop | InspectRequest | InspectAnswer
 BetweenHosts = HostHere | HostSpec | Ready | SignalHost
-Message = FromAgent | ToAgent | BothWays | BetweenHosts
+ToForkServer = RankStart | SignalRank | ClearRanks
+FromForkServer = RanksCleared | RankStarted | RankNotStarted | RankExited
+Message = FromAgent | ToAgent | BothWays | BetweenHosts | ToForkServer | FromForkServer
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 """The message classes by name."""
@@ -351,6 +416,22 @@ def decode(data: bytes, sender: str) -> Message:
             evidence=f"{error}: {shown}{'...' if len(data) > LONGEST_QUOTE else ''}",
             do="install the same version of rankwise on every machine: python -m pip show rankwise",
         ) from None
+
+
+def send_packet(to: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send one packet, with descriptors that remain open here; several processes may do so over one socket."""
+    socket.send_fds(to, [data], list(descriptors))
+
+
+def receive_packet(source: socket.socket, most_descriptors: int = 0) -> tuple[bytes, list[int]]:
+    """Return the next packet and its descriptors; empty if all processes at the other end have exited."""
+    try:
+        data, descriptors, _, _ = socket.recv_fds(
+            source, LARGEST_PACKET_BYTES, most_descriptors, socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionError:
+        return b"", []
+    return data, descriptors
 
 
 @cache

@@ -17,7 +17,10 @@ TorchStoreChoice = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """The options of this machine's part of a launch."""
+    """The options of this machine's part of a launch.
+
+    Its many fields are the options of ``rankwise run``, which is built from them.
+    """
 
     num_ranks: int | None = None
     """Number of ranks on this machine; ``None`` starts one per GPU, or one if there is no GPU."""

@@ -39,6 +39,8 @@ from rankwise.world.environments.process import device_mask, nodes_of_job, read_
 from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankwise.launch.controller.link import AgentLink
     from rankwise.launch.controller.server import JobServer
     from rankwise.launch.fork_server.entrypoint import Target
@@ -184,17 +186,14 @@ def _take_part(
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.inspection import InspectService  # noqa: PLC0415
     from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
-    from rankwise.launch.controller.link import open_link  # noqa: PLC0415
     from rankwise.launch.rendezvous import find  # noqa: PLC0415
 
     num_ranks, instances = _ranks_here(options)
     job = find(options) if job_address is None else job_address
-    hosts_job = job.listener is not None
     output = Output(options.log_dir, controller=options.controller)
     with ExitStack() as closing:
-        job_server: JobServer | None = None
-        if hosts_job:
-            job_server = _serve(job, options)
+        job_server = None if job.listener is None else _serve(job, job.listener, options)
+        if job_server is not None:
             closing.callback(job_server.close)
         closing.callback(output.close)
         closing.callback(output.drain)
@@ -208,29 +207,15 @@ def _take_part(
             notify_pipe=notify_pipe,
             instances=instances,
         )
-        hello = _hello(target, options, num_ranks, serves=hosts_job)
-
-        def connect(timeout_seconds: float) -> AgentLink:
-            agent.raise_if_interrupted()
-            if job_server is not None:
-                return job_server.connect(hello)
-            return open_link(
-                job.address,
-                job.secret.encode(),
-                hello,
-                timeout_seconds=timeout_seconds,
-                between=agent.raise_if_interrupted,
-                show=reporter.show,
-            )
-
+        hello = _hello(target, options, num_ranks, serves=job_server is not None)
         control_socket = closing.enter_context(ControlSocket(folder, ranks=list(range(num_ranks))))
         agent = Agent(
             ranks,
-            open_link=connect,
+            open_link=partial(_connect, job, job_server, hello, show=reporter.show),
             signals=signals,
             inspection=InspectService(control_socket, ranks),
             reporter=reporter,
-            hosts_job=hosts_job,
+            hosts_job=job_server is not None,
             options=options,
             saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
         )
@@ -240,6 +225,31 @@ def _take_part(
         exit_code = agent.run(options.rendezvous_timeout_seconds)
         reporter.end(ranks.failures)
         return exit_code
+
+
+def _connect(
+    job: JobAddress,
+    job_server: JobServer | None,
+    hello: Hello,
+    timeout_seconds: float,
+    between: Callable[[], None],
+    *,
+    show: Callable[[str], None],
+) -> AgentLink:
+    """Return a link to the job's controller, in this process or over the network."""
+    between()
+    if job_server is not None:
+        return job_server.connect(hello)
+    from rankwise.launch.controller.link import open_link  # noqa: PLC0415
+
+    return open_link(
+        job.address,
+        job.secret.encode(),
+        hello,
+        timeout_seconds=timeout_seconds,
+        between=between,
+        show=show,
+    )
 
 
 def _ranks_here(options: LaunchOptions) -> tuple[int, tuple[str, ...]]:
@@ -253,14 +263,11 @@ def _ranks_here(options: LaunchOptions) -> tuple[int, tuple[str, ...]]:
     return num_ranks_here(options, num_devices, kind), instances
 
 
-def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
+def _serve(job: JobAddress, listener: socket.socket, options: LaunchOptions) -> JobServer:
     """Serve the job's store and its coordinator, until it is closed."""
     from rankwise.launch.controller.coordinator import Coordinator  # noqa: PLC0415
-    from rankwise.launch.controller.server import JobServer  # noqa: PLC0415
-    from rankwise.launch.controller.torch_store import TorchStores  # noqa: PLC0415
+    from rankwise.launch.controller.server import JobServer, TorchStores  # noqa: PLC0415
 
-    if job.listener is None:
-        raise ConfigurationError("Another machine already serves this job.")
     host, port = job.address
     coordinator = Coordinator(
         nodes=options.nodes,
@@ -270,8 +277,8 @@ def _serve(job: JobAddress, options: LaunchOptions) -> JobServer:
         now=time.monotonic(),
         run_id=secrets.token_hex(8),
     )
-    stores = TorchStores(job.listener.getsockname()[0], host, options.torch_store, on_one_machine=options.nodes[1] == 1)
-    return JobServer(job.listener, job.secret.encode(), coordinator, stores)
+    stores = TorchStores(listener.getsockname()[0], host, options.torch_store, on_one_machine=options.nodes[1] == 1)
+    return JobServer(listener, job.secret.encode(), coordinator, stores)
 
 
 def _hello(target: Target, options: LaunchOptions, num_ranks: int, *, serves: bool) -> Hello:

@@ -37,6 +37,7 @@ from rankwise.replicate.self_check import loss_fn as trial_loss
 from rankwise.replicate.strategy_registry import check_no_optimizer_holds, check_unregistered, register
 from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part, placed_like
+from rankwise.torch_private.tensors import tree_map_only
 from rankwise.world import torch_versions
 
 if TYPE_CHECKING:

@@ -48,6 +48,7 @@ from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.modules import BatchNorm
+from rankwise.torch_private.tensors import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from rankwise.world.device.streams import forget_checks, run_checks
 
 if TYPE_CHECKING:

@@ -12,24 +12,22 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 from rankwise.errors import LaunchError, fold_ranks
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.agent.inspection import stacks_of
+from rankwise.launch.agent.output import StatusLine
 from rankwise.launch.agent.ranks import FOR_RESTART, KILLED
 from rankwise.launch.agent.signals import Interrupted
-from rankwise.launch.agent.status_line import StatusLine
 from rankwise.launch.agent.stragglers import Stragglers
 from rankwise.launch.controller.coordinator import RETURN_SECONDS
 from rankwise.launch.controller.link import ControllerLost
-from rankwise.launch.inspect.steps import line_of
+from rankwise.launch.inspect.stacks_and_steps import line_of
 from rankwise.launch.messages import (
     EndJob,
-    Heartbeat,
     InspectAnswer,
     InspectRequest,
-    Message,
     NodeLeaves,
     RankDeparted,
     RankFailed,
@@ -49,16 +47,18 @@ from rankwise.launch.report import failure_report
 from rankwise.launch.report.failure import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankwise.launch.agent.inspection import InspectService
     from rankwise.launch.agent.ranks import LocalRanks
     from rankwise.launch.agent.signals import PendingSignals
     from rankwise.launch.controller.link import AgentLink
+    from rankwise.launch.messages import Message
     from rankwise.launch.options import LaunchOptions
+    from rankwise.launch.report.failure import FailedAttempt
     from rankwise.launch.report.failure_report import Reporter
 
-LOOK_SECONDS = 0.5
+AGENT_POLL_SECONDS = 0.5
 """How often the agent polls for what it is not notified of: silence, stopped processes."""
 STOP_SECONDS = 3.0
 """How long ranks may take to exit after Ctrl-C or SIGTERM."""
@@ -82,7 +82,66 @@ class _Ending:
     at_once: bool
     """No rank is waited for, since all are restarted."""
     has_asked: bool = False
-    has_looked: bool = False
+    has_located: bool = False
+
+
+class _RunningAttempt:
+    """The ranks of this machine in one attempt: whether they make progress, and how they are ended."""
+
+    def __init__(self, ranks: LocalRanks) -> None:
+        self._ranks = ranks
+        self._stragglers = Stragglers(partial(stacks_of, ranks), ranks.is_script_over)
+        self._ending: _Ending | None = None
+        self._kill_at: dict[int, float] = {}
+        """When ranks that the others continue without are killed, if they have not exited by then."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all ranks are being ended."""
+        return self._ending is not None
+
+    def note_departed(self, ranks: Sequence[int]) -> None:
+        """Record which ranks of the job have exited without an error."""
+        self._stragglers.note_ended(ranks, time.monotonic())
+
+    def notices(self) -> str:
+        """Return what to show of ranks that keep running, usually nothing."""
+        return "" if self.is_ending else self._stragglers.notices(self._ranks.running_processes(), time.monotonic())
+
+    def begin_to_end(self, settle_seconds: float) -> None:
+        """Have all ranks end; they may exit by themselves for a while."""
+        terminate_at = time.monotonic() + settle_seconds
+        at_once = not settle_seconds
+        kill_at = terminate_at + (0.0 if at_once else TERMINATE_SECONDS)
+        self._ending = _Ending(terminate_at, kill_at, at_once, has_asked=at_once)
+
+    def begin_to_end_rank(self, rank: int, settle_seconds: float) -> None:
+        """Have one rank end, without which the others continue."""
+        self._kill_at[rank] = time.monotonic() + settle_seconds
+
+    def seconds_to_next_action(self) -> float:
+        """Return how long the ranks may be left alone."""
+        if self._ending is None:
+            return AGENT_POLL_SECONDS
+        next_action = self._ending.kill_at if self._ending.has_asked else self._ending.terminate_at
+        return min(AGENT_POLL_SECONDS, max(0.0, next_action - time.monotonic()))
+
+    def continue_ending(self) -> None:
+        """Do what is due now to end ranks."""
+        ending, now = self._ending, time.monotonic()
+        for rank in [rank for rank, kill_at in self._kill_at.items() if now >= kill_at]:
+            del self._kill_at[rank]
+            self._ranks.kill(rank)
+        if ending is None or not self._ranks.running:
+            return
+        if not ending.at_once and not ending.has_located and now >= ending.terminate_at - WHERE_SECONDS:
+            ending.has_located = True
+            self._ranks.locate()
+        if not ending.has_asked and now >= ending.terminate_at:
+            ending.has_asked = True
+            self._ranks.signal_all(signal.SIGTERM)
+        elif ending.has_asked and now >= ending.kill_at:
+            self._ranks.clear(FOR_RESTART if ending.at_once else KILLED)
 
 
 class Agent:
@@ -92,7 +151,7 @@ class Agent:
         self,
         ranks: LocalRanks,
         *,
-        open_link: Callable[[float], AgentLink],
+        open_link: Callable[[float, Callable[[], None]], AgentLink],
         signals: PendingSignals,
         inspection: InspectService,
         reporter: Reporter,
@@ -100,38 +159,19 @@ class Agent:
         options: LaunchOptions,
         saves_on_terminate: bool,
     ) -> None:
+        """Start nothing; ``open_link`` takes its time limit, and what to call meanwhile, which may raise."""
         self._ranks = ranks
         self._open_link = open_link
         self._signals = signals
         self._inspection = inspection
-        self._stragglers = Stragglers(partial(stacks_of, ranks), ranks.is_script_over)
         self._status = StatusLine(self._describe_job) if options.progress else None
         self._reporter = reporter
         self._hosts_job = hosts_job
-        self._can_return = options.can_restart and not hosts_job
-        self._can_restart = options.max_restarts > 0
-        self._has_controller = options.controller
+        self._options = options
         self._saves_on_terminate = saves_on_terminate
         self._link: AgentLink | None = None
-        self._is_attempt_on = False
-        self._ending: _Ending | None = None
-        self._kill_at: dict[int, float] = {}
-        """When ranks that the others continue without are killed, if they have not exited by then."""
+        self._running: _RunningAttempt | None = None
         self._exit_code: int | None = None
-        self._actions: dict[type[Message], Callable[[Any], None]] = {
-            StartAttempt: self._start,
-            StopAttempt: self._begin_to_end,
-            StopRank: self._begin_to_end_rank,
-            RanksDeparted: self._note_departed,
-            RequestStop: self._request_save,
-            ShowText: self._show_for_all,
-            ReportFailure: self._report_failure,
-            Refuse: self._raise_refusal,
-            Wait: self._rejoin_later,
-            EndJob: self._end_job,
-            InspectRequest: self._inspect,
-            InspectAnswer: self._inspect,
-        }
 
     def run(self, timeout_seconds: float) -> int:
         """Take part until the job is over; return its exit code, as a shell reports it.
@@ -144,7 +184,7 @@ class Agent:
             LaunchError: the coordinator cannot be reached, is lost for good, or a rank could not be started.
         """
         try:
-            self._link = self._open_link(timeout_seconds)
+            self._link = self._open_link(timeout_seconds, self._raise_if_interrupted)
             return self._take_part()
         except Interrupted as interrupted:
             return self._end_at_once(interrupted.number)
@@ -167,57 +207,51 @@ class Agent:
                 self._link = self._reconnect(lost)
         return self._exit_code
 
-    def raise_if_interrupted(self) -> None:
-        """Raise if a signal was received; for waits in which nothing else is noticed.
-
-        Raises:
-            Interrupted: a signal was received.
-        """
+    def _raise_if_interrupted(self) -> None:
+        """Raise if a signal was received; for waits in which nothing else is noticed."""
         readable, _, _ = select.select([self._signals.fileno()], [], [], 0)
         if readable:
-            self._handle_signal(self._signals.take())
+            self._handle_signal(self._signals.next_received())
 
     # -- one turn of the loop ----------------------------------------------------------------------
 
     def _turn(self, link: AgentLink) -> None:
         own = self._ranks.sources()
+        seconds = AGENT_POLL_SECONDS if self._running is None else self._running.seconds_to_next_action()
         sources = [link, self._inspection, self._signals.fileno(), *own]
-        readable, _, _ = select.select(sources, [], [], self._patience())
+        readable, _, _ = select.select(sources, [], [], seconds)
         if self._signals.fileno() in readable:
-            self._handle_signal(self._signals.take())
+            self._handle_signal(self._signals.next_received())
         for news in self._ranks.receive([source for source in own if source in readable]):
             self._report_to(link, news)
         if link in readable:
             for message in link.receive():
-                self._execute(message)
+                self._execute(message, link)
                 if self._link is not link:
                     return
         if self._inspection in readable:
             self._inspection.serve(link)
         link.check()
-        self._look_for_stopped(link)
-        self._look_for_stragglers()
+        self._report_stopped(link)
+        if self._running is None:
+            return
+        if notices := self._running.notices():
+            self._reporter.show(notices)
         self._update_status()
-        self._continue_ending()
-        if self._is_attempt_on and not self._ranks.running:
+        self._running.continue_ending()
+        if not self._ranks.running:
             self._conclude(link)
 
     def _update_status(self) -> None:
         # Once for all machines: their output often ends up in one place.
         has_rank_zero = self._ranks.attempt is not None and self._ranks.attempt.first_rank == 0
-        if self._status is not None and self._is_attempt_on and has_rank_zero:
+        if self._status is not None and has_rank_zero:
             self._status.update(time.monotonic())
 
     def _describe_job(self) -> str:
         """Return the line about the whole job. Called in a thread."""
         link = self._link
         return "" if link is None else line_of(self._inspection.steps(link, every_seconds=PROGRESS_SECONDS))
-
-    def _patience(self) -> float:
-        if self._ending is None:
-            return LOOK_SECONDS
-        next_step = self._ending.kill_at if self._ending.has_asked else self._ending.terminate_at
-        return min(LOOK_SECONDS, max(0.0, next_step - time.monotonic()))
 
     def _report_to(self, link: AgentLink, news: Failure | int) -> None:
         if self._ranks.attempt is None:
@@ -228,89 +262,81 @@ class Agent:
         else:
             link.send(RankDeparted(attempt=number, rank=news))
 
-    def _look_for_stopped(self, link: AgentLink) -> None:
+    def _report_stopped(self, link: AgentLink) -> None:
         attempt = self._ranks.attempt
         if attempt is None or attempt.world_size == 1:
             return
-        for failed, pid in self._ranks.look_for_stopped(time.monotonic(), may_end=self._can_restart):
-            if self._can_restart:
+        can_restart = self._options.max_restarts > 0
+        for failed, pid in self._ranks.find_stopped(time.monotonic(), may_end=can_restart):
+            if can_restart:
                 self._report_to(link, failed)
             else:
                 self._reporter.show(
                     f"[rankwise] rank {failed.rank} has been stopped (SIGSTOP); to resume it: kill -CONT {pid}\n"
                 )
 
-    def _look_for_stragglers(self) -> None:
-        if self._ending is None:
-            notices = self._stragglers.notices(self._ranks.running_processes(), time.monotonic())
-            if notices:
-                self._reporter.show(notices)
-
     # -- what the coordinator sends ----------------------------------------------------------------
 
-    def _execute(self, message: Message) -> None:
-        if isinstance(message, Heartbeat):
-            return
-        action = self._actions.get(type(message))
-        if action is not None:
-            action(message)
+    def _execute(self, message: Message, link: AgentLink) -> None:
+        match message:
+            case ShowText() if self._hosts_job:
+                # Once for all machines: their output often ends up in one place.
+                self._reporter.show(message.text)
+            case ReportFailure():
+                self._report_failure(message.failed)
+            case Refuse():
+                raise error_of(message)
+            case Wait():
+                self._rejoin_later(link)
+            case EndJob():
+                self._end_job(message)
+            case InspectRequest() | InspectAnswer():
+                self._inspection.handle(message, link)
+            case _:
+                self._execute_on_ranks(message)
 
-    def _inspect(self, message: InspectRequest | InspectAnswer) -> None:
-        self._inspection.handle(message, self._link)
+    def _execute_on_ranks(self, message: Message) -> None:
+        match message:
+            case StartAttempt():
+                self._start(message)
+            case StopAttempt() if running := self._current(message.attempt):
+                running.begin_to_end(message.settle_seconds)
+            case StopRank() if running := self._current(message.attempt):
+                running.begin_to_end_rank(message.rank, message.settle_seconds)
+            case RanksDeparted() if running := self._current(message.attempt):
+                running.note_departed(message.ranks)
+            case RequestStop():
+                self._request_save()
+            case _:  # a heartbeat, or for an attempt that is over
+                pass
+
+    def _current(self, number: int) -> _RunningAttempt | None:
+        """Return the attempt of this number if its ranks may still run."""
+        is_current = self._ranks.attempt is not None and self._ranks.attempt.attempt == number
+        return self._running if is_current else None
 
     def _start(self, attempt: StartAttempt) -> None:
-        self._ending = None
-        self._kill_at.clear()
-        self._stragglers.begin()
-        self._is_attempt_on = True
+        self._running = _RunningAttempt(self._ranks)
         if attempt.num_nodes > 1:
             self._reporter.show(_ranks_here(attempt, self._ranks.num_ranks))
-        self._ranks.start(attempt, between=self.raise_if_interrupted)
+        self._ranks.start(attempt, between=self._raise_if_interrupted)
 
-    def _begin_to_end(self, message: StopAttempt) -> None:
-        if not self._is_current(message.attempt):
-            return
-        terminate_at = time.monotonic() + message.settle_seconds
-        at_once = not message.settle_seconds
-        kill_at = terminate_at + (0.0 if at_once else TERMINATE_SECONDS)
-        self._ending = _Ending(terminate_at, kill_at, at_once, has_asked=at_once)
-
-    def _begin_to_end_rank(self, message: StopRank) -> None:
-        if self._is_current(message.attempt):
-            self._kill_at[message.rank] = time.monotonic() + message.settle_seconds
-
-    def _note_departed(self, message: RanksDeparted) -> None:
-        if self._is_current(message.attempt):
-            self._stragglers.note_ended(message.ranks, time.monotonic())
-
-    def _is_current(self, number: int) -> bool:
-        return self._ranks.attempt is not None and self._ranks.attempt.attempt == number
-
-    def _request_save(self, _: RequestStop) -> None:
+    def _request_save(self) -> None:
         """Ask the only rank of the job to save and exit: alone it follows no event log."""
         for rank in sorted(self._ranks.running):
             self._ranks.send_signal(rank, signal.SIGUSR2)
 
-    def _show_for_all(self, message: ShowText) -> None:
-        # Once for all machines: their output often ends up in one place.
-        if self._hosts_job:
-            self._reporter.show(message.text)
-
-    def _report_failure(self, message: ReportFailure) -> None:
-        failed, advises = message.failed, not self._has_controller  # which has a script for one device
+    def _report_failure(self, failed: FailedAttempt) -> None:
+        advises = not self._options.controller  # which has a script for one device
         text = failure_report.whole(failed, advises=advises) if self._hosts_job else failure_report.one_line(failed)
         self._reporter.report(failed, text)
 
-    def _raise_refusal(self, message: Refuse) -> NoReturn:
-        raise error_of(message)
-
-    def _rejoin_later(self, _: Wait) -> None:
+    def _rejoin_later(self, link: AgentLink) -> None:
         """Introduce this machine again a little later: a machine that has exited may still hold its place."""
-        if self._link is not None:
-            self._link.close()
+        link.close()
         if select.select([self._signals.fileno()], [], [], AGAIN_SECONDS)[0]:
-            self._handle_signal(self._signals.take())
-        self._link = self._open_link(RETURN_SECONDS)
+            self._handle_signal(self._signals.next_received())
+        self._link = self._open_link(RETURN_SECONDS, self._raise_if_interrupted)
 
     def _end_job(self, message: EndJob) -> None:
         self._exit_code = message.exit_code
@@ -322,35 +348,20 @@ class Agent:
         """Report how the ranks of this attempt exited, once nothing they started is left."""
         if self._ranks.attempt is None:
             return
-        self._is_attempt_on, self._ending = False, None
+        self._running = None
         self._ranks.clear()
         link.send(RanksEnded(attempt=self._ranks.attempt.attempt, report=self._ranks.report()))
-
-    def _continue_ending(self) -> None:
-        ending, now = self._ending, time.monotonic()
-        for rank in [rank for rank, kill_at in self._kill_at.items() if now >= kill_at]:
-            del self._kill_at[rank]
-            self._ranks.kill(rank)
-        if ending is None or not self._ranks.running:
-            return
-        if not ending.at_once and not ending.has_looked and now >= ending.terminate_at - WHERE_SECONDS:
-            ending.has_looked = True
-            self._ranks.locate()
-        if not ending.has_asked and now >= ending.terminate_at:
-            ending.has_asked = True
-            self._ranks.signal_all(signal.SIGTERM)
-        elif ending.has_asked and now >= ending.kill_at:
-            self._ranks.clear(FOR_RESTART if ending.at_once else KILLED)
 
     # -- signals, and a lost coordinator -----------------------------------------------------------
 
     def _handle_signal(self, number: signal.Signals) -> None:
-        if self._has_controller and 0 in self._ranks.running and self._ending is None:
+        is_ending = self._running is not None and self._running.is_ending
+        if self._options.controller and 0 in self._ranks.running and not is_ending:
             # The job ends when the script does, as long as it may take to clean up.
             self._ranks.send_signal(0, number)
             return
         asks = number == signal.SIGUSR2 or (number == signal.SIGTERM and self._saves_on_terminate)
-        if not asks or not self._is_attempt_on or self._link is None:
+        if not asks or self._running is None or self._link is None:
             raise Interrupted(number)
         self._saves_on_terminate = False
         self._reporter.show(f"[rankwise] {number.name}: the ranks save at their next step and exit\n")
@@ -364,7 +375,7 @@ class Agent:
         while self._ranks.running and (left := deadline - time.monotonic()) > 0:
             readable, _, _ = select.select([self._signals.fileno(), *own], [], [], left)
             if self._signals.fileno() in readable:
-                self._signals.take()
+                self._signals.next_received()
                 break
             self._ranks.receive(readable)
         self._ranks.clear()
@@ -381,11 +392,11 @@ class Agent:
     def _reconnect(self, lost: ControllerLost) -> AgentLink | None:
         """Terminate the ranks here and reconnect to the coordinator; return ``None`` if that is pointless or fails."""
         self._ranks.clear()
-        self._is_attempt_on, self._ending = False, None
+        self._running = None
         if self._link is not None:
             self._link.close()
             self._link = None
-        if not self._can_return:
+        if self._hosts_job or not self._options.can_restart:
             self._reporter.show(
                 f"[rankwise] lost the rendezvous: {lost}; every rank here has been terminated. "
                 "Start the job again; with --max-restarts 3 it survives this\n"
@@ -393,7 +404,7 @@ class Agent:
             return None
         self._reporter.show(f"[rankwise] lost the rendezvous: {lost}; trying to reconnect for {RETURN_SECONDS:.0f} s\n")
         try:
-            return self._open_link(RETURN_SECONDS)
+            return self._open_link(RETURN_SECONDS, self._raise_if_interrupted)
         except LaunchError as error:
             self._reporter.show(f"[rankwise] {error}\n")
             return None

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import LaunchError
 from rankwise.launch.controller.link import ControllerLost
-from rankwise.launch.inspect import stacks, steps
+from rankwise.launch.inspect.stacks_and_steps import (
+    merged_stacks,
+    paces,
+    stacks_as_json,
+    stacks_here,
+    steps_as_json,
+)
 from rankwise.launch.messages import InspectAnswer, InspectRequest
 from rankwise.store import opening
 
@@ -46,7 +52,7 @@ def stacks_of(ranks: LocalRanks) -> Answers:
         return {}
     opened = opening.connect(*job.address, STORE_SECONDS, secret=job.secret.encode())
     try:
-        return stacks.look(
+        return stacks_here(
             opened.prefixed(f"attempt/{attempt.attempt}"),
             attempt.world_size,
             processes=ranks.running_processes(),
@@ -93,14 +99,14 @@ class InspectService:
         """
         attempt, others = self._ranks.attempt, self._others["steps"]
         if attempt is None:
-            return steps.as_json([], [])
+            return steps_as_json([], [])
         parts: dict[int, Answers] = {}
         with contextlib.suppress(ControllerLost, OSError):
             asked = others.ask(link, attempt, every_seconds=every_seconds)
             parts = others.answers(asked)
         parts[attempt.node_rank] = self._of_this_machine("steps")
         missing = [name for node, name in enumerate(attempt.hostnames) if node not in parts]
-        return steps.as_json(parts.values(), missing)
+        return steps_as_json(parts.values(), missing)
 
     def _answer(self, asked: dict[str, Any], link: AgentLink) -> dict[str, Any]:
         if asked.get("kind") == "steps":
@@ -118,7 +124,7 @@ class InspectService:
         others = self._others["stacks"]
         asked = others.ask(link, attempt)
         own = self._of_this_machine("stacks")
-        return stacks.as_json(stacks.merge([own, *others.answers(asked).values()]), attempt.world_size)
+        return stacks_as_json(merged_stacks([own, *others.answers(asked).values()]), attempt.world_size)
 
     def _answer_machine(self, request: InspectRequest, link: AgentLink) -> None:
         attempt = self._ranks.attempt
@@ -135,7 +141,7 @@ class InspectService:
             link.send(answer)
 
     def _of_this_machine(self, question: Question) -> Answers:
-        return stacks_of(self._ranks) if question == "stacks" else steps.paces(self._ranks.step_records())
+        return stacks_of(self._ranks) if question == "stacks" else paces(self._ranks.step_records())
 
 
 class OtherMachines:

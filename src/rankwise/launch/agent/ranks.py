@@ -11,18 +11,18 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rankwise.health import flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.agent.output import descriptors_closed
-from rankwise.launch.fork_server.fork_server import Ended, RankStart, Started
-from rankwise.launch.messages import RankEnds, StartAttempt
+from rankwise.launch.messages import RankEnds, RankExited, RanksCleared, RankStart, RankStarted, StartAttempt
 from rankwise.launch.report import failure
 from rankwise.launch.report.exit_code import OomCount
+from rankwise.launch.report.failure import Failure
 from rankwise.launch.report.failure_report import launcher_name
 from rankwise.meter import SUFFIX, record_path
 from rankwise.world.device.kinds import variables_for_instance
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rankwise.launch.fork_server.fork_server import ForkServer
     from rankwise.launch.options import LaunchOptions
     from rankwise.launch.rendezvous import JobAddress
-    from rankwise.launch.report.failure import Failure
 
 LONGEST_LINE = 2000
 """How much of a line written by a failed rank is shown."""
@@ -49,6 +48,21 @@ FLUSH_FAILED = 120
 """Exit code of Python if the last flush of stdout fails."""
 STOPPED_SECONDS = 6.0
 """After how long a stopped rank (SIGSTOP) is reported and, if possible, replaced."""
+
+
+@dataclass(slots=True)
+class _RanksOfAttempt:
+    """What is known of the ranks of one attempt, by rank."""
+
+    processes: dict[int, int] = field(default_factory=dict[int, int])
+    """Process id of each rank that has been started."""
+    failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    ends: dict[int, str] = field(default_factory=dict[int, str])
+    """How each rank exited that was terminated, or that saved and stopped."""
+    unreported: list[Failure | int] = field(default_factory=list["Failure | int"])
+    stopped_since: dict[int, float] = field(default_factory=dict[int, float])
+    located_at: dict[int, str] = field(default_factory=dict[int, str])
+    has_stopped: bool = False
 
 
 class LocalRanks:
@@ -72,11 +86,6 @@ class LocalRanks:
         """
         self.num_ranks = num_ranks
         self.running: set[int] = set()
-        self.failures: dict[int, Failure] = {}
-        self.processes: dict[int, int] = {}
-        """Process id of each rank that has been started."""
-        self.has_stopped = False
-        """Whether a rank saved and exited because it was asked to."""
         self.attempt: StartAttempt | None = None
         self.job = job
         self._options = options
@@ -86,17 +95,22 @@ class LocalRanks:
         self._notify_pipe = notify_pipe
         self._instances = instances
         self._oom_count = OomCount()
-        self._ends: dict[int, str] = {}
-        self._unreported: list[Failure | int] = []
-        self._stopped_since: dict[int, float] = {}
-        self._located_at: dict[int, str] = {}
+        self._known = _RanksOfAttempt()
+
+    @property
+    def failures(self) -> dict[int, Failure]:
+        """How ranks of the attempt have failed."""
+        return self._known.failures
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a rank saved and exited because it was asked to."""
+        return self._known.has_stopped
 
     def start(self, attempt: StartAttempt, between: Callable[[], None] = lambda: None) -> None:
         """Start the ranks of an attempt, after those of the previous one; ``between`` is called while this waits."""
         self.attempt = attempt
-        self.failures, self.processes, self._ends, self._stopped_since = {}, {}, {}, {}
-        self._located_at = {}
-        self.has_stopped = False
+        self._known = _RanksOfAttempt()
         for local_rank in range(self.num_ranks):
             rank = attempt.first_rank + local_rank
             variables = self._variables(attempt, local_rank)
@@ -108,8 +122,8 @@ class LocalRanks:
 
     def _wait_until_started(self, rank: int, between: Callable[[], None]) -> None:
         """Wait until a rank is started: sending more and more without receiving would block both ends."""
-        while rank not in self.processes:
-            self._unreported += self._note(self._server.receive(between))
+        while rank not in self._known.processes:
+            self._known.unreported += self._note(self._server.receive(between))
 
     def sources(self) -> list[int]:
         """Return the descriptors that are readable when there is news of ranks."""
@@ -117,7 +131,7 @@ class LocalRanks:
 
     def receive(self, readable: list[int]) -> list[Failure | int]:
         """Return new reports: failures, and numbers of ranks that exited without an error while others run."""
-        news, self._unreported = self._unreported, []
+        news, self._known.unreported = self._known.unreported, []
         if self._notify_pipe in readable:
             os.read(self._notify_pipe, 4096)
             for rank in sorted(self.running):
@@ -126,20 +140,20 @@ class LocalRanks:
             news += self._note(self._server.receive())
         return news
 
-    def look_for_stopped(self, now: float, *, may_end: bool) -> list[tuple[Failure, int]]:
+    def find_stopped(self, now: float, *, may_end: bool) -> list[tuple[Failure, int]]:
         """Return the ranks newly found to have been stopped for a while, with their process ids.
 
         With ``may_end`` they count as failed; otherwise they are only reported, once.
         """
         found: list[tuple[Failure, int]] = []
-        for rank, pid in self.processes.items():
+        for rank, pid in self._known.processes.items():
             if rank not in self.running or not _is_stopped(pid):
-                self._stopped_since.pop(rank, None)
+                self._known.stopped_since.pop(rank, None)
                 continue
-            since = self._stopped_since.setdefault(rank, now)
+            since = self._known.stopped_since.setdefault(rank, now)
             if now - since < STOPPED_SECONDS or rank in self.failures:
                 continue
-            self._stopped_since[rank] = float("inf")
+            self._known.stopped_since[rank] = float("inf")
             failed = failure.from_stop(rank, now - since, time.time())
             if may_end:
                 self.failures[rank] = failed
@@ -149,33 +163,33 @@ class LocalRanks:
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every rank that runs."""
         for rank in self.running:
-            self._ends.setdefault(rank, f"had to be terminated by the launcher{self._at(rank)}")
+            self._known.ends.setdefault(rank, f"had to be terminated by the launcher{self._at(rank)}")
             with contextlib.suppress(OSError):
                 self._server.signal(rank, number)
 
     def clear(self, how: str = KILLED) -> None:
         """Kill the ranks and everything they started, and wait; ``how`` describes ranks that were still running."""
         for rank in self.running:
-            self._ends.setdefault(rank, how + self._at(rank))
+            self._known.ends.setdefault(rank, how + self._at(rank))
         self._server.clear()
-        while (said := self._server.receive(self._server.wake)) != "cleared":
-            self._note(said)
+        while not isinstance(message := self._server.receive(self._server.wake), RanksCleared):
+            self._note(message)
         self.running.clear()
 
     def locate(self) -> None:
         """Determine where the running ranks are, before they are terminated. Returns at once."""
-        files, attempt = self.stack_files(), self.attempt
+        files, known = self.stack_files(), self._known
         for rank, pid in self.running_processes().items():
 
-            def look(rank: int = rank, pid: int = pid) -> None:
+            def locate_one(rank: int = rank, pid: int = pid) -> None:
                 stack = process_probe.stack_of(pid, files[rank], partial(self.send_signal, rank))
-                if stack and self.attempt is attempt:
-                    self._located_at[rank] = flight_recorder.innermost_of_user(stack)
+                if stack:
+                    known.located_at[rank] = flight_recorder.innermost_of_user(stack)
 
-            threading.Thread(target=look, name="rankwise-look", daemon=True).start()
+            threading.Thread(target=locate_one, name="rankwise-locate", daemon=True).start()
 
     def _at(self, rank: int) -> str:
-        return f", at {self._located_at[rank]}" if rank in self._located_at else ""
+        return f", at {self._known.located_at[rank]}" if rank in self._known.located_at else ""
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank; does nothing if it has exited. May be called from any thread."""
@@ -185,12 +199,12 @@ class LocalRanks:
     def kill(self, rank: int) -> None:
         """Kill one rank if it still runs; processes it has started end with the attempt."""
         if rank in self.running:
-            self._ends.setdefault(rank, KILLED)
+            self._known.ends.setdefault(rank, KILLED)
             self.send_signal(rank, signal.SIGKILL)
 
     def running_processes(self) -> dict[int, int]:
         """Return the process id of each running rank. May be called from any thread."""
-        return {rank: pid for rank, pid in list(self.processes.items()) if rank in self.running}
+        return {rank: pid for rank, pid in list(self._known.processes.items()) if rank in self.running}
 
     def is_script_over(self, rank: int) -> bool:
         """Return whether the script of a rank has run to its end, though its process may still run."""
@@ -198,20 +212,20 @@ class LocalRanks:
 
     def stack_files(self) -> dict[int, str]:
         """Return where each rank of the attempt writes its stack on request. May be called from any thread."""
-        return {rank: failure.stack_file(self._folder, self._number, rank) for rank in list(self.processes)}
+        return {rank: failure.stack_file(self._folder, self._number, rank) for rank in list(self._known.processes)}
 
     def step_records(self) -> dict[int, Path]:
         """Return where each rank of the attempt records its steps. May be called from any thread."""
         folder, job = self._options.report, "" if self.attempt is None else self.attempt.run_id
         if folder is None or folder == REPORT_OFF:
             return {rank: Path(f"{path}{SUFFIX}") for rank, path in self.stack_files().items()}
-        return {rank: record_path(Path(folder), job, self._number, rank) for rank in list(self.processes)}
+        return {rank: record_path(Path(folder), job, self._number, rank) for rank in list(self._known.processes)}
 
     def report(self) -> RankEnds:
         """Return how the ranks of the attempt exited."""
         if self.attempt is None:
             return RankEnds()
-        number, first = self._number, self.attempt.first_rank
+        number, first, ends = self._number, self.attempt.first_rank, self._known.ends
         self._output.drain()
         self._explain_broken_pipes(self._output.problem())
         for failed in self.failures.values():
@@ -220,7 +234,7 @@ class LocalRanks:
         paths = {rank: self._output.log_path(rank, number) for rank in self.failures}
         return RankEnds(
             failures=tuple(self.failures.values()),
-            ends={rank: self._ends.get(rank, "exited with code 0") for rank in range(first, first + self.num_ranks)},
+            ends={rank: ends.get(rank, "exited with code 0") for rank in range(first, first + self.num_ranks)},
             stderr_tails={
                 rank: tuple(line[:LONGEST_LINE] for line in self._output.stderr_tail(rank)) for rank in self.failures
             },
@@ -246,26 +260,26 @@ class LocalRanks:
         self.failures[rank] = written
         return [written]
 
-    def _note(self, said: Started | Ended | Literal["cleared"]) -> list[Failure | int]:
+    def _note(self, message: RankStarted | RankExited | RanksCleared) -> list[Failure | int]:
         """Record a message of the server; return what there is to report."""
-        if isinstance(said, Started):
-            self.processes[said.rank] = said.pid
-        return self._note_end(said) if isinstance(said, Ended) else []
+        if isinstance(message, RankStarted):
+            self._known.processes[message.rank] = message.pid
+        return self._note_end(message) if isinstance(message, RankExited) else []
 
-    def _note_end(self, ended: Ended) -> list[Failure | int]:
+    def _note_end(self, ended: RankExited) -> list[Failure | int]:
         rank = ended.rank
         if self.attempt is None or ended.attempt != self.attempt.attempt or rank not in self.running:
             return []
         self.running.discard(rank)
         if ended.exit_code == STOPPED_EXIT_CODE:
-            self.has_stopped = True
-            self._ends[rank] = "saved and stopped"
+            self._known.has_stopped = True
+            self._known.ends[rank] = "saved and stopped"
             return [rank]
         news = self._read_failure(rank)
         if rank in self.failures:
-            if rank not in self._ends and ended.exit_code:
+            if rank not in self._known.ends and ended.exit_code:
                 self.failures[rank] = replace(self.failures[rank], exit_code=ended.exit_code)
-        elif rank in self._ends:
+        elif rank in self._known.ends:
             return news
         elif ended.exit_code:
             killed = ended.exit_code == -signal.SIGKILL

@@ -55,7 +55,7 @@ class PendingSignals:
         """Return the descriptor that is readable when a signal has been received."""
         return self._reader
 
-    def take(self) -> signal.Signals:
+    def next_received(self) -> signal.Signals:
         """Return the next signal received."""
         os.read(self._reader, 1)
         return self._pending.popleft()

@@ -83,29 +83,25 @@ def _bytes_of(pid: int) -> int:
 
 
 class Stragglers:
-    """The ranks of this machine that keep running, in one attempt after another.
+    """The ranks of this machine that keep running, in one attempt.
 
     Args:
-        look: returns what ranks are doing; takes seconds, and is called from another thread.
+        ask: returns what ranks are doing; takes seconds, and is called from another thread.
         is_over: returns whether a rank's script has run to its end.
     """
 
-    def __init__(self, look: Callable[[], Answers], is_over: Callable[[int], bool]) -> None:
-        self._look = look
+    def __init__(self, ask: Callable[[], Answers], is_over: Callable[[int], bool]) -> None:
+        self._ask = ask
         self._is_over = is_over
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the previous attempt."""
         self._ended: set[int] = set()
         self._since = 0.0
         self._before: dict[int, Activity] | None = None
-        self._looked = 0.0
+        self._measured_at = 0.0
         self._reported_busy: set[int] = set()
         self._reported_idle: set[int] = set()
         self._idle: dict[int, Activity] = {}
         self._busy: dict[int, Activity] = {}
-        self._seen: queue.SimpleQueue[Answers] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answers] = queue.SimpleQueue()
 
     def note_ended(self, ranks: Sequence[int], now: float) -> None:
         """Record which ranks of the job have exited without an error."""
@@ -117,22 +113,22 @@ class Stragglers:
         """Return the text to show now, usually empty; ``running`` has the process id of each running rank here."""
         if not self._ended or not running:
             return ""
-        if not self._seen.empty():
-            return self._notices_of(self._seen.get(), set(running), now)
+        if not self._answers.empty():
+            return self._notices_of(self._answers.get(), set(running), now)
         awaited = set(running) - self._reported_idle
         if not awaited or self._idle or self._busy:
             return ""
         if self._before is None:
-            self._before, self._looked = activity_of(list(running.values())), now
-        elif now - self._looked >= NOTICE_SECONDS:
+            self._before, self._measured_at = activity_of(list(running.values())), now
+        elif now - self._measured_at >= NOTICE_SECONDS:
             self._judge({rank: running[rank] for rank in awaited}, now)
         return ""
 
     def _judge(self, running: Mapping[int, int], now: float) -> None:
         """Determine which ranks make no progress, and inspect those not reported yet."""
-        before, seconds = self._before or {}, now - self._looked
+        before, seconds = self._before or {}, now - self._measured_at
         after = activity_of(list(running.values()))
-        self._before, self._looked = after, now
+        self._before, self._measured_at = after, now
         for rank, pid in running.items():
             used = after[pid].since(before.get(pid, after[pid]))
             if used.is_idle(seconds):
@@ -140,13 +136,13 @@ class Stragglers:
             elif rank not in self._reported_busy:
                 self._busy[rank] = used
         if self._idle or self._busy:
-            threading.Thread(target=self._see, args=(self._seen,), name="rankwise-stragglers", daemon=True).start()
+            threading.Thread(target=self._ask_ranks, name="rankwise-stragglers", daemon=True).start()
 
-    def _see(self, seen: queue.SimpleQueue[Answers]) -> None:
+    def _ask_ranks(self) -> None:
         try:
-            seen.put(self._look())
+            self._answers.put(self._ask())
         except (RankwiseError, OSError, RuntimeError, ValueError):  # the store is busy, or has just closed
-            seen.put({})
+            self._answers.put({})
 
     def _notices_of(self, answers: Answers, running: set[int], now: float) -> str:
         """Return the report on the inspected ranks that still run."""

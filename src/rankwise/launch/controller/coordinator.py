@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides, for all machines of a job: when an attempt starts, on which of them, when it stops, how the job ends.
 
-Values in, messages out: no socket, no clock, no thread. Times are seconds of one monotonic clock. The state of one
-attempt is a value of its own, ``Attempt``. Imported by ``server``, which carries the messages.
+Values in, messages out: no socket, no clock, no thread. Times are seconds of one monotonic clock. Imported by
+``server``, which carries the messages.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from rankwise.errors import fold_ranks
-from rankwise.health.event_log import Event, Failed, Left, StopRequested
+from rankwise.health.event_log import Event, Left, StopRequested
 from rankwise.health.preemption import STOPPED_EXIT_CODE
-from rankwise.launch.controller.nodes import JobNode, node_order, ranks_in_words, refusal_of, who_is_missing
+from rankwise.launch.controller.nodes import (
+    Attempt,
+    JobNode,
+    failed_event,
+    missing_nodes,
+    node_order,
+    ranks_in_words,
+    refusal_of,
+)
 from rankwise.launch.messages import (
     EndJob,
     Message,
     Node,
-    RankEnds,
     RanksDeparted,
     Refuse,
     ReportFailure,
@@ -31,12 +37,15 @@ from rankwise.launch.messages import (
     StopRank,
     Wait,
 )
-from rankwise.launch.report import failure, unjoined
+from rankwise.launch.report import failure
 from rankwise.launch.report.exit_code import shell_code
-from rankwise.launch.report.failure import FailedAttempt, Failure, causes_first
+from rankwise.launch.report.unjoined_and_same_file import alone_reminder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from rankwise.launch.messages import RankEnds
+    from rankwise.launch.report.failure import Failure
 
 LOST_SECONDS = 10.0
 """After how long without a heartbeat a machine is declared lost. A network cut of a few seconds is survived."""
@@ -68,117 +77,11 @@ class Disconnect:
     """Close the connection of a machine; nothing is sent."""
 
 
-@dataclass(slots=True)
-class Attempt:
-    """One attempt, from its start to its end."""
-
-    number: int
-    world_size: int
-    failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
-    ends: dict[int, str] = field(default_factory=dict[int, str])
-    hostnames: dict[int, str] = field(default_factory=dict[int, str])
-    stderr_tails: dict[int, tuple[str, ...]] = field(default_factory=dict[int, "tuple[str, ...]"])
-    log_paths: dict[int, str] = field(default_factory=dict[int, str])
-    lost_ranks: set[int] = field(default_factory=set[int])
-    departed: set[int] = field(default_factory=set[int])
-    """Ranks that have exited without an error while others ran."""
-    optional: frozenset[int] = frozenset()
-    """Ranks that have been declared optional: the job continues without them."""
-    tolerated: set[int] = field(default_factory=set[int])
-    """Those of them whose failure did not end the others."""
-    has_stopped: bool = False
-    """Whether a rank saved and stopped, as requested."""
-    is_alone: bool = False
-    """Whether rank 0 took an optimizer step without having joined its peers."""
-    is_to_grow: bool = False
-    """Whether its ranks were asked to save and exit for a machine that has joined."""
-    grow_deadline: float | None = None
-    """When they are terminated for it if they do not save; ``None`` if it has left again."""
-    order_received: dict[int, int] = field(default_factory=dict[int, int])
-    """The order in which failures of ranks were reported: clocks of machines differ."""
-
-    def end_ranks(self, report: RankEnds, hostname: str) -> None:
-        """Record how the ranks of a machine have exited."""
-        for failed in report.failures:
-            self.failures[failed.rank] = failed
-            self.hostnames[failed.rank] = hostname
-        self.ends |= report.ends
-        self.stderr_tails |= report.stderr_tails
-        self.log_paths |= report.log_paths
-        self.has_stopped = self.has_stopped or report.has_stopped
-        self.is_alone = self.is_alone or report.is_alone
-
-    def running(self, ranks: Collection[int]) -> set[int]:
-        """Return those of ``ranks`` that have neither failed nor exited."""
-        return set(ranks) - self.failures.keys() - self.departed
-
-    def tolerates(self, ranks: Collection[int]) -> bool:
-        """Return whether the others continue if ``ranks`` fail: another optional one must run, or have succeeded."""
-        return self.optional.issuperset(ranks) and bool(self.optional - self.failures.keys() - set(ranks))
-
-    def tolerate(self, ranks: Collection[int]) -> str:
-        """Record that the others continue without ``ranks``, which have failed; return the text to show."""
-        new = sorted(set(ranks) - self.tolerated)
-        self.tolerated.update(new)
-        lines: list[str] = []
-        for how, alike in self._alike(new).items():
-            without = "it" if len(alike) == 1 else "them"
-            lines.append(f"[rankwise] {fold_ranks(alike)} failed ({how}); the others continue without {without}\n")
-        tracebacks = [self.failures[rank].traceback.rstrip("\n") for rank in new]
-        return "".join([*lines, *(f"{text}\n" for text in tracebacks if text)])
-
-    def reminder(self) -> str:
-        """Return the last line of a job that succeeded without some ranks; empty if none failed."""
-        if not self.tolerated:
-            return ""
-        failed = [f"{fold_ranks(ranks)} failed earlier: {how}" for how, ranks in self._alike(self.tolerated).items()]
-        others = "saved and stopped" if self.has_stopped else "succeeded"
-        return f"[rankwise] {'; '.join(failed)}; the others {others}\n"
-
-    def _alike(self, ranks: Collection[int]) -> dict[str, list[int]]:
-        """Return short descriptions of failures, each with its ranks."""
-        ranks_of: dict[str, list[int]] = {}
-        for rank in sorted(ranks):
-            ranks_of.setdefault(self.failures[rank].brief, []).append(rank)
-        return ranks_of
-
-    def is_lost_with_node(self) -> bool:
-        """Return whether no rank failed by itself: all failures are ranks lost with their machine, or echoes."""
-        spared = self.lost_ranks | self.tolerated
-        return bool(self.lost_ranks) and all(one.secondary or one.rank in spared for one in self.failures.values())
-
-    def failed(self) -> FailedAttempt:
-        """Return how all ranks exited, after a failure that ended the others."""
-        by_clock = causes_first(self.failures.values())
-        last = len(self.order_received)
-        # A tolerated failure is the cause of echoes only.
-        failures = tuple(
-            sorted(
-                by_clock,
-                key=lambda one: (one.secondary, one.rank in self.tolerated, self.order_received.get(one.rank, last)),
-            )
-        )
-        first = failures[0].rank
-        return FailedAttempt(
-            attempt=self.number,
-            world_size=self.world_size,
-            failures=failures,
-            tolerated=tuple(sorted(self.tolerated)),
-            ends={rank: how for rank, how in self.ends.items() if rank not in self.failures},
-            hostname=self.hostnames.get(first, ""),
-            stderr_tail=self.stderr_tails.get(first, ()),
-            log_path=self.log_paths.get(first),
-        )
-
-
-def failed_event(failed: Failure, hostname: str) -> Failed:
-    """Return the event that notifies the other ranks of a failure."""
-    text = failed.traceback or failed.message or f"the process exited with code {failed.exit_code}"
-    return Failed(failed.rank, failed.type, text, hostname)
-
-
 class Coordinator:
-    """The job's state. Each method handles one event; ``take_output`` returns the resulting messages."""
+    """The job's state. Each method handles one event; ``take_output`` returns the resulting messages.
+
+    Its many fields are that state as one value: an event may change any of them, and nothing else decides.
+    """
 
     def __init__(
         self,
@@ -233,7 +136,7 @@ class Coordinator:
             place = f"{len(self._members)} of {most} nodes"
             self._show(f"[rankwise] {node.hostname} joined with {ranks_in_words(node.num_ranks)} ({place})\n")
         if self.phase is Phase.RUNNING and self._attempt is not None:
-            self._attempt.is_to_grow, self._attempt.grow_deadline = True, now + GROW_SECONDS
+            self._attempt.grow(now + GROW_SECONDS)
             self._show("[rankwise] the ranks save at their next step and restart with it\n")
             self._request_save(f"{node.hostname} joined")
         self.tick(now)
@@ -246,7 +149,7 @@ class Coordinator:
     def set_optional_ranks(self, attempt: int, ranks: Collection[int]) -> None:
         """Ranks have declared that the job continues without some of them."""
         if self._attempt is not None and self._attempt.number == attempt:
-            self._attempt.optional = frozenset(ranks)
+            self._attempt.declare_optional(ranks)
 
     def heartbeat(self, node_id: str, now: float) -> None:
         """A machine has sent a heartbeat."""
@@ -274,7 +177,7 @@ class Coordinator:
                 self._stop(0.0 if self._can_continue_without() or self._may_restart else PEERS_SECONDS)
             self._conclude_if_ended(now)
         elif self._attempt is not None and all(other.is_running for other in self._members.values()):
-            self._attempt.grow_deadline = None
+            self._attempt.end_growing()
         if not self._members:
             self.phase = Phase.OVER
 
@@ -286,9 +189,7 @@ class Coordinator:
         member = self._members.get(node_id)
         if member is None:
             return
-        current.failures.setdefault(failed.rank, failed)
-        current.order_received.setdefault(failed.rank, len(current.order_received))
-        current.hostnames[failed.rank] = member.node.hostname
+        current.note_failure(failed, member.node.hostname)
         is_tolerated = failed.rank in current.tolerated or current.tolerates({failed.rank})
         if is_tolerated or not failed.secondary:
             self._events.append((attempt, failed_event(failed, member.node.hostname)))
@@ -397,7 +298,7 @@ class Coordinator:
         self._num_arrivals = len(members)
 
     def _give_up(self) -> None:
-        which, here = who_is_missing(list(self._members.values()), self.min_nodes)
+        which, here = missing_nodes(list(self._members.values()), self.min_nodes)
         waited = RETURN_SECONDS if self._num_attempts else self._timeout_seconds
         node_joined = "rejoined" if self._num_attempts else "joined"
         self._over(
@@ -445,12 +346,12 @@ class Coordinator:
         is_anyone_running = any(member.is_running for member in self._members.values())
         if current is None or is_anyone_running or self.phase is Phase.OVER:
             return
-        self._show(unjoined.reminder(current.world_size) if current.is_alone else "")
+        self._show(alone_reminder(current.world_size) if current.is_alone else "")
         failed = current.failed() if current.failures.keys() - current.tolerated else None
         restart_reason = ""
         if failed is None:
             code = STOPPED_EXIT_CODE if current.has_stopped else 0
-            if current.is_to_grow and (current.has_stopped or self.phase is Phase.STOPPING):
+            if current.growing and (current.has_stopped or self.phase is Phase.STOPPING):
                 restart_reason = "restarting with the nodes that have joined"
         elif current.is_lost_with_node() and self._can_continue_without():
             code, restart_reason = STOPPED_EXIT_CODE, "continuing without the lost node"

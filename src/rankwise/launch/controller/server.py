@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a job: its store and its coordinator, on one port, to processes that hold its secret.
 
-Runs in the launcher of one machine, in a separate thread. Decides nothing itself. Imported by the launcher's
-start.
+Writes into the store what the ranks of an attempt must know, and opens a store for torch's own client. Runs in the
+launcher of one machine, in a separate thread. Decides nothing itself. Imported by the launcher's start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 import time
 from asyncio import StreamWriter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rankwise.launch.controller.attempt_keys import AttemptKeys
+from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, Event, post, world_prefix
 from rankwise.launch.controller.coordinator import Coordinator, Disconnect
 from rankwise.launch.controller.link import LocalLink
+from rankwise.launch.fork_server.torch_env import TORCH_PREFIX, torch_rank_key
 from rankwise.launch.messages import (
     LARGEST_MESSAGE_BYTES,
     PURPOSE,
@@ -33,23 +36,28 @@ from rankwise.launch.messages import (
     RanksEnded,
     RequestStop,
     StartAttempt,
+    TorchStoreAddress,
     decode,
     encode,
     refusal,
 )
-from rankwise.store import keys
+from rankwise.store import keys, opening
+from rankwise.store.bootstrap import ENDED, rank_address_key
 from rankwise.store.server import AuthenticatedServer
+from rankwise.store.torch_protocol import serve_this_user
 from rankwise.store.wire import frame, read_frame
 
 if TYPE_CHECKING:
-    import socket
     from asyncio import StreamReader
     from collections.abc import Callable
 
-    from rankwise.launch.controller.torch_store import TorchStores
+    from rankwise.launch.options import TorchStoreChoice
+    from rankwise.store.client import Store
+    from rankwise.store.keys import Keys
+    from rankwise.store.server import Server
 
 TICK_SECONDS = 0.25
-ENDED = "was lost: its launcher has exited"
+LAUNCHER_EXITED = "was lost: its launcher has exited"
 FAREWELL_SECONDS = 2.0
 """How long the machines may take to receive the last message."""
 
@@ -92,7 +100,7 @@ class JobServer:
                 link.break_off(f"{type(error).__name__}: {error}")
 
         def leave() -> None:
-            self._leave(node_id, link, ENDED)
+            self._leave(node_id, link, LAUNCHER_EXITED)
             # Here, where messages are delivered: the descriptors may be reused right after.
             link.release()
 
@@ -137,7 +145,7 @@ class JobServer:
             return
         if not isinstance(hello, Hello):
             return
-        node, why = hello.node, ENDED
+        node, why = hello.node, LAUNCHER_EXITED
         try:
             self._join(node, writer)
             while True:
@@ -232,3 +240,139 @@ class JobServer:
 def _write(writer: StreamWriter, message: Message) -> None:
     """Send a message without waiting for the machine to read: one that is cut off must not hold up the others."""
     writer.write(frame(encode(message)))
+
+
+# -- what ranks read in the store ---------------------------------------------------------------------------
+
+
+class AttemptKeys:
+    """The keys of one attempt among those of the job, in each world that its ranks have joined.
+
+    Events in the ranks' event logs, and marks that end waiting for ranks that have exited before they joined. Ranks
+    that leave a world and join another begin a new log.
+    """
+
+    def __init__(self, of_job: Keys, attempt: int) -> None:
+        self.attempt = attempt
+        self._keys = of_job
+        self._prefix = f"attempt/{attempt}/"
+        self._num_worlds = 1
+        self._posted: list[Event] = []
+        self._ended: list[int] = []
+
+    def post(self, event: Event) -> None:
+        """Notify the ranks of the attempt of an event, whichever world they are in."""
+        self.follow()
+        self._posted.append(event)
+        for number in range(self._num_worlds):
+            post(_WorldKeys(self._keys, self._prefix_of(number)), event)
+
+    def note_ended(self, rank: int) -> None:
+        """Record that a rank has exited without an error."""
+        self.follow()
+        self._ended.append(rank)
+        if not self._keys.check([self._prefix + torch_rank_key(rank)]):
+            why = f"rank {rank} exited without an error before it called init_process_group()"
+            self._keys.give_up(self._prefix + TORCH_PREFIX, rank, why)
+        for number in range(self._num_worlds):
+            self._mark(number, rank)
+
+    def follow(self) -> None:
+        """Repeat earlier events and marks for ranks that have joined another world, where they apply as well."""
+        num_worlds = self._num_rejoined() + 1
+        for number in range(self._num_worlds, num_worlds):
+            for event in self._posted:
+                post(_WorldKeys(self._keys, self._prefix_of(number)), event)
+            for rank in self._ended:
+                self._mark(number, rank)
+        self._num_worlds = num_worlds
+
+    def optional_ranks(self) -> list[int]:
+        """Return the ranks without which their newest world continues, as its ranks have declared."""
+        declared = self._keys.peek(self._prefix_of(self._num_rejoined()) + EXPENDABLE_KEY)
+        return [] if declared is None else json.loads(declared)
+
+    def _mark(self, number: int, rank: int) -> None:
+        # A rank that has joined has an address there already, and keeps it.
+        self._keys.compare_set(self._prefix_of(number) + rank_address_key(rank), b"", ENDED.encode())
+
+    def _num_rejoined(self) -> int:
+        return int(self._keys.peek(self._prefix + WORLDS_KEY) or 0)
+
+    def _prefix_of(self, number: int) -> str:
+        return f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+
+
+class _WorldKeys:
+    """The keys of one world, as ``event_log.post`` writes them."""
+
+    def __init__(self, of_job: Keys, prefix: str) -> None:
+        self._keys = of_job
+        self._prefix = prefix
+
+    def set_if_absent(self, key: str, value: str) -> bool:
+        data = value.encode()
+        return self._keys.compare_set(self._prefix + key, b"", data) == data
+
+
+# -- torch's own store --------------------------------------------------------------------------------------
+
+
+class TorchStores:
+    """A store for torch's own client at ``MASTER_ADDR`` and ``MASTER_PORT``, for scripts that connect to it themselves.
+
+    One per attempt, so that keys of the previous attempt are not found. On one machine only this user's processes reach
+    it. Torch's own server, which accepts everyone, is served only if it was asked for. rankwise itself uses neither.
+    """
+
+    def __init__(self, listens_on: str, host: str, choice: TorchStoreChoice, *, on_one_machine: bool) -> None:
+        """Open nothing yet.
+
+        ``listens_on`` is the address to open, ``host`` the one that ranks are given; they differ on some networks.
+        """
+        self._listens_on, self._host = listens_on, host
+        self._is_on = choice == "on" or (choice == "auto" and on_one_machine)
+        self._is_open = choice == "on"
+        self._attempt: int | None = None
+        self._served: TorchStoreAddress | None = None
+        self._opened: Store | Server | socket.socket | None = None
+
+    def of_attempt(self, attempt: int, world_size: int) -> TorchStoreAddress | None:
+        """Return the store of an attempt, opened on first use; ``None`` if none is served.
+
+        A world of one rank gets a free port and no store: processes that this rank starts create their own world,
+        at that port or at another one, and their first rank could not serve it if torch were told that a
+        launcher does.
+        """
+        if not self._is_on or attempt == self._attempt:
+            return self._served
+        self.close()
+        self._attempt = attempt
+        is_served = world_size > 1 or self._is_open
+        if self._is_open:
+            self._opened, port = opening.serve(self._listens_on)
+        elif is_served:
+            self._opened = serve_this_user(self._listens_on)
+            port = self._opened.port
+        else:
+            self._opened = _reserve(self._listens_on)
+            port = self._opened.getsockname()[1]
+        self._served = TorchStoreAddress(address=(self._host, port), is_served=is_served)
+        return self._served
+
+    def close(self) -> None:
+        """Close what is open; torch's store is closed with its last reference."""
+        opened, self._opened, self._served = self._opened, None, None
+        if opened is not None:
+            opened.close()
+
+
+def _reserve(address: str) -> socket.socket:
+    """Return a socket that reserves a free port without listening: no other program is assigned it meanwhile.
+
+    Source: on Linux a second socket may bind and listen there if both have SO_REUSEADDR, as torch's store has.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder

@@ -2,15 +2,17 @@
 """The fork server: a copy of the launcher, forked once torch is imported, that forks the ranks.
 
 It is the ranks' parent and their guard: when its launcher has exited for any reason, it kills what
-is left of them. Does not know stores, restarts or failures. Imported by the launcher's start.
+is left of them. A rank exits without taking apart what it shares with the server. Does not know stores, restarts or
+failures. Imported by the launcher's start.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
-import json
 import os
 import select
 import shutil
@@ -18,21 +20,35 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from rankwise import meter
 from rankwise.errors import LaunchError
 from rankwise.health import preemption, process_probe
 from rankwise.health.fork_safety import threads_are_known
-from rankwise.launch.fork_server import quick_exit
+from rankwise.launch.messages import (
+    ClearRanks,
+    FromForkServer,
+    RankExited,
+    RankNotStarted,
+    RanksCleared,
+    RankStart,
+    RankStarted,
+    SignalRank,
+    decode,
+    encode,
+    receive_packet,
+    send_packet,
+)
 from rankwise.world import processes
+from rankwise.world.device.kinds import LOADS_PROFILER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import FrameType
+    from collections.abc import Callable, Sequence
+    from types import FrameType, ModuleType
 
-LONGEST_MESSAGE_BYTES = 1 << 17
 QUIET_SECONDS = 1.0
 """After how long without events there is time to import what only a restart needs."""
 LAST_RESORT_SECONDS = 4
@@ -41,35 +57,6 @@ WAIT_SECONDS = 0.5
 """How long the launcher waits for the server before it checks whether it was interrupted."""
 
 _SLURM_STEP = "SLURM_STEP_ID"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """A rank's process has exited."""
-
-    rank: int
-    attempt: int
-    exit_code: int
-    """Negative for a signal."""
-    time: float
-    """When, in seconds since the epoch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Started:
-    """A rank's process has started."""
-
-    rank: int
-    pid: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStart:
-    """One rank to fork: everything that differs between ranks."""
-
-    rank: int
-    attempt: int
-    variables: dict[str, str] = field(repr=False)
 
 
 class ForkServer:
@@ -85,20 +72,19 @@ class ForkServer:
 
     def start(self, start: RankStart, streams: Sequence[int]) -> None:
         """Fork a rank with the three standard ``streams`` (descriptors), which remain open here."""
-        message = {"kind": "start", **asdict(start)}
-        socket.send_fds(self._connection, [json.dumps(message).encode()], list(streams))
+        send_packet(self._connection, encode(start), streams)
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank's process; does nothing if it has exited."""
         self.wake()
-        self._connection.send(json.dumps({"kind": "signal", "rank": rank, "number": number}).encode())
+        send_packet(self._connection, encode(SignalRank(rank=rank, number=number)))
 
     def wake(self) -> None:
         """Resume the server if it has been stopped (SIGSTOP)."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGCONT)
 
-    def receive(self, between: Callable[[], None] = lambda: None) -> Started | Ended | Literal["cleared"]:
+    def receive(self, between: Callable[[], None] = lambda: None) -> RankStarted | RankExited | RanksCleared:
         """Return the next message of the server, waiting for it.
 
         Args:
@@ -109,27 +95,24 @@ class ForkServer:
         """
         while not select.select([self._connection], [], [], WAIT_SECONDS)[0]:
             between()
-        text = self._connection.recv(LONGEST_MESSAGE_BYTES)
-        if not text:
+        data, _ = receive_packet(self._connection)
+        if not data:
             raise LaunchError(
                 "The process that starts the ranks was killed, and the ranks with it.",
                 do="check `dmesg` for the out-of-memory killer",
             )
-        message: dict[str, Any] = json.loads(text)
-        kind = message.pop("kind")
-        if kind == "not_started":
+        message = decode(data, "the fork server")
+        if isinstance(message, RankNotStarted):
             raise LaunchError(
-                f"Rank {message['rank']} could not be started: {message['why']}.",
+                f"Rank {message.rank} could not be started: {message.why}.",
                 do="start fewer ranks, or raise the limit of processes (ulimit -u)",
             )
-        if kind == "cleared":
-            return "cleared"
-        return Started(**message) if kind == "started" else Ended(**message)
+        return cast("RankStarted | RankExited | RanksCleared", message)
 
     def clear(self) -> None:
-        """Request that all ranks be killed, with everything they started; ``cleared`` is received then."""
+        """Request that all ranks be killed, with everything they started; ``RanksCleared`` is received then."""
         self.wake()
-        self._connection.send(json.dumps({"kind": "clear"}).encode())
+        send_packet(self._connection, encode(ClearRanks()))
 
     def close(self) -> None:
         """Kill every rank and everything it has started, and end the server. Returns when they have exited."""
@@ -162,7 +145,7 @@ def fork_server(
     """
     # Before the fork: imported after it, the two processes would copy each other's memory.
     _preload()
-    quick_exit.keep_modules()
+    keep_modules()
     gc.freeze()
     gc.enable()  # the caller imported with it disabled
     sys.stdout.flush()
@@ -228,25 +211,19 @@ class _ForkServerProcess:
 
     def _handle_request(self) -> RankStart | None:
         """Handle a request of the launcher; returns a value in a new rank only."""
-        try:
-            text, streams, _, _ = socket.recv_fds(self._connection, LONGEST_MESSAGE_BYTES, 3)
-        except ConnectionError:
-            text, streams = b"", []
-        if not text:
+        data, streams = receive_packet(self._connection, 3)
+        if not data:
             self._end()
-        asked: dict[str, Any] = json.loads(text)
-        kind = asked.pop("kind")
-        if kind == "start":
-            start = RankStart(**asked)
-            is_rank = self._fork(start, streams)
-            return start if is_rank else None
-        if kind == "signal":
-            for pid, start in self._ranks.items():
-                if start.rank == asked["rank"]:
-                    os.kill(pid, asked["number"])
-        else:
-            self._kill_everything()
-            self._report({"kind": "cleared"})
+        match decode(data, "the launcher"):
+            case RankStart() as start:
+                return start if self._fork(start, streams) else None
+            case SignalRank() as asked:
+                for pid, start in self._ranks.items():
+                    if start.rank == asked.rank:
+                        os.kill(pid, asked.number)
+            case _:
+                self._kill_everything()
+                self._report(RanksCleared())
         return None
 
     def _fork(self, start: RankStart, streams: Sequence[int]) -> bool:
@@ -255,7 +232,7 @@ class _ForkServerProcess:
             with threads_are_known():
                 pid = os.fork()
         except OSError as error:
-            self._report({"kind": "not_started", "rank": start.rank, "why": error.strerror})
+            self._report(RankNotStarted(rank=start.rank, why=str(error.strerror)))
             pid = -1
         if pid == 0:
             self._become_rank(server_pid, streams)
@@ -266,7 +243,7 @@ class _ForkServerProcess:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             self._ranks[pid] = start
-            self._report({"kind": "started", "rank": start.rank, "pid": pid})
+            self._report(RankStarted(rank=start.rank, pid=pid))
         return False
 
     def _become_rank(self, server_pid: int, streams: Sequence[int]) -> None:
@@ -275,7 +252,7 @@ class _ForkServerProcess:
         if os.getppid() != server_pid:
             os._exit(1)
         self._connection.close()
-        quick_exit.leave_libraries_alone()
+        leave_libraries_alone()
         for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         # Until the script joins, which handles it: Slurm, or the launcher, uses it to request a stop.
@@ -306,12 +283,11 @@ class _ForkServerProcess:
         start = self._ranks.pop(pid, None)
         if start is not None:
             code = os.waitstatus_to_exitcode(status)
-            ended = Ended(rank=start.rank, attempt=start.attempt, exit_code=code, time=time.time())
-            self._report({"kind": "ended", **asdict(ended)})
+            self._report(RankExited(rank=start.rank, attempt=start.attempt, exit_code=code, time=time.time()))
 
-    def _report(self, what: Mapping[str, object]) -> None:
+    def _report(self, message: FromForkServer) -> None:
         with contextlib.suppress(OSError):
-            self._connection.send(json.dumps(what).encode())
+            send_packet(self._connection, encode(message))
 
     def _kill_everything(self) -> None:
         """Kill the ranks and what they started, in any session: orphans are reparented here."""
@@ -355,3 +331,58 @@ def _preload_for_restarts() -> None:
     from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
 
     import_compiler()
+
+
+# -- how a rank exits: without taking apart what it shares with the fork server -----------------------------
+# At exit Python clears every module, and C++ destroys the registries of every library. In a forked process both write
+# to memory that is shared until then, which the kernel copies page by page: 0.2 s of processor time per rank. What the
+# script has imported, opened and registered itself is taken apart as always.
+
+_kept: dict[str, ModuleType] = {}
+"""The modules of the fork server, once :func:`keep_modules` was called."""
+
+
+def keep_modules() -> None:
+    """Have this process, and those forked from it, not clear the modules that are imported now when they exit."""
+    if not _kept:
+        # Functions that are registered later run before it.
+        atexit.register(_hide_modules)
+    _kept.update(sys.modules)
+
+
+def _hide_modules() -> None:
+    # Functions that were registered before it run later, and may import these modules.
+    sys.meta_path.insert(0, _KeptModules())
+    for name in _kept.keys() - {"__main__", "builtins", "sys"}:
+        if sys.modules.get(name) is _kept[name]:
+            del sys.modules[name]
+
+
+class _KeptModules(MetaPathFinder, Loader):
+    """Finds hidden modules again: most libraries cannot be imported twice by one process."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        del path, target
+        return ModuleSpec(fullname, self) if fullname in _kept else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _kept[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: it ran long ago. Called by Python."""
+
+
+def leave_libraries_alone() -> None:
+    """End this process, when it exits, once the C library has called what is registered after this call.
+
+    Called by: a rank, before its script. Does nothing where a library was loaded by the environment, as profilers are:
+    it may write its results at the end. Built on on_exit(3) of glibc, which passes the exit code.
+    """
+    if os.environ.get("LD_PRELOAD") or os.environ.get(LOADS_PROFILER):
+        return
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        on_exit, end, close_streams = libc.on_exit, libc["_exit"], libc.fcloseall
+        # In reverse order: buffers of C streams are written first.
+        on_exit(end, None)
+        on_exit(close_streams, None)

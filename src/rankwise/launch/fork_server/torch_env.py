@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from rankwise.errors import ConfigurationError, EnvironmentConflict
-from rankwise.launch.controller.attempt_keys import TORCH_PREFIX, torch_rank_key
 from rankwise.torch_private.processes import follow_spawns, replace_handler
 from rankwise.world import network
 from rankwise.world.environments import table
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
     Met = Iterator[tuple[dist.Store, int, int]]
 
+TORCH_PREFIX = "torch/"
+"""Prefix of the keys of the group that ranks open through torch's own ``env://``, among those of an attempt."""
 SERVED = "TORCHELASTIC_USE_AGENT_STORE"
 """Tells torch that no rank serves the store; torch reads nothing else from it, not even the address."""
 
@@ -43,6 +44,11 @@ _kept: list[Store] = []
 """Torch keeps only the C++ half of a store that is written in Python."""
 _served_worlds = itertools.count(1)
 """Numbers the worlds of this process in torch's store."""
+
+
+def torch_rank_key(rank: int) -> str:
+    """Return the key that a rank sets, among those of an attempt, when it starts to open torch's own group."""
+    return f"rankwise/torch_ranks/{rank}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

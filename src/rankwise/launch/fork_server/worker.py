@@ -25,15 +25,16 @@ from rankwise.health import process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.fork_server import torch_env
 from rankwise.launch.fork_server.entrypoint import run_as_main
-from rankwise.launch.report import failure, same_file, unjoined
+from rankwise.launch.report import failure
 from rankwise.launch.report.failure import alone_note, note_script_end
+from rankwise.launch.report.unjoined_and_same_file import forget_if_joined, watch_files, watch_steps
 from rankwise.world.environments.process import REPORT_OFF
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from rankwise.launch.fork_server.entrypoint import Target
-    from rankwise.launch.fork_server.fork_server import RankStart
+    from rankwise.launch.messages import RankStart
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
@@ -63,7 +64,7 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
             run_as_main(target)
         finally:
             if start.rank == 0 and os.getpid() == own_pid:
-                unjoined.forget_if_joined(alone_note(start.variables["RANKWISE_ERROR_FILE"]))
+                forget_if_joined(alone_note(start.variables["RANKWISE_ERROR_FILE"]))
     except BaseException as error:  # noqa: BLE001 - every way a script can end passes here
         failure.trim(error)
         session.annotate(error)
@@ -107,13 +108,13 @@ def _watch_for_mistakes(start: RankStart) -> None:
     error_file = start.variables["RANKWISE_ERROR_FILE"]
     if int(start.variables["WORLD_SIZE"]) == 1:
         return
-    same_file.watch(start.rank, error_file)
+    watch_files(start.rank, error_file)
     if "RANKWISE_GUARD" in start.variables:
         from rankwise.launch import replica_guard  # noqa: PLC0415 - imports what only guarded ranks need
 
         replica_guard.watch(int(start.variables["WORLD_SIZE"]))
     if start.rank == 0:
-        unjoined.watch(int(start.variables["WORLD_SIZE"]), alone_note(error_file))
+        watch_steps(int(start.variables["WORLD_SIZE"]), alone_note(error_file))
 
 
 def _exit_code(error: BaseException) -> int:

@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from rankwise.comm import session
 from rankwise.errors import RankFailed, rank_prefix
+from rankwise.launch.messages import receive_packet, send_packet
 from rankwise.launch.report.failure import text_of, trim
 
 if TYPE_CHECKING:
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
     class Readable(SupportsRead[bytes], SupportsNoArgReadline[bytes], Protocol):
         """A file that a pickle is read from."""
-
-
-LONGEST_HEADER_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +117,12 @@ def send(to: socket.socket, header: Mapping[str, object], body: IO[bytes] | None
     """Send a complete message; several processes may do so over one socket."""
     if body is not None:
         body.flush()
-    text = json.dumps(header).encode()
-    socket.send_fds(to, [text], [] if body is None else [body.fileno()])
+    send_packet(to, json.dumps(header).encode(), [] if body is None else [body.fileno()])
 
 
 def receive(source: socket.socket) -> CallerMessage | None:
     """Return the next message, or ``None`` if all processes at the other end have exited."""
-    try:
-        text, descriptors, _, _ = socket.recv_fds(source, LONGEST_HEADER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionError:
-        return None
+    text, descriptors = receive_packet(source, 1)
     return CallerMessage(json.loads(text), descriptors[0] if descriptors else None) if text else None
 
 

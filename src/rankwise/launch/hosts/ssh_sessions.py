@@ -235,5 +235,5 @@ class SshSessions:
             if source in sessions:
                 sessions[source].read(source)
             else:
-                number = self._signals.take()
+                number = self._signals.next_received()
         return number

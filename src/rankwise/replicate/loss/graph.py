@@ -20,7 +20,7 @@ import torch
 from rankwise.comm.collectives.data_movement import WholeBatch
 from rankwise.errors import ConfigurationError
 from rankwise.torch_private.autograd import function_of, is_of_python, metadata_of, saved
-from rankwise.torch_private.tensors import sparse_values
+from rankwise.torch_private.tensors import sparse_values, tree_leaves
 from rankwise.world.device.kinds import kind_named
 from rankwise.world.device.streams import check_later
 
