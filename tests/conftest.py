@@ -62,6 +62,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Before the first test, whose limit would include it: on a busy machine it takes a minute.
     """
+    # The guards below collect garbage after most tests with ranks, which looked at all that is imported each time.
+    gc.freeze()
     folders = {item.path.parent.name for item in session.items}
     if session.config.option.collectonly or not folders & FOLDERS_WITH_RANKS:
         return

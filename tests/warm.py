@@ -84,6 +84,7 @@ class WarmPython:
         environment: Mapping[str, str],
         *,
         session: bool = False,
+        stdin: IO[str] | int = subprocess.DEVNULL,
         stdout: IO[str] | int | None = subprocess.PIPE,
         stderr: IO[str] | int | None = subprocess.PIPE,
         beside: int | None = None,
@@ -95,8 +96,9 @@ class WarmPython:
             folder: where it runs.
             environment: all of its variables, with a mark.
             session: whether it gets a session of its own.
+            stdin: as :class:`subprocess.Popen` takes it.
             stdout: as :class:`subprocess.Popen` takes it.
-            stderr: as :class:`subprocess.Popen` takes it.
+            stderr: as :class:`subprocess.Popen` takes it, ``STDOUT`` too.
             beside: the number of a process whose network, host name and mounts it is to have, rather than ours.
         """
         request = {
@@ -108,10 +110,12 @@ class WarmPython:
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.ExitStack() as sent:
+            put, put_from = _input(stdin, sent)
             out, out_to = _stream(stdout, 1, sent)
-            err, err_to = _stream(stderr, 2, sent)
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [out_to, err_to, theirs.fileno()])
-        return Running(ours, out, err, ["python", *words])
+            err, err_to = (None, out_to) if stderr == subprocess.STDOUT else _stream(stderr, 2, sent)
+            streams = [put_from, out_to, err_to]
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [*streams, theirs.fileno()])
+        return Running(ours, put, out, err, ["python", *words])
 
     def run(self, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
         """Run ``python WORDS`` to its end, with the variables that the process itself was started with."""
@@ -151,11 +155,32 @@ def _stream(wanted: IO[str] | int | None, own: int, sent: contextlib.ExitStack) 
     return None, wanted if isinstance(wanted, int) else wanted.fileno()
 
 
+def _input(wanted: IO[str] | int, sent: contextlib.ExitStack) -> tuple[IO[str] | None, int]:
+    """Return what to write a command's stdin to, if that is a pipe, and the descriptor that it reads."""
+    if wanted == subprocess.PIPE:
+        reader, writer = os.pipe()
+        sent.callback(os.close, reader)
+        return os.fdopen(writer, "w", encoding="utf-8"), reader
+    if wanted == subprocess.DEVNULL:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        sent.callback(os.close, nothing)
+        return None, nothing
+    return None, wanted if isinstance(wanted, int) else wanted.fileno()
+
+
 class Running:
     """A command that runs: what :class:`subprocess.Popen` offers of it, as far as tests need that."""
 
-    def __init__(self, ending: socket.socket, stdout: IO[str] | None, stderr: IO[str] | None, words: list[str]) -> None:
+    def __init__(
+        self,
+        ending: socket.socket,
+        stdin: IO[str] | None,
+        stdout: IO[str] | None,
+        stderr: IO[str] | None,
+        words: list[str],
+    ) -> None:
         self.args = words
+        self.stdin = stdin
         self.stdout = stdout
         self.stderr = stderr
         self.returncode: int | None = None
@@ -177,8 +202,14 @@ class Running:
         assert code is not None
         return code
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return everything it has written, and has not been read yet, once it has ended."""
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:  # noqa: A002 - as Popen has it
+        """Return everything it has written, and has not been read yet, once it has ended.
+
+        What it is to read goes into its stdin first, which then ends; a pipe holds 64 KiB.
+        """
+        if self.stdin is not None:
+            with self.stdin:
+                self.stdin.write(input or "")
         deadline = None if timeout is None else time.monotonic() + timeout
         found: dict[IO[str] | None, list[bytes]] = {self.stdout: [], self.stderr: []}
         open_ones = {stream for stream in found if stream is not None and not stream.closed}
@@ -211,7 +242,7 @@ class Running:
 
     def close(self) -> None:
         """Close its streams."""
-        for stream in self.stdout, self.stderr:
+        for stream in self.stdin, self.stdout, self.stderr:
             if stream is not None:
                 stream.close()
         self._ending.close()
@@ -247,21 +278,21 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
                 _report(ending, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 ending.close()
                 continue
-            text, streams, _, _ = socket.recv_fds(requests, LONGEST_MESSAGE_BYTES, 3)
+            text, streams, _, _ = socket.recv_fds(requests, LONGEST_MESSAGE_BYTES, 4)
             if not text:
                 return None
             pid = os.fork()
             if pid == 0:
-                os.dup2(streams[0], 1)
-                os.dup2(streams[1], 2)
+                for number in range(3):
+                    os.dup2(streams[number], number)
                 requests.detach()
                 for _, ending in running.values():
                     ending.detach()
                 os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                 return json.loads(text)
-            os.close(streams[0])
-            os.close(streams[1])
-            ending = socket.socket(fileno=streams[2])
+            for number in range(3):
+                os.close(streams[number])
+            ending = socket.socket(fileno=streams[3])
             _report(ending, pid)
             running[os.pidfd_open(pid)] = pid, ending
             poll.register(max(running), select.POLLIN)

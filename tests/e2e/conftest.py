@@ -14,7 +14,7 @@ import textwrap
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import pytest
 
@@ -22,6 +22,10 @@ from tests.warm import MARK, Started, WarmPython, variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+Streams = tuple["IO[str] | int", "IO[str] | int", "IO[str] | int"]
+"""A command's stdin, stdout and stderr, as :class:`subprocess.Popen` takes them."""
+USUAL: Streams = (subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
 
 
 class Command:
@@ -60,12 +64,13 @@ class Command:
         return self.python("-m", "rankwise", *words, env=env, seconds=seconds)
 
     def python(
-        self, *words: str, env: dict[str, str] | None = None, seconds: float = 80
+        self, *words: str, env: dict[str, str] | None = None, seconds: float = 80, text: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python ...`` to its end, which may take ``seconds``."""
-        with self.start_python(*words, env=env) as running:
+        """Run ``python ...`` to its end, which may take ``seconds``; its stdin is a pipe with ``text``, or nothing."""
+        stdin = subprocess.DEVNULL if text is None else subprocess.PIPE
+        with self.start_python(*words, env=env, stdin=stdin) as running:
             try:
-                stdout, stderr = running.communicate(timeout=seconds)
+                stdout, stderr = running.communicate(text, timeout=seconds)
             except BaseException:
                 running.kill()
                 raise
@@ -77,25 +82,38 @@ class Command:
         """Start ``rankwise run ...`` in a session of its own."""
         return self._start(["-m", "rankwise", "run", *words], env or {}, self.folder, session=True)
 
-    def start_python(self, *words: str, env: dict[str, str] | None = None) -> Started:
-        """Start ``python ...``."""
-        return self._start(words, env or {}, self.folder, session=False)
+    def start_python(
+        self,
+        *words: str,
+        env: dict[str, str] | None = None,
+        session: bool = False,
+        stdin: IO[str] | int = subprocess.DEVNULL,
+        stdout: IO[str] | int = subprocess.PIPE,
+        stderr: IO[str] | int = subprocess.PIPE,
+    ) -> Started:
+        """Start ``python ...``; the streams are as :class:`subprocess.Popen` takes them."""
+        return self._start(words, env or {}, self.folder, session=session, streams=(stdin, stdout, stderr))
 
     def start_in(self, folder: Path, *words: str) -> Started:
         """Start ``rankwise run ...`` in another folder."""
         return self._start(["-m", "rankwise", "run", *words], {}, folder, session=False)
 
-    def _start(self, words: Sequence[str], more: dict[str, str], folder: Path, *, session: bool) -> Started:
+    def _start(
+        self, words: Sequence[str], more: dict[str, str], folder: Path, *, session: bool, streams: Streams = USUAL
+    ) -> Started:
         environment = self.environment(**more)
+        stdin, stdout, stderr = streams
         if self._warm_python.can_start(environment):
-            return self._warm_python.start(words, folder, environment, session=session)
+            return self._warm_python.start(
+                words, folder, environment, session=session, stdin=stdin, stdout=stdout, stderr=stderr
+            )
         return subprocess.Popen(
             [sys.executable, *words],
             cwd=folder,
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
             text=True,
             start_new_session=session,
         )

@@ -8,8 +8,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +17,8 @@ import pytest
 from tests.same_result import Result, differences
 
 if TYPE_CHECKING:
+    import subprocess
+
     from conftest import Command
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -146,15 +146,11 @@ def test_standard_input_belongs_to_the_script(command: Command) -> None:
     for name, words in ("plain", []), ("auto", ["-m", "rankwise", "run", "-n", "2", "--auto"]):
         ours = command.inside(name)
         _put("standard_input", ours.folder)
-        ended = subprocess.run(
-            [sys.executable, *words, "standard_input.py"],
-            input="3\n0.2\n5\n0.1 0.5 -0.7 0.3 0.9\n-0.2 -0.4 0.6 0.8\n",
-            capture_output=True,
-            cwd=ours.folder,
-            env=ours.environment(OMP_NUM_THREADS="1", **ALWAYS),
-            text=True,
-            check=False,
-            timeout=80,
+        ended = ours.python(
+            *words,
+            "standard_input.py",
+            env={"OMP_NUM_THREADS": "1", **ALWAYS},
+            text="3\n0.2\n5\n0.1 0.5 -0.7 0.3 0.9\n-0.2 -0.4 0.6 0.8\n",
         )
         results.append(_result(ours, ended))
     assert "9 numbers follow" in results[0].stdout

@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -441,16 +439,8 @@ def test_processes_of_the_script_do_not_disturb_the_servers(command: Command) ->
     command.write("train.py", HEAD + NET + PROCESSES)
     said = []
     for words in (["train.py"], ["-m", "rankwise", "run", "-n", "2", "--auto", "train.py"]):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=command.folder,
-            env=command.environment(**SPLIT, OMP_NUM_THREADS="1"),  # OpenMP's threads do not survive a fork
-            input="first line\n",
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        env = {**SPLIT, "OMP_NUM_THREADS": "1"}  # OpenMP's threads do not survive a fork
+        done = command.python(*words, env=env, text="first line\n", seconds=120)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     assert said[0] == said[1]
@@ -484,16 +474,8 @@ def test_programs_of_the_script_are_started_as_by_plain_python(command: Command)
 def test_a_terminal_is_the_scripts(command: Command) -> None:
     command.write("train.py", HEAD + NET + "print(sys.stdin.isatty(), input())\nfor _ in range(5):\n    step()\n")
     ours, theirs = os.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "rankwise", "run", "-n", "2", "--auto", "train.py"],
-        cwd=command.folder,
-        env=command.environment(**SPLIT),
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as started:
+    words = ("-m", "rankwise", "run", "-n", "2", "--auto", "train.py")
+    with command.start_python(*words, env=SPLIT, session=True, stdin=theirs) as started:
         os.close(theirs)
         os.write(ours, b"typed\n")
         said, text = started.communicate(timeout=120)

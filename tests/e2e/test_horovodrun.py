@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    import subprocess
+
     from conftest import Command
 
 TRAIN = """
@@ -95,7 +95,6 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
         print(os.environ.get("GLOO_SOCKET_IFNAME"), current_queue().session.detector.timeout_seconds)
         """,
     )
-    words = [sys.executable, "-m", "rankwise", "horovodrun", "-np", "2", "python", "train.py"]
     given = {
         "HOROVOD_CYCLE_TIME": "1",
         "HOROVOD_GLOO_IFACE": "lo",
@@ -103,15 +102,9 @@ def test_horovods_variables_are_honoured_or_named(command: Command) -> None:
     }
 
     def ended(**more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            words,
-            cwd=command.folder,
-            env=command.environment(**given, **more),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=80,
-        )
+        done = command.rankwise("horovodrun", "-np", "2", "python", "train.py", env={**given, **more})
+        assert done.returncode == 0, done.stderr
+        return done
 
     told = ended()
     assert told.stdout.splitlines() == ["lo 77.0"] * 2

@@ -316,16 +316,8 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_however_the_caller_is_ended_the_ranks_end(command: Command, number: signal.Signals) -> None:
     command.write("train.py", WAITING)
-    started = subprocess.Popen(
-        [sys.executable, "train.py"],
-        cwd=command.folder,
-        env=command.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # As a terminal does it: the whole group hears of Ctrl-C.
-        start_new_session=True,
-    )
+    # As a terminal does it: the whole group hears of Ctrl-C.
+    started = command.start_python("train.py", session=True)
     assert started.stdout is not None
     assert [started.stdout.readline().split()[0] for _ in range(2)] == ["ready"] * 2
     pids = [pid for pid in command.processes() if pid != started.pid]

@@ -38,16 +38,10 @@ def test_lines_are_whole_and_stderr_has_the_rank(command: Command) -> None:
 
 def test_with_one_rank_the_streams_are_untouched(command: Command) -> None:
     command.write("train.py", "import sys; print(sys.stdin.read()); sys.stderr.write('\\r 10%\\r 20%')")
-    ended = subprocess.run(
-        command.words("train.py"),
-        cwd=command.folder,
-        env=command.environment(),
-        input=b"typed",
-        capture_output=True,
-        check=True,
-    )
-    assert ended.stdout == b"typed\n"
-    assert ended.stderr.endswith(b"\n\r 10%\r 20%")
+    ended = command.python("-m", "rankwise", "run", "train.py", text="typed")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "typed\n"
+    assert ended.stderr.endswith("\n\r 10%\r 20%")
 
 
 def test_one_rank_writes_what_python_writes(command: Command) -> None:
@@ -147,34 +141,28 @@ open("trained-" + os.environ["RANK"], "w").close()
 """
 
 
-def _run_into(command: Command, file: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run as ``rankwise run ... > file``."""
+def _run_into(command: Command, file: str, *words: str) -> tuple[int, str]:
+    """Run as ``rankwise run ... > file``; return the exit code and stderr."""
     with (command.folder / file).open("w") as opened:
-        return subprocess.run(
-            command.words(*words),
-            cwd=command.folder,
-            env=command.environment(),
-            stdout=opened,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=80,
-        )
+        started = command.start_python("-m", "rankwise", "run", *words, stdout=opened)
+    with started:
+        told = started.communicate(timeout=80)[1]
+    return started.wait(), told
 
 
 def test_a_full_disk_behind_stdout_is_named_and_not_called_a_broken_pipe_only(command: Command) -> None:
     command.write("train.py", TRAIN_AND_PRINT)
-    ended = _run_into(command, "/dev/full", "-n", "2", "train.py")
-    assert ended.returncode == 1
-    assert "[rankwise] /dev/full: No space left on device; from now on writes of the ranks fail" in ended.stderr
-    assert "failed first: could not write its output: /dev/full: No space left on device\n" in ended.stderr
+    exit_code, told = _run_into(command, "/dev/full", "-n", "2", "train.py")
+    assert exit_code == 1
+    assert "[rankwise] /dev/full: No space left on device; from now on writes of the ranks fail" in told
+    assert "failed first: could not write its output: /dev/full: No space left on device\n" in told
 
 
 def test_a_full_disk_behind_stdout_ends_no_rank_that_has_log_files(command: Command) -> None:
     command.write("train.py", TRAIN_AND_PRINT)
-    ended = _run_into(command, "/dev/full", "-n", "2", "--log-dir", "logs", "train.py")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("[rankwise] /dev/full: No space left on device; the ranks continue") == 1
+    exit_code, told = _run_into(command, "/dev/full", "-n", "2", "--log-dir", "logs", "train.py")
+    assert exit_code == 0, told
+    assert told.count("[rankwise] /dev/full: No space left on device; the ranks continue") == 1
     for rank in (0, 1):
         assert (command.folder / f"trained-{rank}").exists()
         assert (command.folder / "logs" / f"rank-{rank}.out").stat().st_size == 3000 * 301

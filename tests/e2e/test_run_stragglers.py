@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.e2e.conftest import Command
+    from tests.warm import Started
 
 QUICKLY = """
 import sys
@@ -26,22 +26,15 @@ sys.exit(main(["run", *sys.argv[1:]]))
 """
 
 
-def _start(command: Command, *words: str) -> subprocess.Popen[str]:
+def _start(command: Command, *words: str) -> Started:
     """Start ``rankwise run`` with half a second in the place of 30; its stdout is its stderr."""
     for name in ("gate", "ready"):
         os.mkfifo(command.folder / name)
-    return subprocess.Popen(
-        [sys.executable, command.write("quickly.py", QUICKLY), *words],
-        cwd=command.folder,
-        env=command.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command.write("quickly.py", QUICKLY)
+    return command.start_python("quickly.py", *words, stderr=subprocess.STDOUT)
 
 
-def _until(started: subprocess.Popen[str], words: str) -> str:
+def _until(started: Started, words: str) -> str:
     """Return what is said up to a line with these words."""
     assert started.stdout is not None
     said = ""
@@ -57,7 +50,7 @@ def _open(gate: Path) -> None:
     gate.write_text("")
 
 
-def _rest(started: subprocess.Popen[str]) -> str:
+def _rest(started: Started) -> str:
     assert started.stdout is not None
     with started, started.stdout:
         return started.stdout.read()

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -230,15 +228,14 @@ def test_stacks_shows_where_ranks_are(command: Command, launchers: Launchers) ->
     while len(list(command.folder.glob("reached-*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    words = [sys.executable, "-m", "rankwise", "stacks", "--job", str(pair[0].pid)]
-    asked = {"cwd": command.folder, "env": command.environment(), "capture_output": True, "text": True, "timeout": 50}
-    shown = subprocess.run(words, check=False, **asked)
+    words = ("stacks", "--job", str(pair[0].pid))
+    shown = command.rankwise(*words, seconds=50)
     while "waiting in barrier()" not in shown.stdout:  # rank 0 is on its way there
         assert time.monotonic() < deadline, shown.stdout + shown.stderr
-        shown = subprocess.run(words, check=False, **asked)
+        shown = command.rankwise(*words, seconds=50)
     assert shown.returncode == 0, shown.stderr
     assert "train.py:9" in shown.stdout
-    told = json.loads(subprocess.run([*words, "--json"], check=False, **asked).stdout)
+    told = json.loads(command.rankwise(*words, "--json", seconds=50).stdout)
     assert sorted(told["ranks"]) == ["0", "1"]
     pair[0].send_signal(signal.SIGINT)
     assert {process.wait(30) for process in pair} == {130}

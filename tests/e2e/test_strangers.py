@@ -7,8 +7,6 @@ import contextlib
 import os
 import resource
 import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -61,14 +59,7 @@ def _wait_for_steps(folder: Path, more: int) -> None:
 
 def test_strangers_neither_read_nor_change_nor_stop_a_job(command: Command) -> None:
     command.write("train.py", JOB)
-    job = subprocess.Popen(
-        command.words("-n", "2", "train.py"),
-        cwd=command.folder,
-        env=command.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    job = command.start_python("-m", "rankwise", "run", "-n", "2", "train.py")
     try:
         _wait_for_steps(command.folder, 1)
         host, _, port = (command.folder / "address").read_text().partition(":")
@@ -89,14 +80,7 @@ def test_strangers_neither_read_nor_change_nor_stop_a_job(command: Command) -> N
         idle = [socket.create_connection(address, 10) for _ in range(NUM_IDLE)]
         _wait_for_steps(command.folder, 20)
         # Who holds the secret still comes in.
-        looked = subprocess.run(
-            [sys.executable, "-m", "rankwise", "stacks", "--job", str(job.pid)],
-            env=command.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=40,
-        )
+        looked = command.rankwise("stacks", "--job", str(job.pid), seconds=40)
         for stranger in idle:
             stranger.close()
         assert "train.py:" in looked.stdout, looked.stderr
