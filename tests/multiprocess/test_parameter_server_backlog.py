@@ -56,14 +56,14 @@ def _runs_ahead(world: World) -> tuple[int, int]:
         for worker in range(world.rank):
             store.get(f"ahead/{worker}", WAIT_SECONDS)
         longest = len(arrivals)
-        take = loop._take
+        handle = loop._handle
 
         def measured(arrival: ReceivedMessage) -> None:
             nonlocal longest
             longest = max(longest, len(arrivals) + 1)
-            take(arrival)
+            handle(arrival)
 
-        loop._take = measured  # type: ignore[method-assign]
+        loop._handle = measured  # type: ignore[method-assign]
         server.serve()
         return longest, loop._staleness.num_loops(7)
     assert server._worker is not None
