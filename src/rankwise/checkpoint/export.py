@@ -27,7 +27,7 @@ from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
-from rankwise.tensors.arrays import as_sent, bytes_of, memory_of
+from rankwise.tensors.arrays import as_sent, bytes_of, memory_of_values
 
 if TYPE_CHECKING:
     from typing import BinaryIO
@@ -241,7 +241,7 @@ class _WeightsFile:
         """Write a tensor. A failure is kept until it can be reported to all ranks."""
         if self._file is not None and self._failure is None:
             try:
-                self._file.write(memory_of(as_sent(tensor).cpu()))
+                self._file.write(memory_of_values(tensor))
             except OSError as error:
                 self._failure = self._worded(error)
 

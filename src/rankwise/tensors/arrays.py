@@ -186,6 +186,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
+def memory_of_values(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor's values on the CPU: those of :func:`as_sent`, in the same memory if they can be."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
 # -- values of several -------------------------------------------------------------------------------
 
 
