@@ -60,6 +60,9 @@ class Checkpointer:
         checkpoints.restore(model=model, optimizer=optimizer, loader=loader)
         ...
         checkpoints.save(model=model, optimizer=optimizer, loader=loader)
+
+    Its many fields belong together: its settings, what it knows of the checkpoints in its folder, and the one save that
+    may be running.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, asynchronous: bool = False) -> None:
@@ -325,7 +328,7 @@ class Checkpointer:
     def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
         """Copy tensors and return what gives their bytes, once copies from GPUs have arrived."""
         devices = {tensor.device for tensor in own.values() if is_accelerator(tensor.device.type)}
-        memory = self._memory.take(sum(tensor.nbytes for tensor in own.values()), pinned=any(map(pins, devices)))
+        memory = self._memory.reserve(sum(tensor.nbytes for tensor in own.values()), pinned=any(map(pins, devices)))
         files.copy_into(memory, own)
         copied = [wait_for_copies(device) for device in devices]
 

@@ -94,7 +94,7 @@ class StagingMemory:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
-    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+    def reserve(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
         """Return uint8[size_bytes]; the memory of the last call if that is large enough.
 
         ``pinned`` memory is page-locked, so that copies from a GPU run in the background.

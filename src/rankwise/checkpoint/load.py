@@ -82,7 +82,7 @@ def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str]:
     """
     own: list[Manifest] = []
 
-    def look() -> list[Any]:
+    def check_share() -> list[Any]:
         try:
             saved, seen = examine(path)
             if saved is None:
@@ -94,7 +94,7 @@ def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str]:
         except CheckpointError as error:
             return [None, None, [error.what.rstrip("."), error.do or files.TRY_AGAIN]]
 
-    reports = ranks.confirm(f"verifying {path}", look)
+    reports = ranks.confirm(f"verifying {path}", check_share)
     unread = {rank: why for rank, (_, _, why) in enumerate(reports) if why is not None}
     if unread:
         reasons = {rank: what for rank, (what, _) in unread.items()}
