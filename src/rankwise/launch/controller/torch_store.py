@@ -18,7 +18,7 @@ from rankwise.store.torch_protocol import serve_this_user
 if TYPE_CHECKING:
     from rankwise.launch.options import TorchStoreChoice
     from rankwise.store.client import Store
-    from rankwise.store.server import Server
+    from rankwise.store.server import SocketServer
 
 
 class TorchStores:
@@ -34,7 +34,7 @@ class TorchStores:
         self._is_open = choice == "on"
         self._attempt: int | None = None
         self._served: TorchStoreAddress | None = None
-        self._opened: Store | Server | socket.socket | None = None
+        self._opened: Store | SocketServer | socket.socket | None = None
 
     def of_attempt(self, attempt: int, world_size: int) -> TorchStoreAddress | None:
         """Return the store of an attempt, opened on first use; ``None`` if none is served.
