@@ -73,7 +73,7 @@ def test_every_tensor_comes_back(tmp_path: Path) -> None:
 
 def test_the_copy_in_staging_memory_makes_the_same_file(tmp_path: Path) -> None:
     tensors = files.in_file_order(_tensors())
-    memory = files.StagingMemory().take(sum(t.nbytes for t in tensors.values()), pinned=False)
+    memory = files.StagingMemory().reserve(sum(t.nbytes for t in tensors.values()), pinned=False)
     files.copy_into(memory, tensors)
     assert bytes(memory_of(memory)) == b"".join(map(_bits, tensors.values()))
     direct = _write(tmp_path / "direct", tensors)
@@ -90,11 +90,11 @@ def test_any_safetensors_reader_reads_it(tmp_path: Path) -> None:
 
 def test_staging_memory_is_kept_while_it_is_large_enough() -> None:
     memory = files.StagingMemory()
-    first = memory.take(1000, pinned=False).data_ptr()
-    assert memory.take(10, pinned=False).data_ptr() == first
-    assert memory.take(1000, pinned=False).data_ptr() == first
-    assert memory.take(2000, pinned=False).numel() == 2000
-    assert memory.take(0, pinned=False).numel() == 0
+    first = memory.reserve(1000, pinned=False).data_ptr()
+    assert memory.reserve(10, pinned=False).data_ptr() == first
+    assert memory.reserve(1000, pinned=False).data_ptr() == first
+    assert memory.reserve(2000, pinned=False).numel() == 2000
+    assert memory.reserve(0, pinned=False).numel() == 0
 
 
 @pytest.mark.usefixtures("_small_pieces")

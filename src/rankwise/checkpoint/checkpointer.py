@@ -19,8 +19,8 @@ from rankwise import meter
 from rankwise.checkpoint import content as contents
 from rankwise.checkpoint import files, folder, folder_lock
 from rankwise.checkpoint.folder_lock import FolderLock
-from rankwise.checkpoint.load import examine, is_as_written, load_into, verify
-from rankwise.checkpoint.save import PendingSave, SaveJob, write
+from rankwise.checkpoint.load import examine, load_into, verify
+from rankwise.checkpoint.save import PendingSave, SaveJob, is_as_written, write
 from rankwise.comm.agreement import CollectiveRanks, StoreRanks
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError
@@ -60,6 +60,9 @@ class Checkpointer:
         checkpoints.restore(model=model, optimizer=optimizer, loader=loader)
         ...
         checkpoints.save(model=model, optimizer=optimizer, loader=loader)
+
+    Its many fields belong together: its settings, what it knows of the checkpoints in its folder, and the one save that
+    may be running.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = 3, asynchronous: bool = False) -> None:
@@ -325,7 +328,7 @@ class Checkpointer:
     def _copy(self, own: dict[str, torch.Tensor]) -> Callable[[], list[memoryview]]:
         """Copy tensors and return what gives their bytes, once copies from GPUs have arrived."""
         devices = {tensor.device for tensor in own.values() if is_accelerator(tensor.device.type)}
-        memory = self._memory.take(sum(tensor.nbytes for tensor in own.values()), pinned=any(map(pins, devices)))
+        memory = self._memory.reserve(sum(tensor.nbytes for tensor in own.values()), pinned=any(map(pins, devices)))
         files.copy_into(memory, own)
         copied = [wait_for_copies(device) for device in devices]
 
@@ -386,8 +389,9 @@ class Checkpointer:
 
     def _retire(self, newest: Path, written: Written) -> None:
         """Remove checkpoints older than the newest ``keep`` good ones; never ``newest``, and none that was not read."""
+        if not self._own:
+            folder.note_use(self.directory)
         self._own[newest] = None if self.keep is None else written
-        folder.note_use(self.directory)
         if self.keep is None:
             return
         num_good, foreign = 0, list[str]()
@@ -398,7 +402,9 @@ class Checkpointer:
                 continue
             try:
                 # The stages of the save have just looked at every file of the newest.
-                is_good = path == newest or is_as_written(path, self._own.get(path)) or examine(path)[0] is not None
+                own = self._own.get(path)
+                is_good = path == newest or (own is not None and is_as_written(path, own))
+                is_good = is_good or examine(path)[0] is not None
             except CheckpointError as error:
                 warn(f"the old checkpoint {path} is kept: {error.what}")
                 continue

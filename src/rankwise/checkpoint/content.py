@@ -33,7 +33,7 @@ from rankwise.checkpoint.layouts import (
     report_of,
     united_entries,
 )
-from rankwise.checkpoint.manifest import ObjectEntry, TensorEntry, TensorPart
+from rankwise.checkpoint.manifest import ObjectEntry, Region, TensorEntry, TensorPart
 from rankwise.comm.session import current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError
 from rankwise.log import log
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from rankwise.checkpoint.manifest import Json, Region
+    from rankwise.checkpoint.manifest import Json
     from rankwise.comm.agreement import CheckpointRanks
 
 
@@ -220,7 +220,10 @@ def _read_own(objects: Mapping[str, object]) -> _OwnState:
     reported: dict[str, tuple[str, tuple[int, ...], Region | None]] = {}
     is_spread = any(elsewhere.values())
     for name, tensor in tensors.items():
-        region = region_of(tensor, name)
+        if type(tensor) is torch.Tensor:
+            region = None if tensor.is_meta else Region((0,) * tensor.ndim, tuple(tensor.shape))
+        else:
+            region = region_of(tensor, name)
         reported[name] = files.dtype_name(tensor.dtype), tuple(tensor.shape), region
         is_spread = is_spread or region is None or region.shape != tensor.shape
     return _OwnState(
@@ -240,7 +243,11 @@ def _read_own(objects: Mapping[str, object]) -> _OwnState:
 def parameters_elsewhere(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return the numbers, as ``state_dict()`` counts, of the parameters that have no memory on this rank."""
     parameters = chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))
-    return [number for number, parameter in enumerate(parameters) if is_elsewhere(parameter)]
+    return [
+        number
+        for number, parameter in enumerate(parameters)
+        if (parameter.is_meta if type(parameter) is torch.nn.Parameter else is_elsewhere(parameter))
+    ]
 
 
 def unwrapped(item: object) -> object:
@@ -415,7 +422,7 @@ def generator_states() -> dict[str, Json]:
     """Return the state of each generator of this process."""
     version, words, gauss = random.getstate()
     found: dict[str, Json] = {
-        "torch": _encoded(random_state("cpu").numpy()),
+        "torch": _encoded(torch.get_rng_state().numpy()),
         "Python": [version, _encoded(np.array(words, np.uint32)), gauss],
     }
     device = _device()

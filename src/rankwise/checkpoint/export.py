@@ -27,9 +27,10 @@ from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import CheckpointError, ConfigurationError, fold_values
-from rankwise.tensors.arrays import as_sent, bytes_of, memory_of
+from rankwise.tensors.arrays import as_sent, bytes_of, memory_of_values
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import BinaryIO
 
     from rankwise.checkpoint.content import Gathered
@@ -85,13 +86,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
         return str(named), str(named.absolute())
 
     reported = ranks.confirm("checking the weights to write", check)
-    names_of = {rank: named for rank, (named, _) in enumerate(reported)}
-    if len(set(names_of.values())) > 1:
-        raise ConfigurationError(
-            "save_weights() got different paths on different ranks.",
-            evidence=f"{fold_values(names_of)}\nnothing was written",
-            do="pass the same path on every rank",
-        )
+    _refuse_different_paths([named for named, _ in reported])
     gathered = gather(ranks, {_WEIGHTS: weights})
     names, metadata = _names(gathered.objects[_WEIGHTS].state)
     layouts = {name: gathered.layouts[tensor] for name, tensor in names.items()}
@@ -115,6 +110,15 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     finally:
         out.discard()
     return out.target
+
+
+def _refuse_different_paths(names: Sequence[str]) -> None:
+    if len(set(names)) > 1:
+        raise ConfigurationError(
+            "save_weights() got different paths on different ranks.",
+            evidence=f"{fold_values(dict(enumerate(names)))}\nnothing was written",
+            do="pass the same path on every rank",
+        )
 
 
 def _refuse_other_entries(weights: object) -> None:
@@ -241,7 +245,7 @@ class _WeightsFile:
         """Write a tensor. A failure is kept until it can be reported to all ranks."""
         if self._file is not None and self._failure is None:
             try:
-                self._file.write(memory_of(as_sent(tensor).cpu()))
+                self._file.write(memory_of_values(tensor))
             except OSError as error:
                 self._failure = self._worded(error)
 

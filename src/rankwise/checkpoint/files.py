@@ -19,7 +19,7 @@ import safetensors
 import torch
 
 from rankwise.checkpoint.folder import sync
-from rankwise.checkpoint.manifest import PIECE_BYTES, FileEntry
+from rankwise.checkpoint.manifest import MANIFEST_NAME, PIECE_BYTES, FileEntry
 from rankwise.errors import CheckpointError
 from rankwise.tensors.files import CODES
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.manifest import Region, TensorEntry, TensorPart
 
     Bytes = bytes | memoryview
+
+TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
 
 _PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """The format does not have all of these: they are written as [..., 2], real and imaginary."""
@@ -92,7 +94,7 @@ class StagingMemory:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
-    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+    def reserve(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
         """Return uint8[size_bytes]; the memory of the last call if that is large enough.
 
         ``pinned`` memory is page-locked, so that copies from a GPU run in the background.
@@ -241,3 +243,28 @@ def find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | No
     except FileNotFoundError:
         return f"{path.name} is missing"
     return None
+
+
+def find_damage_to_load(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
+    """Do as :func:`find_damage`; raise CheckpointError if the file cannot be read."""
+    try:
+        return find_damage(path, entry, pieces)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}", do=TRY_AGAIN) from error
+
+
+def manifest_bytes(path: Path) -> bytes | None:
+    """Return the bytes of a checkpoint's manifest; ``None`` if its directory has none.
+
+    Raises:
+        CheckpointError: there is no such directory, or the manifest cannot be read.
+    """
+    try:
+        return plain(path / MANIFEST_NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_dir():
+            return None
+        what = "it is not a directory" if path.exists() else "there is no such directory"
+    except OSError as error:
+        what = f"{MANIFEST_NAME} cannot be read: {error}"
+    raise CheckpointError(what, do=TRY_AGAIN)

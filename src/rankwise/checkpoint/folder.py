@@ -164,13 +164,13 @@ def numbers_on_ranks(ranks: CheckpointRanks, directory: Path) -> list[int]:
         CheckpointError: a rank cannot list the folder, or ranks see different ones; on every rank.
     """
 
-    def look() -> list[Any]:
+    def list_folder() -> list[Any]:
         try:
             return [list(list_numbered(directory)), _unfinished(directory), None]
         except OSError as error:
             return [[], [], str(error)]
 
-    reports = ranks.confirm(f"listing {directory}", look)
+    reports = ranks.confirm(f"listing {directory}", list_folder)
     errors = {rank: error for rank, (_, _, error) in enumerate(reports) if error is not None}
     if errors:
         raise CheckpointError(

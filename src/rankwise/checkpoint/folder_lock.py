@@ -47,7 +47,7 @@ REFRESH_SECONDS = 4.0
 """How often the owner changes its lock file."""
 WATCH_SECONDS = 20.0
 """How long the lock of another machine is watched for a change before its owner counts as dead."""
-POLL_SECONDS = 0.5
+LOCK_POLL_SECONDS = 0.5
 """How often it is read meanwhile."""
 _REPORTED = ["EACCES", "EDQUOT", "EEXIST", "ENOENT", "ENOSPC", "ENOTDIR", "EPERM", "EROFS"]
 """Errors that also keep a checkpoint from being written: the save reports them in clearer words."""
@@ -55,8 +55,8 @@ _LATEST_SECONDS = 1e11
 """The latest time that can be shown as a date."""
 _NUMBERED = re.compile(re.escape(PREFIX) + r"(\d{1,9})")
 
-Verdict = list[str] | None
-"""The result of a look: an empty list if the folder is free or this job's, else a description of the owner and what to
+LockVerdict = list[str] | None
+"""The result of a check: an empty list if the folder is free or this job's, else a description of the owner and what to
 do; ``None`` while the lock of another machine is being watched."""
 
 
@@ -151,7 +151,7 @@ def _read_all(folder: Path) -> list[_LockFile]:
 
 
 def _refusal(lock: _LockFile) -> list[str]:
-    """Return who holds a lock, and what to do about it."""
+    """Return the owner of a lock, and what to do about it."""
     owner = lock.owner
     end_it = "" if owner is None else f" (on {owner.hostname}: kill {owner.pid})"
     do = (
@@ -176,10 +176,10 @@ class FolderLock:
         """Read nothing yet."""
         self.folder = folder
         self._watched: dict[tuple[str, object], tuple[bytes, int]] = {}
-        """By the name and the owner of another machine's lock: its content, and how many looks have found it the same.
+        """By the name and the owner of another machine's lock: its content, and how many checks have found it the same.
         """
 
-    def acquire(self) -> Verdict:
+    def acquire(self) -> LockVerdict:
         """Take the lock, if no other job holds it; called again until there is a verdict.
 
         Raises:
@@ -215,7 +215,7 @@ class FolderLock:
         held.users.add(self)
         return []
 
-    def find_other_job(self, *, watches: bool) -> Verdict:
+    def find_other_job(self, *, watches: bool) -> LockVerdict:
         """Check whether another job holds the lock, as :meth:`acquire`; or ignore those of other machines."""
         held = _held.get(os.path.realpath(self.folder))
         own = LockOwner.this_process() if held is None else held.owner
@@ -232,8 +232,8 @@ class FolderLock:
             if not held.users:
                 _held.pop(key).remove()
 
-    def _judge(self, locks: Iterable[_LockFile], own: LockOwner, *, watches: bool) -> Verdict:
-        """Return who holds one of ``locks`` and what to do about it."""
+    def _judge(self, locks: Iterable[_LockFile], own: LockOwner, *, watches: bool) -> LockVerdict:
+        """Return the owner of one of ``locks`` and what to do about it."""
         is_known = True
         for lock in locks:
             runs = lock.owner and lock.owner.is_running(own)
@@ -243,21 +243,21 @@ class FolderLock:
             if runs:
                 return _refusal(lock)
         if not is_known:
-            time.sleep(POLL_SECONDS)
+            time.sleep(LOCK_POLL_SECONDS)
         return [] if is_known else None
 
     def _is_refreshed(self, lock: _LockFile) -> bool | None:
-        """Look once more at the lock of another machine; ``None`` while it has to be watched."""
+        """Check once more the lock of another machine; ``None`` while it has to be watched."""
         identity = lock.path.name, lock.owner or lock.content
         if identity not in self._watched:
             log(f"{self.folder} may be in use by {_describe(lock.owner)}: watching it for {WATCH_SECONDS:.0f} s")
-        before, num_looks = self._watched.pop(identity, (lock.content, 0))
+        before, num_checks = self._watched.pop(identity, (lock.content, 0))
         if lock.content != before:
             return True
-        self._watched[identity] = lock.content, num_looks + 1
-        if num_looks < (most := round(WATCH_SECONDS / POLL_SECONDS)):
+        self._watched[identity] = lock.content, num_checks + 1
+        if num_checks < (most := round(WATCH_SECONDS / LOCK_POLL_SECONDS)):
             return None
-        if num_looks == most:
+        if num_checks == most:
             log(f"{self.folder} is free: {_describe(lock.owner)} stopped refreshing its lock")
         return False
 
@@ -354,7 +354,7 @@ def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[],
         CheckpointError: another job saves there; on every rank.
     """
 
-    def look() -> Verdict:
+    def try_to_acquire() -> LockVerdict:
         try:
             return lock.acquire()
         except OSError as error:
@@ -362,7 +362,7 @@ def acquire_for_job(ranks: CheckpointRanks, lock: FolderLock, then: Callable[[],
                 warn(f"{lock.folder} cannot be locked ({error}): make sure that no other job saves there")
             return []
 
-    return _conclude(ranks, lock, look, then)
+    return _conclude(ranks, lock, try_to_acquire, then)
 
 
 def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable[object]) -> None:
@@ -376,7 +376,7 @@ def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable
     """
     objects = list(objects)
 
-    def mention() -> Verdict:
+    def warn_of_other_job() -> LockVerdict:
         verdict = lock.find_other_job(watches=False)
         if verdict and any(isinstance(item, torch.optim.Optimizer) for item in objects):
             owner = verdict[0].splitlines()[0]
@@ -384,18 +384,18 @@ def refuse_other_job(ranks: CheckpointRanks, lock: FolderLock, objects: Iterable
         return []
 
     resumes = any(isinstance(item, StepSource) for item in objects)
-    _conclude(ranks, lock, partial(lock.find_other_job, watches=True) if resumes else mention, lambda: None)
+    _conclude(ranks, lock, partial(lock.find_other_job, watches=True) if resumes else warn_of_other_job, lambda: None)
 
 
-def _conclude(ranks: CheckpointRanks, lock: FolderLock, look: Callable[[], Verdict], then: Callable[[], T]) -> T:
-    """Have rank zero look until there is a verdict, one look at a time: the others must not wait long for it."""
+def _conclude(ranks: CheckpointRanks, lock: FolderLock, check: Callable[[], LockVerdict], then: Callable[[], T]) -> T:
+    """Have rank zero check until there is a verdict, one check at a time: the others must not wait long for it."""
 
-    def step() -> tuple[Verdict, T | None]:
-        verdict = look() if ranks.rank == 0 else None
+    def check_once() -> tuple[LockVerdict, T | None]:
+        verdict = check() if ranks.rank == 0 else None
         return verdict, then() if verdict == [] else None
 
     while True:
-        verdict, result = ranks.confirm(f"looking into {lock.folder}", step)[0]
+        verdict, result = ranks.confirm(f"looking into {lock.folder}", check_once)[0]
         if verdict:
             owner, do = verdict
             raise CheckpointError(

@@ -23,7 +23,7 @@ from rankwise.tensors.files import open_tensor_files
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rankwise.comm.agreement import CheckpointRanks
     from rankwise.tensors.files import TensorFiles
@@ -92,15 +92,7 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
 
     try:
         reported = ranks.confirm(f"comparing {path} with the model", compare)
-        if len({fingerprint for _, fingerprint, _ in reported}) > 1:
-            seen = {
-                rank: f"{named}, contents {fingerprint[:8]}" for rank, (named, fingerprint, _) in enumerate(reported)
-            }
-            raise CheckpointError(
-                "The files have different contents on different ranks.",
-                evidence=f"{fold_values(seen)}\nthe model has not changed",
-                do="pass the same path on every rank; if each machine has its own copy, make the copies identical",
-            )
+        _refuse_different_files([(named, fingerprint) for named, fingerprint, _ in reported])
         nowhere = layouts.on_no_rank([keys for *_, keys in reported])
         if nowhere:
             raise ConfigurationError(
@@ -114,6 +106,16 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
         for one in opened:
             one.close()
     return model
+
+
+def _refuse_different_files(files_of: Sequence[tuple[str, str]]) -> None:
+    if len({fingerprint for _, fingerprint in files_of}) > 1:
+        seen = {rank: f"{named}, contents {fingerprint[:8]}" for rank, (named, fingerprint) in enumerate(files_of)}
+        raise CheckpointError(
+            "The files have different contents on different ranks.",
+            evidence=f"{fold_values(seen)}\nthe model has not changed",
+            do="pass the same path on every rank; if each machine has its own copy, make the copies identical",
+        )
 
 
 def _fingerprint(files: TensorFiles) -> str:

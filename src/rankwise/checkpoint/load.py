@@ -22,12 +22,10 @@ from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, 
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
+    from rankwise.checkpoint.manifest import Manifest
     from rankwise.comm.agreement import CheckpointRanks
-
-_TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
 
 
 def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, Any]:
@@ -84,19 +82,19 @@ def verify(ranks: CheckpointRanks, path: Path) -> tuple[Manifest | None, str]:
     """
     own: list[Manifest] = []
 
-    def look() -> list[Any]:
+    def check_share() -> list[Any]:
         try:
             saved, seen = examine(path)
             if saved is None:
                 return [seen, None, None]
             own.append(saved)
             pieces_of = manifest.pieces_to_check(saved.files, ranks.rank, ranks.world_size)
-            damages = (_find_damage(path / name, saved.files[name], pieces_of[name]) for name in pieces_of)
+            damages = (files.find_damage_to_load(path / name, saved.files[name], pieces_of[name]) for name in pieces_of)
             return [seen, next(filter(None, damages), None), None]
         except CheckpointError as error:
-            return [None, None, [error.what.rstrip("."), error.do or _TRY_AGAIN]]
+            return [None, None, [error.what.rstrip("."), error.do or files.TRY_AGAIN]]
 
-    reports = ranks.confirm(f"verifying {path}", look)
+    reports = ranks.confirm(f"verifying {path}", check_share)
     unread = {rank: why for rank, (_, _, why) in enumerate(reports) if why is not None}
     if unread:
         reasons = {rank: what for rank, (what, _) in unread.items()}
@@ -129,7 +127,7 @@ def examine(path: Path) -> tuple[Manifest | None, str]:
     Raises:
         CheckpointError: it exists and cannot be read, or not by this rankwise: nothing is known about its bytes.
     """
-    data = _manifest_bytes(path)
+    data = files.manifest_bytes(path)
     if data is None:
         return None, f"{manifest.MANIFEST_NAME} is missing: it is unfinished or not a checkpoint"
     damage = manifest.find_damage(data)
@@ -137,23 +135,11 @@ def examine(path: Path) -> tuple[Manifest | None, str]:
         return None, damage
     saved = manifest.decode(data)
     saved_tree.check(saved)
-    damages = (_find_damage(path / name, entry, ()) for name, entry in saved.files.items())
+    damages = (files.find_damage_to_load(path / name, entry, ()) for name, entry in saved.files.items())
     damage = next(filter(None, damages), None)
     if damage is not None:
         return None, damage
     return saved, f"complete, with the manifest {hashlib.sha256(data).hexdigest()[:16]}"
-
-
-def is_as_written(path: Path, written: Written | None) -> bool:
-    """Return whether a checkpoint has the manifest that this process has written, and files of the right sizes.
-
-    Raises:
-        CheckpointError: as :func:`examine`.
-    """
-    data = None if written is None else _manifest_bytes(path)
-    if written is None or data is None or hashlib.sha256(data).digest() != written.digest:
-        return False
-    return not any(_find_damage(path / entry.name, entry, ()) for entry in written.files)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -162,30 +148,10 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    data = _manifest_bytes(path)
+    data = files.manifest_bytes(path)
     if data is None:
         raise CheckpointError(f"{path} has no {manifest.MANIFEST_NAME}.", do="pass the directory of a checkpoint")
     return manifest.decode(data)
-
-
-def _manifest_bytes(path: Path) -> bytes | None:
-    """Return the bytes of a checkpoint's manifest; ``None`` if its directory has none."""
-    try:
-        return files.plain(path / manifest.MANIFEST_NAME).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        if path.is_dir():
-            return None
-        what = "it is not a directory" if path.exists() else "there is no such directory"
-    except OSError as error:
-        what = f"{manifest.MANIFEST_NAME} cannot be read: {error}"
-    raise CheckpointError(what, do=_TRY_AGAIN)
-
-
-def _find_damage(path: Path, entry: FileEntry, pieces: Iterable[int]) -> str | None:
-    try:
-        return files.find_damage(path, entry, pieces)
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}", do=_TRY_AGAIN) from error
 
 
 def load_into(ranks: CheckpointRanks, path: Path, saved: Manifest, objects: Mapping[str, object]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from rankwise.comm.agreement import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
 from rankwise.errors import CheckpointError
 from rankwise.meter import CHECKPOINT
-from rankwise.tensors.arrays import as_sent, memory_of
+from rankwise.tensors.arrays import memory_of_values
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class SaveJob:
         """Return the bytes of this rank's file, ``num_bytes`` of them, each tensor's read when it is its turn."""
         if self.data is not None:
             return chain([self.header], self.data())
-        on_cpu = map(torch.Tensor.cpu, map(as_sent, self.content.own.values()))
-        return chain([self.header], map(memory_of, on_cpu))
+        return chain([self.header], map(memory_of_values, self.content.own.values()))
 
 
 def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
@@ -167,6 +166,21 @@ def write_manifest(job: SaveJob) -> Written:
     data = manifest.encode(saved)
     files.write_file(job.staging / manifest.MANIFEST_NAME, [data])
     return Written(digest=hashlib.sha256(data).digest(), files=entries)
+
+
+def is_as_written(path: Path, written: Written) -> bool:
+    """Return whether a checkpoint has the manifest that this process has written, and files of the right sizes.
+
+    Raises:
+        CheckpointError: it exists and cannot be read.
+    """
+    data = files.manifest_bytes(path)
+    if data is None or hashlib.sha256(data).digest() != written.digest:
+        return False
+    for entry in written.files:  # noqa: SIM110 - a generator is one more call per file
+        if files.find_damage_to_load(path / entry.name, entry, ()):
+            return False
+    return True
 
 
 def complete(job: SaveJob) -> None:

@@ -103,7 +103,13 @@ class _Flattener:
             if type(key) not in _KEYS:
                 raise _refusal(key, f"{path}[{key!r}]", "a key of type")
             place = f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
-            pairs.append((key, item if type(item) in _AS_THEY_ARE else self.encode(item, place, depth)))
+            # The first two as encode() does, of which a step's state has most.
+            if type(item) in _AS_THEY_ARE:
+                pairs.append((key, item))
+            elif isinstance(item, torch.Tensor) and depth <= MAX_DEPTH:
+                pairs.append((key, {"tensor": self._name_tensor(item, place)}))
+            else:
+                pairs.append((key, self.encode(item, place, depth)))
         are_texts = set(map(type, tree)) <= {str}
         content: Json = dict(pairs) if are_texts else [[self.encode(key, path, depth), item] for key, item in pairs]
         skeleton: dict[str, Json] = {_DICTS[kind]: content}

@@ -139,18 +139,7 @@ def join(
 
     Source: torch.distributed.init_process_group.
     """
-    if current_or_none() is not None:
-        raise ConfigurationError(
-            "This process has already joined a world.",
-            do="call rankwise.join() once; use rankwise.leave() before joining another",
-        )
-    if dist.is_initialized():
-        raise ConfigurationError(
-            f"torch.distributed already has a process group{' (of a failed world)' if have_groups_leaked() else ''}.",
-            do="let the process end; a launcher restarts all ranks: rankwise run --max-restarts 3"
-            if have_groups_leaked()
-            else "remove init_process_group(): rankwise.join() opens the group",
-        )
+    _refuse_second_join()
     check_exchange(exchange)
     reading = _read(init_method, rank, world_size)
     number = next(_join_numbers)
@@ -279,6 +268,21 @@ def _close_groups(session: Session, *, failed: bool) -> None:
         leak_groups()
     else:
         dist.destroy_process_group()
+
+
+def _refuse_second_join() -> None:
+    if current_or_none() is not None:
+        raise ConfigurationError(
+            "This process has already joined a world.",
+            do="call rankwise.join() once; use rankwise.leave() before joining another",
+        )
+    if dist.is_initialized():
+        raise ConfigurationError(
+            f"torch.distributed already has a process group{' (of a failed world)' if have_groups_leaked() else ''}.",
+            do="let the process end; a launcher restarts all ranks: rankwise run --max-restarts 3"
+            if have_groups_leaked()
+            else "remove init_process_group(): rankwise.join() opens the group",
+        )
 
 
 def _read(init_method: str | None, rank: int | None, world_size: int | None) -> Reading:

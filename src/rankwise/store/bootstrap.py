@@ -42,7 +42,7 @@ LINGER_SECONDS = 2.0
 """How long the rank that serves the store keeps running so that the others can read the final verdict."""
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
-ATTEMPT_SECONDS = 5.0
+REACH_ATTEMPT_SECONDS = 5.0
 """How long one attempt to reach the store may take if nothing answers."""
 NOTICE_SECONDS = 30.0
 """After how long a wait for other ranks to join is logged, with the missing ranks."""
@@ -174,7 +174,9 @@ def wait_for_store(reading: Reading, timeout_seconds: float) -> None:
     while True:
         left = begun + timeout_seconds - time.monotonic()
         try:
-            with socket.create_connection((host, port), timeout=max(min(left, ATTEMPT_SECONDS), FIRST_PAUSE_SECONDS)):
+            with socket.create_connection(
+                (host, port), timeout=max(min(left, REACH_ATTEMPT_SECONDS), FIRST_PAUSE_SECONDS)
+            ):
                 return
         except (OSError, UnicodeError) as error:
             last = str(error)

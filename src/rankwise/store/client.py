@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from rankwise.store.server import AuthenticatedServer
 
-ANSWER_SECONDS = 300.0
+STORE_ANSWER_SECONDS = 300.0
 """How much longer than the requested wait the serving process may take to answer: it may be stopped in a debugger."""
-LEAST_ANSWER_SECONDS = 10.0
+LEAST_STORE_ANSWER_SECONDS = 10.0
 """The least time it is always given: it may just be slow."""
 REOPEN_SECONDS = 10.0
 """How long to retry another connection to a store that was reachable before."""
@@ -59,7 +59,7 @@ class StoreConnection(dist.Store):
         self._lock = threading.Lock()
         self._lost: str | None = None
         self._is_amid = False
-        self._answer_seconds = ANSWER_SECONDS
+        self._answer_seconds = STORE_ANSWER_SECONDS
         self._socket = open_connection(host, port, secret, PURPOSE, timeout_seconds)
 
     def clone(self) -> StoreConnection:
@@ -75,9 +75,9 @@ class StoreConnection(dist.Store):
     def expect_answers_within(self, seconds: float) -> None:
         """Treat the store as lost if it answers later than this; also applies to clones made from now on.
 
-        An answer is always given at least ``LEAST_ANSWER_SECONDS``.
+        An answer is always given at least ``LEAST_STORE_ANSWER_SECONDS``.
         """
-        self._answer_seconds = min(max(seconds, LEAST_ANSWER_SECONDS), ANSWER_SECONDS)
+        self._answer_seconds = min(max(seconds, LEAST_STORE_ANSWER_SECONDS), STORE_ANSWER_SECONDS)
 
     def close(self) -> None:
         """End the connection, and the store if it is served through this one; calls fail from now on."""

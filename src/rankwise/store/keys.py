@@ -51,7 +51,7 @@ class Keys:
         self._given_up: dict[str, tuple[int, str]] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        """Set ``key`` and wake those who wait for it."""
+        """Set ``key`` and wake the connections that wait for it."""
         self._values[key] = value
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():

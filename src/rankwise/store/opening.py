@@ -143,7 +143,7 @@ class _Published(NamedTuple):
 def serve_published(path: Path, secret: bytes | None) -> Store:
     """Serve a store on the loopback address and write its port to a file, which may replace one of this user.
 
-    ``secret`` is what every rank was given; ``None`` generates one and writes it beside the port.
+    ``secret`` is what every rank was given; ``None`` generates one and writes it next to the port.
 
     Raises:
         ConfigurationError: the file cannot be written, or belongs to another user.

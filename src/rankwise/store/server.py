@@ -53,7 +53,7 @@ CLOSE_SECONDS = 5.0
 BUFFER_BYTES = 256 * 1024
 
 
-class Server:
+class SocketServer:
     """Serves one listening socket in a separate thread, from :meth:`start` to :meth:`close`.
 
     It is also closed when the process exits or its last reference is dropped. Processes forked from
@@ -81,7 +81,7 @@ class Server:
         self._close()
 
 
-class AuthenticatedServer(Server):
+class AuthenticatedServer(SocketServer):
     """A server for processes that hold the job's secret: one service per purpose."""
 
     def __init__(

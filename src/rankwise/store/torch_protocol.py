@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rankwise.store.keys import LARGEST_FRAME_BYTES, LONGEST_WAIT_SECONDS, Keys
-from rankwise.store.server import Server, as_stream
+from rankwise.store.server import SocketServer, as_stream
 from rankwise.store.wire import listen
 from rankwise.world.network import user_of_peer
 
@@ -60,14 +60,14 @@ STOP_WAITING, WAIT_CANCELED = b"\0", b"\1"
 """Answers to ``WAIT`` and to ``CANCEL_WAIT``."""
 
 
-def serve_this_user(host: str) -> Server:
+def serve_this_user(host: str) -> SocketServer:
     """Serve a new, empty store on a free port of one loopback address, to processes of this user; return the server."""
     service = partial(as_stream, service=partial(_handle, Keys()))
 
     async def admit(connection: socket.socket) -> SocketService | None:
         return service if user_of_peer(connection) == os.geteuid() else None
 
-    server = Server(listen(host, 0), admit)
+    server = SocketServer(listen(host, 0), admit)
     server.start()
     return server
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", bound="Hashable")
 
-SMALL_BYTES = 2**16
+SENT_TOGETHER_BYTES = 2**16
 """Up to this size tensors travel together: a message takes about as long for a hundred numbers as for one."""
 
 
@@ -186,6 +186,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
+def memory_of_values(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor's values on the CPU: those of :func:`as_sent`, in the same memory if they can be."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
 # -- values of several -------------------------------------------------------------------------------
 
 
@@ -282,7 +288,7 @@ def _packs(tensors: Sequence[torch.Tensor], keys: Sequence[K]) -> list[list[int]
     packs: list[list[int]] = []
     open_of: dict[K, list[int]] = {}
     for place, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
-        if tensor.nbytes > SMALL_BYTES or not tensor.numel():
+        if tensor.nbytes > SENT_TOGETHER_BYTES or not tensor.numel():
             packs.append([place])
         elif key in open_of:
             open_of[key].append(place)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WORD_BYTES = 8
 NUM_COLUMNS = 251
 """Words are summed per column, and columns are weighted. A prime: swapped rows of a table then change columns."""
-SMALL_BYTES = 2**16
+COPIED_TOGETHER_BYTES = 2**16
 """Up to this size a tensor is copied together with others: a call per tensor would take longer."""
 PIECE_BYTES = 2**22
 """How much is copied together at a time."""
@@ -112,7 +112,7 @@ def _pieces(flats: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     closed: list[list[torch.Tensor]] = []
     open_of: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for flat in flats:
-        if flat.nbytes > SMALL_BYTES:
+        if flat.nbytes > COPIED_TOGETHER_BYTES:
             closed.append([flat])
             continue
         piece = open_of.setdefault((flat.dtype, flat.device), [])

@@ -145,9 +145,9 @@ def canonical(address: str) -> str:
 
 
 def user_of_peer(connection: socket.socket) -> int | None:
-    """Return the user whose process has the other end of a TCP connection on this machine; ``None`` if nobody has it.
+    """Return the user whose process has the other end of a TCP connection on this machine; ``None`` if none has it.
 
-    Source: proc(5), ``/proc/net/tcp``. A socket that was closed belongs to nobody: its entry names user 0.
+    Source: proc(5), ``/proc/net/tcp``. A socket that was closed has no owner: its entry names user 0.
     """
     remote, local = (_entry(name[0], name[1]) for name in (connection.getpeername(), connection.getsockname()))
     for path in CONNECTIONS * LOOKS:

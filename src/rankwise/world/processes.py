@@ -151,7 +151,7 @@ def make_temporary_folder(kind: str = "", parent: Path | None = None) -> Path:
         with contextlib.suppress(OSError):
             _remove_if_left(lock)
     folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{kind}-" if kind else FOLDER_PREFIX, dir=where))
-    # On a file system without locks the folder is one that nobody else removes.
+    # On a file system without locks the folder is one that no other process removes.
     with contextlib.suppress(OSError):
         unlocked, name = folder / f"{IN_USE}.new", _this_machine()
         descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

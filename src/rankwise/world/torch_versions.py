@@ -95,26 +95,26 @@ def check() -> None:
         )
 
 
-def require(release: tuple[int, int], who: str) -> None:
-    """Reject a torch that is older than ``release``, the first on which ``who`` computes what one rank does.
+def require(release: tuple[int, int], feature: str) -> None:
+    """Reject a torch that is older than ``release``, the first on which ``feature`` computes what one rank does.
 
     Raises:
         TorchTooOld: it is older.
     """
     if not is_at_least(release):
         raise TorchTooOld(
-            f"{who} needs torch {_dotted(release)} or newer, but torch {installed()} is installed.",
+            f"{feature} needs torch {_dotted(release)} or newer, but torch {installed()} is installed.",
             do=f"{_install(release)}, or use rankwise.replicate()",
         )
 
 
-def lacks(call: str, since: tuple[int, int], who: str) -> TorchTooOld:
+def lacks(call: str, since: tuple[int, int], feature: str) -> TorchTooOld:
     """Return the error for torch's function ``call``, which was added in release ``since`` and is missing here.
 
-    ``who`` needs it, as the start of a sentence: ``"A sharded model whose backward broke off"``.
+    ``feature`` needs it, as the start of a sentence: ``"A sharded model whose backward broke off"``.
     """
     return TorchTooOld(
-        f"{who} needs {call}, which torch {installed()} does not have; it was added in torch {_dotted(since)}.",
+        f"{feature} needs {call}, which torch {installed()} does not have; it was added in torch {_dotted(since)}.",
         do=_install(since),
     )
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rankwise.launch.options import TorchStoreChoice
     from rankwise.store.client import Store
     from rankwise.store.keys import Keys
-    from rankwise.store.server import Server
+    from rankwise.store.server import SocketServer
 
 TICK_SECONDS = 0.25
 LAUNCHER_EXITED = "was lost: its launcher has exited"
@@ -335,7 +335,7 @@ class TorchStores:
         self._is_open = choice == "on"
         self._attempt: int | None = None
         self._served: TorchStoreAddress | None = None
-        self._opened: Store | Server | socket.socket | None = None
+        self._opened: Store | SocketServer | socket.socket | None = None
 
     def of_attempt(self, attempt: int, world_size: int) -> TorchStoreAddress | None:
         """Return the store of an attempt, opened on first use; ``None`` if none is served.

@@ -24,7 +24,10 @@ SECRET_NAME = "RANKWISE_SECRET"  # noqa: S105 - its name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What the variables of one environment give. ``None`` is what they leave open."""
+    """What the variables of one environment give. ``None`` is what they leave open.
+
+    Its many fields belong together: they are all that a launcher can tell a process, and no launcher sets every one.
+    """
 
     rank: int
     """Number of this process, from 0 to ``world_size - 1``."""
