@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 
 from rankwise import meter
-from rankwise.comm.collectives.group import agreed
-from rankwise.comm.session import current
+from rankwise.comm.session import agreed, current
 from rankwise.errors import CollectiveMismatch, ConfigurationError
 
 if TYPE_CHECKING:
