@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
-from rankwise.health.queued_collectives import LONG_SECONDS
+from rankwise.health.queued_collectives import QUEUED_LONG_SECONDS
 from rankwise.world.device.choice import goes_through_host
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _graph(world: World) -> float:
             with graph(captured):
                 step()
                 # Longer than the thread leaves collectives to the training thread: it asks about them meanwhile.
-                time.sleep(1.5 * LONG_SECONDS)
+                time.sleep(1.5 * QUEUED_LONG_SECONDS)
             run = captured.replay
         for index in range(3, 8):
             x_now.copy_(x[index])

@@ -16,8 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import rankwise as rw
-from rankwise.comm.collectives.group import exchange_of
-from rankwise.comm.session import current
+from rankwise.comm.session import current, exchange_of
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
 from rankwise.health import collective_timeout
 

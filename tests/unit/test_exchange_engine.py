@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rankwise.comm.backends.engine import LOOK_SECONDS, Engine
+from rankwise.comm.backends.engine import ENGINE_CHECK_SECONDS, Engine
 from rankwise.errors import RankwiseError
 from rankwise.health.collective_timeout import PeerEnded
 from rankwise.health.process_probe import Peers
@@ -59,14 +59,14 @@ def _engine(peers: Peers) -> Engine:
 def test_the_last_message_of_a_process_that_has_ended_counts(peers: Peers) -> None:
     engine, last = _engine(peers), Last(comes_in_sleep=1)
     # It came after this rank slept its time, and before it looked whether the other one is alive.
-    assert engine._is_done(engine.start(_operation(last)), 100 * LOOK_SECONDS)
+    assert engine._is_done(engine.start(_operation(last)), 100 * ENGINE_CHECK_SECONDS)
     assert last.num_sleeps == 1
 
 
 def test_a_process_that_ended_without_a_last_message_is_given_up(peers: Peers) -> None:
     engine, last = _engine(peers), Last(comes_in_sleep=None)
     with pytest.raises(PeerEnded) as caught:
-        engine._is_done(engine.start(_operation(last)), 100 * LOOK_SECONDS)
+        engine._is_done(engine.start(_operation(last)), 100 * ENGINE_CHECK_SECONDS)
     assert last.num_sleeps == 1
     assert (caught.value.rank, caught.value.process) == (5, peers.process(1))
 
@@ -81,10 +81,10 @@ def test_what_an_operation_fails_with_is_raised_by_its_wait(peers: Peers) -> Non
     failed = engine.start(_failing("gloo/transport"))  # as in a backward pass, which waits for nothing yet
     assert failed.is_done
     other = engine.start(_operation(Last(comes_in_sleep=0)))
-    assert engine._is_done(other, LOOK_SECONDS)
+    assert engine._is_done(other, ENGINE_CHECK_SECONDS)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="gloo/transport"):
-            engine._is_done(failed, LOOK_SECONDS)
+            engine._is_done(failed, ENGINE_CHECK_SECONDS)
 
 
 def test_a_wait_ends_with_the_failure_of_another_operation_that_it_may_depend_on(peers: Peers) -> None:
@@ -92,12 +92,12 @@ def test_a_wait_ends_with_the_failure_of_another_operation_that_it_may_depend_on
     failed = engine.start(_failing("gloo/transport"))
     pending = engine.start(_operation(last))
     with pytest.raises(RuntimeError, match="gloo/transport"):
-        engine._is_done(pending, 100 * LOOK_SECONDS)
+        engine._is_done(pending, 100 * ENGINE_CHECK_SECONDS)
     assert last.num_sleeps == 0
     # It is over for the others once it has been raised, and never for its own wait.
-    assert engine._is_done(pending, 100 * LOOK_SECONDS)
+    assert engine._is_done(pending, 100 * ENGINE_CHECK_SECONDS)
     with pytest.raises(RuntimeError, match="gloo/transport"):
-        engine._is_done(failed, LOOK_SECONDS)
+        engine._is_done(failed, ENGINE_CHECK_SECONDS)
 
 
 def test_an_interrupted_operation_gives_no_result_and_forbids_others(peers: Peers) -> None:
@@ -110,10 +110,10 @@ def test_an_interrupted_operation_gives_no_result_and_forbids_others(peers: Peer
 
     operation = engine.start(steps())
     with pytest.raises(KeyboardInterrupt):
-        engine._is_done(operation, 100 * LOOK_SECONDS)
+        engine._is_done(operation, 100 * ENGINE_CHECK_SECONDS)
     (refused,) = detector.refuse_all.call_args.args
     with pytest.raises(RankwiseError, match="interrupted in the middle"):
-        engine._is_done(operation, LOOK_SECONDS)
+        engine._is_done(operation, ENGINE_CHECK_SECONDS)
     assert refused is operation.error
 
 

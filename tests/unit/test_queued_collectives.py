@@ -69,8 +69,8 @@ def queueing(detector: FailureDetector, device: Device) -> Generator[QueuedColle
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queued_collectives, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(queued_collectives, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(queued_collectives, "QUEUE_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(queued_collectives, "QUEUED_LONG_SECONDS", 0.0)
 
 
 def test_what_has_completed_is_over_and_nothing_waits() -> None:

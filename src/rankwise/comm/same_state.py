@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the ranks hold the same? When they compare, how what they hold travels, and how a difference is described.
 
-Digests are those of ``tensors/checksum`` ; :class:`CheckSchedule` says when ranks compare. A
+Digests are those of ``tensors/checksum``; :class:`CheckSchedule` says when ranks compare. A
 collective is the carrier where all ranks call anyway; the job's store (:class:`Posted`) where no rank may wait for
 another: the last rank to post compares. Knows no model, loader or strategy.
 """

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rankwise.world.environments.reading import Reading
     from rankwise.world.facts import World
 
-_PEER_CHECK_SECONDS = 0.2
+_OPENING_SLICE_SECONDS = 0.2
 _threads: list[threading.Thread] = []
 """The one that has opened a group last, or waits in torch for a rank that has failed."""
 _interface_variables: list[str] = []
@@ -67,13 +67,13 @@ def open_group(world: World, store: Store, detector: FailureDetector) -> None:
     _threads.clear()
     _threads.append(opening.thread)
     with CollectiveWait(detector, detector.ticket("opening torch's process group")) as wait:
-        while not opening.is_done(_PEER_CHECK_SECONDS):
+        while not opening.is_done(_OPENING_SLICE_SECONDS):
             wait.check()
             _check_neighbour(detector)
 
 
 def is_opening() -> bool:
-    """Return whether a thread is inside torch, where it waits for a rank that does not come."""
+    """Return whether a thread is inside torch, where it waits for a rank that does not arrive."""
     return any(thread.is_alive() for thread in _threads)
 
 

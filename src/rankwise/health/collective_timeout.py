@@ -146,7 +146,7 @@ class CollectiveWait:
         if not diagnosis.is_of_a_signal_handler(error):
             raise self._explain(error) from None
 
-    # -- who is missing ----------------------------------------------------------------------------
+    # -- which ranks are missing ---------------------------------------------------------------------
 
     def _members(self) -> list[int]:
         detector = self._detector

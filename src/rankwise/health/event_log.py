@@ -20,7 +20,7 @@ EXPENDABLE_KEY = "rankwise/expendable"
 """Where the launcher, which does not follow the log, finds the optional ranks: a list of numbers, as JSON."""
 WORLDS_KEY = "rankwise/worlds"
 """Where the launcher finds how many worlds the ranks have joined after their first; among the keys of the first."""
-LOOK_SECONDS = 10.0
+EVENT_READ_SECONDS = 10.0
 """How long reading an existing key may take."""
 _KEY = "rankwise/events/{}"
 
@@ -180,7 +180,7 @@ def post_expendable(store: Store, ranks: Sequence[int]) -> None:
     """
     declared = set[int]()
     if store.check(EXPENDABLE_KEY):
-        declared.update(json.loads(store.get(EXPENDABLE_KEY, LOOK_SECONDS)))
+        declared.update(json.loads(store.get(EXPENDABLE_KEY, EVENT_READ_SECONDS)))
     if declared.issuperset(ranks):
         return
     wanted = sorted(declared.union(ranks))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rankwise.store.client import Store
     from rankwise.world.facts import World
 
-END_SECONDS = 2.0
+DETECTOR_END_SECONDS = 2.0
 """How long an exiting rank waits for its thread, and after a failure for the others."""
 EXPLANATION_SECONDS = 1.0
 """How long a rank with a broken connection waits for the reason before it polls."""
@@ -63,7 +63,11 @@ class CollectiveQueue(Protocol):
 
 
 class FailureDetector:
-    """Follows the event log for one rank, from join to leave."""
+    """Follows the event log for one rank, from join to leave.
+
+    Its many fields belong together: what the two threads share (the log's meaning so far, under ``changed``) and what
+    answers a status poll are read at once to decide whether a collective can complete.
+    """
 
     def __init__(self, store: Store, world: World, timeout_seconds: float, stack_file: str = "") -> None:
         self.timeout_seconds = timeout_seconds
@@ -94,14 +98,10 @@ class FailureDetector:
         """The collective that each thread waits for."""
         self._queued: Ticket | None = None
         """The oldest collective on this rank's device that has not completed."""
-        self._has_raised = False
-        """Whether the training thread has raised the reason why ranks cannot continue."""
-        self._is_raising = False
-        """Whether it has been made to."""
         self.next_event = 1
         """A number below which the log is full."""
         self._optional: set[int] = set()
-        self._main_thread_id = threading.get_ident()
+        self._training = _TrainingThread()
         process_probe.introduce(self.store, world.rank, process_probe.this_process(stack_file))
         self._thread = threading.Thread(
             target=self._follow, args=(store.clone(),), name="rankwise-failure-detector", daemon=True
@@ -121,7 +121,7 @@ class FailureDetector:
         """
         if self.error is not None:
             # Hooks run in a thread of torch's on GPUs: backward() then raises it in the thread that trains.
-            self._leave_to_raise()
+            self._training.note_raised()
             raise self.error
         if self._awaited and exchange_id == 0:
             self._refuse_two_threads(what)
@@ -188,16 +188,11 @@ class FailureDetector:
     def note_raised(self) -> None:
         """Record that this thread raises an error of a collective, or that the world is being left."""
         if self.is_in_main_thread():
-            self._leave_to_raise()
-
-    def _leave_to_raise(self) -> None:
-        self._has_raised = True
-        if self._is_raising:
-            raise_in_thread(self._main_thread_id, None)
+            self._training.note_raised()
 
     def raise_unraised(self) -> None:
         """Raise the reason why ranks cannot continue, unless the training thread has raised it before."""
-        if self.error is not None and not self._has_raised:
+        if self.error is not None and not self._training.has_raised:
             raise self.error
 
     def fail_queued(self, error: RankwiseError, *, are_pending: bool) -> None:
@@ -209,14 +204,12 @@ class FailureDetector:
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
-        if are_pending and not self._has_raised:
-            self._is_raising = True
-            raise_in_thread(self._main_thread_id, self.error)
-            self._has_raised = True
+        if are_pending and not self._training.has_raised:
+            self._training.interrupt(self.error)
 
     def is_in_main_thread(self) -> bool:
         """Return whether this is the thread that joined, which trains."""
-        return threading.get_ident() == self._main_thread_id
+        return threading.get_ident() == self._training.id
 
     def leave(self, *, wait_for_peers: bool) -> None:
         """Report that this rank is done, and stop the thread.
@@ -229,14 +222,14 @@ class FailureDetector:
         with contextlib.suppress(StoreLost):
             process_probe.withdraw(self.store, self.world.rank)
             post(self.store, Left(self.world.rank, last=self.recorder.last, begun=self.recorder.begun()))
-            self._end((self.timeout_seconds if self.error is None else END_SECONDS) if wait_for_peers else 0.0)
+            self._end((self.timeout_seconds if self.error is None else DETECTOR_END_SECONDS) if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
         """Report to every rank that this one failed, and stop the thread; else as :meth:`leave`."""
         with contextlib.suppress(StoreLost):
             process_probe.withdraw(self.store, self.world.rank)
             post(self.store, Failed(self.world.rank, error_type, text, self.world.hostname))
-            self._end(END_SECONDS if wait_for_peers else 0.0)
+            self._end(DETECTOR_END_SECONDS if wait_for_peers else 0.0)
 
     def _end(self, limit_seconds: float) -> None:
         """Wait for the others to leave, then have the thread read this rank's own departure."""
@@ -247,14 +240,14 @@ class FailureDetector:
             with self.changed:
                 has_changed = self.changed.wait_for(
                     lambda now=others: self._remaining() - silent_ranks != now,
-                    min(left, END_SECONDS) if are_optional else left,
+                    min(left, DETECTOR_END_SECONDS) if are_optional else left,
                 )
             if are_optional and not has_changed:
                 # The exit of an optional rank may not have been reported.
                 silent_ranks.update(diagnosis.unanswered(self.poll_status(without=silent_ranks), others))
         post(self.store, DetectorEnded(self.world.rank), self.next_event)
         # A thread inside torch during interpreter shutdown would abort the process.
-        self._thread.join(END_SECONDS)
+        self._thread.join(DETECTOR_END_SECONDS)
 
     def _remaining(self) -> set[int]:
         return set(range(self.world_size)) - self.departures.keys() - {self.world.rank}
@@ -284,20 +277,20 @@ class FailureDetector:
             case Failed(rank=rank):
                 self.departures.setdefault(rank, event)
                 if rank != self.world.rank:
-                    self._take_loss(store, event, [rank])
+                    self._record_loss(store, event, [rank])
             case Left(rank=rank):
                 self.departures.setdefault(rank, event)
             case Expendable():
                 self._optional.update(event.ranks)
             case StatusPoll():
-                situation = self.recorder.situation(self._waits(), self._main_thread_id, event)
+                situation = self.recorder.situation(self._waits(), self._training.id, event)
                 process_probe.answer_poll(store, event, self.world.rank, {"host": self.hostname, **situation})
             case TimedOut():
-                self._take_loss(store, event, [])
+                self._record_loss(store, event, [])
             case ConnectionBroke():
-                self._take_loss(store, event, [] if event.have_left else event.gone)
+                self._record_loss(store, event, [] if event.have_left else event.gone)
             case ProcessEnded():
-                self._take_loss(store, event, [event.rank])
+                self._record_loss(store, event, [event.rank])
             case DetectorEnded():
                 return event.rank == self.world.rank
             case _:  # about stopping
@@ -311,7 +304,7 @@ class FailureDetector:
             waits.setdefault(_DEVICE, self._queued)
         return waits
 
-    def _take_loss(self, store: Store, event: Loss, ranks: Sequence[int]) -> None:
+    def _record_loss(self, store: Store, event: Loss, ranks: Sequence[int]) -> None:
         """Record that ranks are lost: every rank's error, unless they are optional and another optional one remains."""
         others = self._optional.difference(self.lost_ranks(), ranks)
         if ranks and others and self._optional.issuperset(ranks):
@@ -334,7 +327,7 @@ class FailureDetector:
         departed = list(self.departures.items())
         return {rank: event for rank, event in departed if rank in self._optional and not isinstance(event, Left)}
 
-    # -- who is missing ----------------------------------------------------------------------------
+    # -- which ranks are missing ---------------------------------------------------------------------
 
     def failure_blocking(self, ticket: Ticket) -> RankwiseError | None:
         """Return the error for why a collective cannot complete, as far as known."""
@@ -372,6 +365,27 @@ class FailureDetector:
         silent_ranks = sorted(set(range(world.world_size)) - set(answers))
         seen = process_probe.probe_silent(self.store, silent_ranks)
         return {**answers, **{rank: {"host": self.hostname, **what} for rank, what in seen.items()}}
+
+
+class _TrainingThread:
+    """The thread that joined, which trains; and whether it has raised the reason why ranks cannot continue."""
+
+    def __init__(self) -> None:
+        self.id = threading.get_ident()
+        self.has_raised = False
+        self._is_interrupted = False
+
+    def note_raised(self) -> None:
+        """Record that it raises the reason itself: it need not be made to any more."""
+        self.has_raised = True
+        if self._is_interrupted:
+            raise_in_thread(self.id, None)
+
+    def interrupt(self, error: RankwiseError) -> None:
+        """Make it raise ``error`` as soon as it runs Python code."""
+        self._is_interrupted = True
+        raise_in_thread(self.id, error)
+        self.has_raised = True
 
 
 def raise_in_thread(thread_id: int, error: BaseException | None) -> None:

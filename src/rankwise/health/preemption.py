@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STOPPED_EXIT_CODE = 75
 """Exit code of a rank that has stopped early and saved: ``EX_TEMPFAIL`` of sysexits.h, "try again later"."""
-SLICE_SECONDS = 0.2
+COUNTS_SLICE_SECONDS = 0.2
 """How long a rank waits for the others' counts before it checks whether they still run."""
 INSISTENT = 3
 """The SIGTERM that ends a process at once: Slurm itself sends two before SIGKILL."""
@@ -57,12 +57,130 @@ class _Save:
     """Whether the job would resume from what it saves."""
 
 
-class Preemption:
-    """The state of one rank's early stop, from join to leave.
+class _StopAgreement:
+    """The boundary at which all ranks stop, found by the main thread and the failure detector's, with one lock.
 
     A boundary is a point between two steps that every rank passes the same number of times. A rank asked to stop
     posts how many it has passed; the maximum plus one is the first that every rank has yet to reach.
     """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        store: Store | None,
+        timeout_seconds: float,
+        error: Callable[[], RankwiseError | None],
+    ) -> None:
+        self.reason: str | None = None
+        """Why the job stops, once all ranks know that it was asked to."""
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self._error = error
+        self._changed = threading.Condition()
+        self._passed = 0
+        self._last: int | None = None
+        self._has_departures = False
+        self._lost: set[int] = set()
+
+    def close(self) -> None:
+        """Drop the store. Called when the world is left."""
+        self._store = None
+        self._error = lambda: None
+
+    # -- the main thread ---------------------------------------------------------------------------
+
+    def request(self, reason: str) -> None:
+        """Ask all ranks to stop, unless one has asked before."""
+        if self._store is None:
+            self.reason, self._last = reason, self._passed + 1
+        elif self._store.add("rankwise/stop/asked", 1) == 1:
+            post(self._store, StopRequested(reason, self._rank))
+
+    def pass_boundary(self, *, alone: bool) -> bool:
+        """Count a boundary; return whether it is the one to stop at: with ``alone``, the next one after the request."""
+        with self._changed:
+            self._passed += 1
+            if self.reason is None or alone:
+                return self.reason is not None
+            self._wait_until_known()
+            return self._passed == self._last
+
+    def _wait_until_known(self) -> None:
+        started = time.monotonic()
+        while not self._changed.wait_for(lambda: self._last is not None, COUNTS_SLICE_SECONDS):
+            error = self._error()
+            if error is not None:
+                raise error
+            if self._has_departures:
+                # It finished before it could be asked: the job is nearly done.
+                return
+            if time.monotonic() - started > self._timeout_seconds:
+                raise self._missing()
+
+    def _missing(self) -> PeerMissing:
+        store = self._store
+        awaited = set(range(self._world_size)) - self._lost
+        ranks = [rank for rank in sorted(awaited) if store is not None and not store.check(_count_of(rank))]
+        return PeerMissing(
+            f"Stopping timed out after {self._timeout_seconds:.0f} s waiting for {fold_ranks(ranks)}.",
+            ranks=ranks,
+            do="check the missing rank's output",
+        )
+
+    # -- the failure detector's thread, with its own connection to the store -----------------------
+
+    def note_departure(self) -> None:
+        """Record that a rank has left: it will post no count."""
+        self._has_departures = True
+
+    def settle(self, boundary: int) -> None:
+        """Record at which boundary all ranks stop."""
+        with self._changed:
+            self._last = boundary
+            self._changed.notify_all()
+
+    def begin(self, reason: str) -> int | None:
+        """Record why the job stops; return how many boundaries this rank has passed, or ``None`` if it was known."""
+        with self._changed:
+            if self.reason is not None:
+                return None
+            self.reason = reason
+            return self._passed
+
+    def post_count(self, store: Store, passed: int, next_event: int) -> None:
+        """Post how many boundaries this rank has passed; the last rank to post knows where all can stop."""
+        store.set(_count_of(self._rank), str(passed))
+        self._agree_if_counted(store, 1, next_event)
+
+    def lose(self, store: Store, rank: int, next_event: int) -> None:
+        """Record that the job continues without ``rank``: its count is not waited for."""
+        self._lost.add(rank)
+        if self.reason is not None and self._last is None:
+            self._agree_if_counted(store, 0, next_event)
+
+    def _agree_if_counted(self, store: Store, number: int, next_event: int) -> None:
+        """Add ``number`` counts; once every remaining rank has posted its count, post where all can stop."""
+        present = sorted(set(range(self._world_size)) - self._lost)
+        if store.add("rankwise/stop/counted", number) < len(present):
+            return
+        # A lost rank may be among those that posted a count.
+        if self._lost and not all(store.check(_count_of(rank)) for rank in present):
+            return
+        if store.add("rankwise/stop/agreed", 1) == 1:
+            counts = [int(store.get(_count_of(rank), self._timeout_seconds)) for rank in present]
+            post(store, StopAt(max(counts) + 1), next_event)
+
+
+def _count_of(rank: int) -> str:
+    return f"rankwise/stop/passed/{rank}"
+
+
+class Preemption:
+    """One rank's early stop, from join to leave: what asks for it, what is saved, and where all ranks stop."""
 
     def __init__(
         self,
@@ -81,23 +199,15 @@ class Preemption:
         self.has_stopped = False
         self.signals: tuple[str, ...] = ()
         """The signals that ask this process to stop, if any; worker processes may receive them too."""
-        self._rank = rank
-        self._world_size = world_size
-        self._store = store
-        self._timeout_seconds = timeout_seconds
-        self._error = error
+        self._agreement = _StopAgreement(
+            rank=rank, world_size=world_size, store=store, timeout_seconds=timeout_seconds, error=error
+        )
         self._thread = threading.get_ident()
-        self._changed = threading.Condition()
         self._requested: str | None = None
-        self._reason: str | None = None
-        self._passed = 0
         self._is_asked_by_hand = False
-        self._has_said = False
-        self._last: int | None = None
-        self._has_departures = False
+        self._has_warned = False
         self._is_passive = False
         self._stops_alone = False
-        self._lost: set[int] = set()
         self._saves: dict[str, _Save] = {}
         self._mid_step: list[WeakMethod[Callable[[], bool]]] = []
 
@@ -121,7 +231,7 @@ class Preemption:
     @property
     def is_asked(self) -> bool:
         """Whether all ranks know that the job was asked to stop."""
-        return self._reason is not None
+        return self._agreement.reason is not None
 
     @property
     def will_notice(self) -> bool:
@@ -173,8 +283,7 @@ class Preemption:
         """Drop the registered saves and the store. Called when the world is left."""
         self._saves.clear()
         self._mid_step.clear()
-        self._store = None
-        self._error = lambda: None
+        self._agreement.close()
 
     # -- the main thread ---------------------------------------------------------------------------
 
@@ -190,8 +299,8 @@ class Preemption:
         saves = [save.run for save in self._saves.values() if save.source is source]
         if len(saves) < len(self._saves):
             # Each of several sources has its own state: saving one would leave the others behind.
-            if self._requested is not None and not self._has_said:
-                self._has_said = True
+            if self._requested is not None and not self._has_warned:
+                self._has_warned = True
                 warn_nothing_to_save()
             return
         if saves and self._pass():
@@ -214,54 +323,19 @@ class Preemption:
         # A loader read ahead by a thread of the script is not at a boundary.
         if threading.get_ident() != self._thread or self._is_mid_step():
             return False
-        if self._requested is not None and self._reason is None:
-            self._post_stop(self._requested)
-        with self._changed:
-            self._passed += 1
-            if self._stops_alone:
-                return self._reason is not None
-            if self._reason is None:
-                return False
-            self._wait_for_agreement()
-            return self._passed == self._last
+        if self._requested is not None and self._agreement.reason is None:
+            self._agreement.request(self._requested)
+        return self._agreement.pass_boundary(alone=self._stops_alone)
 
     def stop(self) -> NoReturn:
         """Exit this rank as Python ordinarily does. Called by: every rank, once everything is saved."""
-        log(f"stopped early because of {self._reason}, and saved; exit code {STOPPED_EXIT_CODE}")
+        log(f"stopped early because of {self._agreement.reason}, and saved; exit code {STOPPED_EXIT_CODE}")
         self.has_stopped = True
         raise SystemExit(STOPPED_EXIT_CODE)
 
     def _is_mid_step(self) -> bool:
         followed = [reference() for reference in self._mid_step]
         return any(is_mid_step() for is_mid_step in followed if is_mid_step is not None)
-
-    def _post_stop(self, reason: str) -> None:
-        if self._store is None:
-            self._reason, self._last = reason, self._passed + 1
-        elif self._store.add("rankwise/stop/asked", 1) == 1:
-            post(self._store, StopRequested(reason, self._rank))
-
-    def _wait_for_agreement(self) -> None:
-        started = time.monotonic()
-        while not self._changed.wait_for(lambda: self._last is not None, SLICE_SECONDS):
-            error = self._error()
-            if error is not None:
-                raise error
-            if self._has_departures:
-                # It finished before it could be asked: the job is nearly done.
-                return
-            if time.monotonic() - started > self._timeout_seconds:
-                raise self._missing()
-
-    def _missing(self) -> PeerMissing:
-        store = self._store
-        awaited = set(range(self._world_size)) - self._lost
-        ranks = [rank for rank in sorted(awaited) if store is not None and not store.check(_count_of(rank))]
-        return PeerMissing(
-            f"Stopping timed out after {self._timeout_seconds:.0f} s waiting for {fold_ranks(ranks)}.",
-            ranks=ranks,
-            do="check the missing rank's output",
-        )
 
     # -- the failure detector's thread ------------------------------------------------------------------------
 
@@ -272,45 +346,22 @@ class Preemption:
         """
         match event:
             case Left():
-                self._has_departures = True
+                self._agreement.note_departure()
             case StopRequested():
-                self._read_stop(store, event.reason, next_event)
+                passed = self._agreement.begin(event.reason)
+                if passed is None:
+                    return
+                if not self.will_notice:
+                    warn_nothing_to_save()
+                self._agreement.post_count(store, passed, next_event)
             case StopAt():
-                with self._changed:
-                    self._last = event.boundary
-                    self._changed.notify_all()
+                self._agreement.settle(event.boundary)
             case _:
                 pass
 
-    def _read_stop(self, store: Store, reason: str, next_event: int) -> None:
-        """Post how many boundaries this rank has passed; the last rank to post knows where all can stop."""
-        with self._changed:
-            if self._reason is not None:
-                return
-            self._reason = reason
-            passed = self._passed
-        if not self.will_notice:
-            warn_nothing_to_save()
-        store.set(_count_of(self._rank), str(passed))
-        self._agree_if_counted(store, 1, next_event)
-
     def lose(self, store: Store, rank: int, next_event: int) -> None:
-        """Record that the job continues without ``rank``: its count is not waited for. Else as :meth:`read`."""
-        self._lost.add(rank)
-        if self._reason is not None and self._last is None:
-            self._agree_if_counted(store, 0, next_event)
-
-    def _agree_if_counted(self, store: Store, number: int, next_event: int) -> None:
-        """Add ``number`` counts; once every remaining rank has posted its count, post where all can stop."""
-        present = sorted(set(range(self._world_size)) - self._lost)
-        if store.add("rankwise/stop/counted", number) < len(present):
-            return
-        # A lost rank may be among those that posted a count.
-        if self._lost and not all(store.check(_count_of(rank)) for rank in present):
-            return
-        if store.add("rankwise/stop/agreed", 1) == 1:
-            counts = [int(store.get(_count_of(rank), self._timeout_seconds)) for rank in present]
-            post(store, StopAt(max(counts) + 1), next_event)
+        """Record that the job continues without ``rank``. Else as :meth:`read`."""
+        self._agreement.lose(store, rank, next_event)
 
 
 def warn_nothing_to_save() -> None:
@@ -319,10 +370,6 @@ def warn_nothing_to_save() -> None:
         "the job was asked to stop early, but nothing can be saved yet. Pass Checkpointer.restore() or save() the "
         "rankwise.DataLoader of the loop (exactly one), or call Checkpointer.stop_if_asked() between steps"
     )
-
-
-def _count_of(rank: int) -> str:
-    return f"rankwise/stop/passed/{rank}"
 
 
 # -- signals -------------------------------------------------------------------------------------------

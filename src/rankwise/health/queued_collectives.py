@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.health.flight_recorder import Ticket
 
-POLL_SECONDS = 0.1
-"""How often the thread looks at what is queued."""
-LONG_SECONDS = 1.0
+QUEUE_POLL_SECONDS = 0.1
+"""How often the thread checks what is queued."""
+QUEUED_LONG_SECONDS = 1.0
 """The age from which it asks whether a collective has completed. The training thread asks about younger ones."""
-END_SECONDS = 2.0
+QUEUE_END_SECONDS = 2.0
 """How long closing waits for the thread."""
 
 
@@ -117,7 +117,7 @@ class QueuedCollectives:
         self._detector.note_raised()
         self._closed.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(END_SECONDS)
+            self._thread.join(QUEUE_END_SECONDS)
 
     def _retire(self) -> None:
         """Forget the oldest collectives that have completed; raise the reason if one has failed."""
@@ -134,23 +134,23 @@ class QueuedCollectives:
         self._prepare()
         oldest: CollectiveWait | None = None
         try:
-            while not self._closed.wait(POLL_SECONDS):
-                oldest = self._look(oldest)
+            while not self._closed.wait(QUEUE_POLL_SECONDS):
+                oldest = self._check_oldest(oldest)
         except Exception as error:  # noqa: BLE001 - the training thread raises it
             self._give_up(error)
 
-    def _look(self, oldest: CollectiveWait | None) -> CollectiveWait | None:
+    def _check_oldest(self, oldest: CollectiveWait | None) -> CollectiveWait | None:
         """Check the oldest collective that is pending; return the wait for it, if it has lasted for some time."""
         error = self._detector.error or self._broken_peer()
         if error is not None:
             raise error
-        if oldest is not None and time.monotonic() - oldest.ticket.since > LONG_SECONDS:
+        if oldest is not None and time.monotonic() - oldest.ticket.since > QUEUED_LONG_SECONDS:
             self._retire()
         pending = next(iter(self._queue.copy()), None)
         if pending is None or oldest is None or oldest.ticket is not pending[0]:
             self._detector.note_queued(None)
             return None if pending is None else CollectiveWait(self._detector, pending[0], since=time.monotonic())
-        if time.monotonic() - oldest.ticket.since > LONG_SECONDS:
+        if time.monotonic() - oldest.ticket.since > QUEUED_LONG_SECONDS:
             self._detector.note_queued(oldest.ticket)
         oldest.check()
         return oldest

@@ -25,14 +25,14 @@ _FIRST_NUMBER = 1 << 20
 """Larger than torch's own counter gets: the names do not collide with a script's own groups."""
 
 
-class _Process:
+class _OpenedGroups:
     """The groups that this process has opened, and those it has leaked."""
 
     next_number = 0
     have_leaked = False
 
 
-_process = _Process()
+_opened = _OpenedGroups()
 
 
 def open_groups() -> list[object]:
@@ -42,7 +42,7 @@ def open_groups() -> list[object]:
 
 def next_number() -> int:
     """Return the smallest valid number for the name of this rank's next group among some ranks."""
-    return _process.next_number if _COUNTS_CALLS else len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
+    return _opened.next_number if _COUNTS_CALLS else len(dist.distributed_c10d._world.pg_names)  # noqa: SLF001
 
 
 def open_among(ranks: Sequence[int], own: int, number: int) -> object:
@@ -67,7 +67,7 @@ def open_among(ranks: Sequence[int], own: int, number: int) -> object:
             return dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
         finally:
             world.group_count = counted
-            _process.next_number = number + 1
+            _opened.next_number = number + 1
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def leak_groups() -> None:
     """
     for group in open_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _process.have_leaked = True
+    _opened.have_leaked = True
 
 
 def abort_groups() -> None:
@@ -138,4 +138,4 @@ def _device_backends(group: dist.ProcessGroup) -> list[Any]:
 
 def have_groups_leaked() -> bool:
     """Return whether a world has failed in this process."""
-    return _process.have_leaked
+    return _opened.have_leaked

@@ -38,9 +38,9 @@ NAMES = {
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "the module that torch.compile wrapped",
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "have the compiler split graphs at buckets",
     "torch._inductor.config.fallback_random": "named in messages: random numbers in compiled code",
-    # kernels, for streams
+    # streams, in kernels
     "torch._C._accelerator_getStream": "the current stream, asked for with each gradient",
-    # tensors, for many in one call
+    # many in one call, in tensors
     "torch._foreach_copy_": "copy many tensors in one call",
     "torch._foreach_zero_": "fill many tensors with zeros in one call",
     "torch._foreach_add_": "add many tensors in one call",
@@ -85,7 +85,7 @@ NAMES = {
     "torch._C._push_on_torch_function_stack": "resume it",
     "torch._C._len_torch_function_stack": "whether a TorchFunctionMode is the innermost",
     "torch._C._get_function_stack_at": "whether a TorchFunctionMode is the innermost",
-    # processes, for loaders
+    # loaders, in processes
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": "measure how long a script waits for its data",
     "torch.utils.data.DataLoader._iterator": "restart persistent workers",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": "end workers and wait for them",
@@ -114,9 +114,9 @@ NAMES = {
     "torch.optim.Optimizer.step._wrapped_by_lr_sched": "schedulers mark the step that they watch",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "run a hook last before a step",
     "torch.optim.Optimizer._optimizer_step_post_hooks": "run a hook first after a step",
-    # processes, for rendezvous
+    # rendezvous, in processes
     "torch.distributed.rendezvous._rendezvous_handlers": "serve env:// from the job's store",
-    # processes, for files
+    # files, in processes
     "torch.serialization._open_zipfile_writer_file": "detect which files torch.save opens",
     # tensors
     "torch.UntypedStorage._cdata": "identify memory that has no data pointer",
@@ -127,7 +127,7 @@ NAMES = {
     "torch.Tensor._is_zerotensor": "whether a tensor stands for zeros and has no memory",
     "torch.Tensor._is_param": "make another class of tensor pass for a parameter",
     "torch._has_compatible_shallow_copy_type": "whether .data may be assigned",
-    # trees; the logger has the name of the module (tensors)
+    # trees; the logger has the name of the module, in tensors
     "torch.utils._pytree": "keep its logger quiet",
     "torch.utils._pytree.TreeSpec": "the form of a tree",
     "torch.utils._pytree.tree_flatten": "the leaves of a tree and its form",
@@ -147,7 +147,7 @@ NAMES = {
     f"{_SPEC}.ShardOrderEntry.mesh_dims": "the order",
     f"{_SPEC}.TensorMeta": "the whole shape and dtype in a DTensorSpec",
     "torch.distributed.tensor.placement_types._StridedShard.split_factor": "pieces before a split",
-    # autograd, for pipelines
+    # pipelines, in autograd
     f"{_SCHEDULES}._Action": "the action of a rank at one position of a schedule",
     f"{_SCHEDULES}._Action.computation_type": "its kind",
     f"{_SCHEDULES}._Action.stage_index": "its stage",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SPIN_SECONDS = 50e-6
 YIELD_SECONDS = 150e-6
-LOOK_SECONDS = 0.1
+ENGINE_CHECK_SECONDS = 0.1
 """How long a rank sleeps before it checks whether the one it waits for is alive."""
 OTHERS_SECONDS = 0.001
 """The same, if it has other operations to advance meanwhile."""
@@ -254,7 +254,7 @@ class Engine:
         awaited = operation.awaited
         if awaited is None:
             return
-        limit = LOOK_SECONDS if len(self._active) == 1 else OTHERS_SECONDS
+        limit = ENGINE_CHECK_SECONDS if len(self._active) == 1 else OTHERS_SECONDS
         started = time.monotonic()
         progress, value = awaited
         progress.sleep_until(value, min(seconds, limit))
@@ -289,8 +289,8 @@ class Meeting:
         Args:
             memory: of the ranks.
             start: the first byte of :meth:`num_bytes`, all of them zero.
-            past: returns the error for a rank that has noted more progress than this rank, and is not here: it does
-                not come.
+            past: returns the error for a rank that has noted more progress than this rank, and is not here: it
+                will not arrive.
         """
         num_ranks = len(memory.ranks)
         self._memory = memory
@@ -324,7 +324,7 @@ class Meeting:
             numbers: up to ``NUM_NUMBERS``, of up to 63 bits.
 
         Raises:
-            PeerFailed, PeerMissing: a rank has failed, or does not come.
+            PeerFailed, PeerMissing: a rank has failed, or does not arrive.
         """
         memory = self._memory
         self._round += 1
@@ -353,14 +353,14 @@ class Meeting:
 
 
 class _AllHere:
-    """The progress of the ranks of the host, unless one cannot come any more."""
+    """The progress of the ranks of the host, unless one can no longer arrive."""
 
     def __init__(self, counters: Counters, check: Callable[[], None]) -> None:
         self._counters, self._check = counters, check
         self.sleep_until, self.last = counters.sleep_until, counters.last
 
     def reach(self, value: int) -> bool:
-        """Return whether all have come. Raises if one cannot come any more."""
+        """Return whether all have arrived. Raises if one can no longer arrive."""
         if self._counters.reach(value):
             return True
         self._check()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ARENA_BYTES = 2**26
 """Enough that channels of most models need not wait for each other."""
-SMALL_BYTES = 2**16
+UNSLICED_BYTES = 2**16
 """Up to this size a rank sums everything itself, rather than wait a second time."""
 HEADER = struct.Struct("=ddq")
 """Share, weight, number of absent flags; the flags follow."""
@@ -51,7 +51,7 @@ class ChannelLayout:
         self.num_ranks = num_ranks
         self.body_bytes = rounded_up(size.num_elements * size.dtype.itemsize, LINE_BYTES)
         """The part of the arena that mostly one rank writes."""
-        self.is_large = self.body_bytes > SMALL_BYTES
+        self.is_large = self.body_bytes > UNSLICED_BYTES
         if num_slices is None:
             num_slices = num_ranks if self.is_large else 0
         self.num_slices = num_slices
@@ -258,7 +258,7 @@ class SharedChannel:
                 self._sum_own(factors)
             self._reduced.post(round_)
             yield self._reduced, round_
-            self._take_result()
+            self._copy_result()
         self._consumed.post(round_)
 
     def _sum_own(self, factors: Sequence[float]) -> None:
@@ -278,7 +278,7 @@ class SharedChannel:
         if factors[self._rank] != 1.0:
             self._own_sums.mul_(factors[self._rank])
 
-    def _take_result(self) -> None:
+    def _copy_result(self) -> None:
         view = self._view
         if view is not None:
             if not view.written_pages().size:
@@ -344,7 +344,7 @@ class TwoLevelChannel(SharedChannel):
         yield self._reduced, round_
         self._total = self._tail[0].item()
         self._flags = (self._tail[1:] > 0).to(torch.uint8).numpy().tobytes()
-        self._take_result()
+        self._copy_result()
         self._consumed.post(round_)
 
 

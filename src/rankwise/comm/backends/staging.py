@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.engine import Awaited
     from rankwise.comm.backends.mapping import Mapping
 
-    Take = Callable[[list[torch.Tensor], int, int, int], Generator[Awaited] | None]
+    ReadPiece = Callable[[list[torch.Tensor], int, int, int], Generator[Awaited] | None]
     """Reads a piece from the slots of all ranks: its round, its first element and the one after its last. What it
     returns is done before the slots may be filled again."""
 
@@ -122,14 +122,14 @@ class Staging:
         # On one host, two ranks, or more ranks with little data, do not wait a second time.
         alone = cross_host is None and (self._num_ranks == 2 or tensor.nbytes <= ALONE_BYTES)  # noqa: PLR2004
 
-        def take(slots: list[torch.Tensor], round_: int, low: int, high: int) -> Generator[Awaited] | None:
+        def read(slots: list[torch.Tensor], round_: int, low: int, high: int) -> Generator[Awaited] | None:
             slots = list(map(itemgetter(slice(high - low)), slots))
             if not alone:
                 return self._reduce_in_slices(slots, out[low:high], op, round_, cross_host)
             reduce_into(out[low:high], slots, op)
             return None
 
-        return self._in_pieces(what, tensor, take)
+        return self._in_pieces(what, tensor, read)
 
     def _reduce_in_slices(
         self, slots: list[torch.Tensor], out: torch.Tensor, op: str, round_: int, cross_host: CrossHostGroup | None
@@ -153,19 +153,19 @@ class Staging:
     def all_gather(self, what: str, tensor: torch.Tensor, out: torch.Tensor) -> Generator[Awaited]:
         """Collect ``tensor`` [n], bytes, of every rank in ``out`` [L, n]."""
 
-        def take(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
+        def read(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
             for row, slot in zip(out, slots, strict=True):
                 row[low:high].copy_(slot[: high - low])
 
-        return self._in_pieces(what, tensor, take)
+        return self._in_pieces(what, tensor, read)
 
     def broadcast(self, what: str, tensor: torch.Tensor, out: torch.Tensor, source: int) -> Generator[Awaited]:
         """Copy ``tensor`` [n], bytes, of rank ``source`` to every rank's ``out`` [n]."""
 
-        def take(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
+        def read(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
             out[low:high].copy_(slots[source][: high - low])
 
-        return self._in_pieces(what, tensor, take, fills=self._rank == source)
+        return self._in_pieces(what, tensor, read, fills=self._rank == source)
 
     def all_to_all(
         self, what: str, tensor: torch.Tensor, out: torch.Tensor, sizes: Sequence[Sequence[int]]
@@ -179,19 +179,19 @@ class Staging:
         ends = [start + row[self._rank] for start, row in zip(starts, sizes, strict=True)]
         places = list(accumulate((row[self._rank] for row in sizes), initial=0))
 
-        def take(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
+        def read(slots: list[torch.Tensor], _: int, low: int, high: int) -> None:
             for source, slot in enumerate(slots):
                 first, last = max(starts[source], low), min(ends[source], high)
                 if first < last:
                     place = places[source] + first - starts[source]
                     out[place : place + last - first].copy_(slot[first - low : last - low])
 
-        return self._in_pieces(what, tensor, take, most=max(map(sum, sizes)))
+        return self._in_pieces(what, tensor, read, most=max(map(sum, sizes)))
 
     def _in_pieces(
-        self, what: str, tensor: torch.Tensor, take: Take, *, fills: bool = True, most: int | None = None
+        self, what: str, tensor: torch.Tensor, read: ReadPiece, *, fills: bool = True, most: int | None = None
     ) -> Generator[Awaited]:
-        """Fill a slot per piece of ``tensor`` [n], and ``take`` each when every rank has filled its own.
+        """Fill a slot per piece of ``tensor`` [n], and ``read`` each when every rank has filled its own.
 
         ``fills``: whether this rank has anything to send. ``most``: the largest n of any rank, if they differ.
         """
@@ -219,7 +219,7 @@ class Staging:
             if last is not None:
                 if last[1]:
                     yield self._published, last[0]
-                steps = take(typed[last[0] % NUM_SLOTS], *last)
+                steps = read(typed[last[0] % NUM_SLOTS], *last)
                 if steps is not None:
                     yield from steps
                 self._consumed.post(last[0])

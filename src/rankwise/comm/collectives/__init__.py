@@ -12,9 +12,10 @@ from rankwise.comm.collectives.data_movement import (
     broadcast,
     whole_batch,
 )
-from rankwise.comm.collectives.group import Group, exchange_of, gather_json, new_group
+from rankwise.comm.collectives.group import gather_json, new_group
 from rankwise.comm.collectives.objects import all_gather_object, barrier, broadcast_object
 from rankwise.comm.collectives.reductions import all_reduce, mean, reduce_scatter
+from rankwise.comm.session import Group, exchange_of
 
 __all__ = [
     "Group",

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rankwise.comm.collectives.group import (
-    agreed,
-    exchange_of,
-    gather_json,
-    gather_rows,
-    rank_in_group,
-    source_in_group,
-)
+from rankwise.comm.collectives.group import gather_json, gather_rows
+from rankwise.comm.session import agreed, exchange_of, rank_in_group, source_in_group
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, dtypes, flattened, kinds, sent_as_bytes
 from rankwise.torch_private.tensors import TreeSpec, tree_unflatten
@@ -24,7 +18,7 @@ from rankwise.torch_private.tensors import TreeSpec, tree_unflatten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.collectives.group import Group
+    from rankwise.comm.session import Group
 
 T = TypeVar("T")
 

@@ -1,118 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Subsets of the ranks, as values; the exchange for their collectives, and messages of rankwise between their ranks."""
+"""Opening groups of some of the ranks, and messages of rankwise between the ranks of one."""
 
 from __future__ import annotations
 
 import json
 import operator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankwise.comm.backends.protocol import NOTE_BYTES
-from rankwise.comm.session import current
-from rankwise.errors import ConfigurationError, NotJoined, fold_ranks, fold_values
+from rankwise.comm.session import Group, current, exchange_of
+from rankwise.errors import ConfigurationError, fold_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import Exchange
-    from rankwise.comm.session import Session
 
 
 _LENGTH_BYTES = 8
 SHORT_BYTES = NOTE_BYTES - _LENGTH_BYTES
 """Data up to this size is gathered in one collective, longer data in two."""
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """A subset of the ranks, from :func:`rankwise.new_group`: ``group=`` of the collectives."""
-
-    ranks: tuple[int, ...]
-    """Their numbers in the world, ascending."""
-    rank: int | None
-    """This rank's place among them; ``None`` outside."""
-    number: int
-    """Which one of the groups of this world, in the order of their creation."""
-    _session: Session = field(repr=False)
-    _exchange: Exchange | None = field(repr=False)
-
-    @property
-    def size(self) -> int:
-        """How many ranks it has."""
-        return len(self.ranks)
-
-    def __str__(self) -> str:
-        return f"the group of {fold_ranks(self.ranks)}"
-
-
-def group_of(group: Group | None) -> Group:
-    """Return a group that this rank is in: all ranks by default.
-
-    Raises:
-        ConfigurationError: this rank is not in the group, or it is not a group of rankwise.
-        NotJoined: the group belongs to a world that has been left.
-    """
-    session = current()
-    if group is None:
-        world = session.world
-        return Group(tuple(range(world.world_size)), world.rank, 0, session, session.exchange)
-    if not isinstance(group, Group):
-        raise ConfigurationError(
-            f"group= must be a group from rankwise.new_group(), got {type(group).__name__}.",
-            do="group = rankwise.new_group(ranks), called on every rank",
-        )
-    if group._session is not session:  # noqa: SLF001 - its own module
-        raise NotJoined(
-            f"{group} belongs to a world that has been left.",
-            do="call rankwise.new_group() again after rankwise.join()",
-        )
-    if group.rank is None:
-        raise ConfigurationError(
-            f"Rank {session.world.rank} is not in {group}.",
-            where=str(session.world),
-            do="call its collectives on its ranks only: `if group.rank is not None:`",
-        )
-    return group
-
-
-def exchange_of(group: Group | None) -> Exchange | None:
-    """Return the exchange of a group; ``None`` for a rank that is alone. Raises as :func:`group_of`."""
-    return current().exchange if group is None else group_of(group)._exchange  # noqa: SLF001 - its own module
-
-
-def rank_in_group(group: Group | None) -> int:
-    """Return this rank's number in a group that it is in."""
-    return group_of(group).ranks.index(current().world.rank)
-
-
-def source_in_group(group: Group | None, source: int, name: str) -> int:
-    """Return the number within a group of the world rank that ``name`` takes a value from.
-
-    Raises:
-        ConfigurationError: the group has no such rank; or as :func:`group_of`.
-    """
-    ranks = group_of(group).ranks
-    if isinstance(source, bool) or not hasattr(source, "__index__") or source not in ranks:
-        raise ConfigurationError(
-            f"{name} has no source rank {source!r}.",
-            evidence=f"the ranks are 0 to {ranks[-1]}" if group is None else f"{group} was given",
-            do="pass source= one of them",
-        )
-    return ranks.index(source)
-
-
-def agreed(what: str, group: Group | None, *, sends: bool = True) -> Exchange | None:
-    """Check that every rank of the group makes the same call; return the exchange for it."""
-    exchange = current().exchange if group is None else exchange_of(group)
-    if exchange is not None:
-        if sends:
-            exchange.agree(what)
-        else:
-            exchange.barrier(what)
-    return exchange
 
 
 def new_group(ranks: Sequence[int]) -> Group:

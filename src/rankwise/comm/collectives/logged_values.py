@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 
 from rankwise import meter
-from rankwise.comm.collectives.group import agreed
-from rankwise.comm.session import current
+from rankwise.comm.session import agreed, current
 from rankwise.errors import CollectiveMismatch, ConfigurationError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.session import Session
 
-SECONDS = 1.0
+LOGGED_SECONDS = 1.0
 """How often ranks add up what they have logged."""
 MOST_PENDING = 512
 """How many values wait at most."""
@@ -124,7 +123,7 @@ class _LoggedValues:
                 evidence=f"this rank: {', '.join(name for name, *_ in pending)[:LONGEST_EVIDENCE]}",
                 do="call log_value() with the same names in the same order on every rank",
             )
-        self._patience = max(1, min(MOST_PENDING, 2 * self._patience, int(SECONDS / max(spent, 1e-9))))
+        self._patience = max(1, min(MOST_PENDING, 2 * self._patience, int(LOGGED_SECONDS / max(spent, 1e-9))))
         self._since = time.monotonic()
         self._own |= {name: value for value, (name, *_, weight) in zip(values, pending, strict=True) if weight}
         self._show(
@@ -135,7 +134,7 @@ class _LoggedValues:
             self._write([(name, step, mean) for (name, step, *_), mean in zip(pending, means, strict=True)])
 
     def _show(self, means: dict[str, float]) -> None:
-        """Have ``rankwise top`` show the last means, and this rank's own values beside them."""
+        """Have ``rankwise top`` show the last means, and this rank's own values next to them."""
         meter.current.show_values({name: (self._own.get(name), mean) for name, mean in means.items()})
 
     def _write(self, values: list[tuple[str, int, float]]) -> None:

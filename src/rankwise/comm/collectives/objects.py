@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rankwise.comm.collectives.group import agreed, exchange_of, gather_bytes, group_of, rank_in_group, source_in_group
-from rankwise.comm.session import current
+from rankwise.comm.collectives.group import gather_bytes
+from rankwise.comm.session import agreed, current, exchange_of, group_of, rank_in_group, source_in_group
 from rankwise.errors import NotSigned
 from rankwise.store.wire import pack_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rankwise.comm.collectives.group import Group
-    from rankwise.comm.session import Session
+    from rankwise.comm.session import Group, Session
     from rankwise.store.client import Store
 
 

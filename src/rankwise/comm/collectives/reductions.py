@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar, cast
 import torch
 
 from rankwise.comm.backends.staging import REDUCIBLE, reduce_into
-from rankwise.comm.collectives.group import agreed, rank_in_group
+from rankwise.comm.session import agreed, rank_in_group
 from rankwise.errors import ConfigurationError
 from rankwise.tensors.arrays import as_sent, back, bytes_of, flattened, kind, kinds, sent_by_dtype
 from rankwise.torch_private.tensors import tree_unflatten
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import Exchange
-    from rankwise.comm.collectives.group import Group
+    from rankwise.comm.session import Group
 
 T = TypeVar("T")
 

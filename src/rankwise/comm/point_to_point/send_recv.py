@@ -123,16 +123,16 @@ class _SentValue:
         self.to = to
         self._endpoint = endpoint
         self._number = number
-        self._is_taken = False
+        self._is_used = False
         weakref.finalize(self, endpoint.recv_queue.forget, to, number).atexit = False
 
-    def take(self) -> ReceivedMessage:
-        if self._is_taken:
+    def wait_for_gradients(self) -> ReceivedMessage:
+        if self._is_used:
             raise _second_backward(self.words)
         answers = self._endpoint.recv_queue.gradients[self.to, self._number]
         self._endpoint.wait(f"backward() of {self.words}", self.to, lambda: bool(answers))
         message = answers.popleft()
-        self._is_taken = True
+        self._is_used = True
         if message.head["kind"] == "none":
             raise PeerMissing(
                 f"No gradients arrive for {self.words}: rank {self.to} {message.head['why']}.",
@@ -150,7 +150,7 @@ class _ReceivedValue:
         self._endpoint = endpoint
         self._source = source
         self._number = number
-        self._is_given = False
+        self._is_sent = False
         self._let_go = weakref.finalize(self, _send_no_gradients, weakref.ref(endpoint), source, number, LET_GO)
         self._let_go.atexit = False
 
@@ -159,11 +159,11 @@ class _ReceivedValue:
         self._let_go.detach()
         _send_no_gradients(weakref.ref(self._endpoint), self._source, self._number, why)
 
-    def give(self, gradients: list[torch.Tensor | None]) -> None:
-        if self._is_given:
+    def send_gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        if self._is_sent:
             # The other rank may have already continued with the first ones.
             raise _second_backward(f"what recv(source={self._source}) returned")
-        self._is_given = True
+        self._is_sent = True
         self._let_go.detach()
         packed = pack([None if one is None else one.detach().to_dense() for one in gradients])
         self._endpoint.send(
@@ -200,7 +200,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _refuse_second("send")
-        message = ctx.sent.take()
+        message = ctx.sent.wait_for_gradients()
         given, _ = unpack(message.head["tree"], message.buffers, torch.device("cpu"))
         factor = gradients[0].item()
         there = [None if one is None else one.to(device) for one, device in zip(given, ctx.devices, strict=True)]
@@ -221,7 +221,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         _refuse_second("recv")
-        ctx.received.give(list(gradients))
+        ctx.received.send_gradients(list(gradients))
         return (None, None, None)
 
 
