@@ -9,8 +9,7 @@ from threading import Thread, get_ident
 import pytest
 
 import rankwise as rw
-from rankwise.comm.current_batch import CurrentBatch
-from rankwise.comm.session import current, current_or_none
+from rankwise.comm.session import CurrentBatch, current, current_or_none
 from rankwise.errors import CollectiveMismatch
 from rankwise.replicate.loss.reports import batch_in_hand, check_same_batch
 

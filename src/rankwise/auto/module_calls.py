@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import checkpoint
 
 from rankwise.auto.replacing import replaced
-from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import CurrentBatch
 from rankwise.replicate.global_statistics import normalised
 from rankwise.replicate.random_numbers.scope import DrawScope, enter, leave
 from rankwise.torch_private.autograd import in_backward

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise import meter
-from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import CurrentBatch
 from rankwise.errors import CollectiveMismatch
 from rankwise.replicate.random_numbers.model_draws import DrawsOfModel
 from rankwise.torch_private import foreach

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one open session of this process: its world, its store, its exchange, its batches.
 
-A value, set by ``join`` only and read by everyone above. Opens and closes nothing itself.
+A value, set by ``join`` only and read by everyone above. Opens and closes nothing itself. Loaders note the batches that
+their loops are using; random numbers, losses and errors read them.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from rankwise.comm.current_batch import BatchesInUse
 from rankwise.errors import NotJoined, PeerFailed, PeerMissing
 from rankwise.health.preemption import Preemption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.failure_detector import FailureDetector
@@ -26,6 +28,119 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentBatch:
+    """The batch that a training loop is using: a rank's part of one global batch.
+
+    A loader records it; random numbers depend on it, and ranks compare it when they run backward.
+    """
+
+    loader: int
+    """Number of the loader that yielded it, the same on every rank; 0 without a loader."""
+    epoch: int
+    number: int
+    """Of the global batch, within the epoch."""
+    num: int
+    """Samples of this rank; 0 if a short batch has none left for it."""
+    num_global: int
+    """Samples of all ranks together."""
+    start: int
+    """The index of this rank's first sample among them."""
+    values: object = None
+    """The batch that the loader yielded, to recognize tensors derived from it."""
+    thread: int = 0
+    """The thread that took it."""
+    dims: Callable[[], Mapping[str, int]] | None = None
+    """Returns which dim of each tensor in a batch holds the samples, if a function of the user's made the batch."""
+
+    indices: Callable[[], Sequence[int]] | None = None
+    """Returns the places of this rank's samples in the dataset, where they have any."""
+
+    def dim_of_samples(self, path: str, tensor: torch.Tensor) -> int | None:
+        """Return which dim of the tensor at ``path`` in the batch holds the samples; ``None`` if none does."""
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == self.num]
+        if self.dims is None:
+            return 0 if dims[:1] == [0] else None
+        if len(dims) > 1:
+            found = self.dims().get(path)
+            return found if found in dims else None
+        return dims[0] if dims else None
+
+
+@dataclass
+class BatchesInUse:
+    """The batches of one session's loaders."""
+
+    current: CurrentBatch | None = None
+    """The batch this rank trains on, if it is from a loader whose loop is running."""
+    in_use: dict[int, CurrentBatch] = field(default_factory=dict)
+    """The last batch of each loader, by its number, until its loop ends; the latest one last."""
+    reads: Literal["", "samples", "batches"] = ""
+    """What a loader reads now, if it does: random numbers are seeded by sample where it reads one sample at a time."""
+    failure_note: str | None = None
+    """A note on the current batch, to be added to an error that this rank raises now."""
+    share_note: tuple[int, str] | None = None
+    """The samples of a global batch, and the note to add to an error that mentions that number."""
+    _taking: list[Callable[[CurrentBatch], None]] = field(default_factory=list, init=False)
+    _looping: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _outer: dict[int, CurrentBatch | None] = field(default_factory=dict, init=False)
+    """The batch in hand when the loop over a loader began, by the loader's number."""
+
+    @property
+    def latest(self) -> CurrentBatch | None:
+        """The last batch of a loader, even if its loop was left early."""
+        return next(reversed(self.in_use.values()), None)
+
+    def take(
+        self, batch: CurrentBatch, failure_note: str | None = None, share_note: tuple[int, str] | None = None
+    ) -> None:
+        """Note the batch that a loader is about to yield, and the note for errors raised meanwhile."""
+        self.failure_note = failure_note
+        self.share_note = share_note
+        if batch.loader not in self._outer:
+            self._outer[batch.loader] = self.current
+        self.current = batch
+        self.in_use.pop(batch.loader, None)
+        self.in_use[batch.loader] = batch
+        for action in self._taking:
+            action(batch)
+
+    def break_off(self, batch: CurrentBatch | None) -> None:
+        """Note that a loop was left during ``batch``: later work does not belong to it."""
+        if batch is not None and self.current is batch:
+            self.current = self._outer_of(batch.loader)
+
+    def finish_loop(self, loader: int) -> None:
+        """Note that the loop over a loader has ended."""
+        self.failure_note = self.share_note = None
+        self.in_use.pop(loader, None)
+        self.current = self._outer_of(loader)
+        for action in self._looping:
+            action()
+
+    def _outer_of(self, loader: int) -> CurrentBatch | None:
+        """Return the batch of the loop that a loop has run in, as validation does, if that one is not over."""
+        outer = self._outer.pop(loader, None)
+        return outer if outer is not None and self.in_use.get(outer.loader) is outer else None
+
+    def set_reading(self, what: Literal["", "samples", "batches"]) -> Literal["", "samples", "batches"]:
+        """Set what a loader reads from now on; return what it read before."""
+        before, self.reads = self.reads, what
+        return before
+
+    def on_take(self, action: Callable[[CurrentBatch], None]) -> None:
+        """Call ``action`` for each batch that a loader is about to yield."""
+        self._taking.append(action)
+
+    def forget_on_take(self, action: Callable[[CurrentBatch], None]) -> None:
+        """Call an action of :meth:`on_take` no more."""
+        self._taking.remove(action)
+
+    def after_loop(self, action: Callable[[], None]) -> None:
+        """Call ``action`` at the end of every loop over a loader that was not left early."""
+        self._looping.append(action)
 
 
 class Loop(Protocol):
@@ -174,12 +289,15 @@ class Session:
             action()
 
 
-class _Process:
+class _Joined:
+    """What this process has joined."""
+
     session: Session | None = None
-    has_joined: bool = False
+    is_known: bool = False
+    """Whether there has been a session, which may have ended."""
 
 
-_process = _Process()
+_joined = _Joined()
 
 
 def current() -> Session:
@@ -188,22 +306,22 @@ def current() -> Session:
     Raises:
         NotJoined: ``rankwise.join()`` has not been called, or the world has been left.
     """
-    if _process.session is None:
+    if _joined.session is None:
         raise NotJoined(
             "No world has been joined.",
             do="call rankwise.join() first, or put the code inside `with rankwise.join() as world:`",
         )
-    return _process.session
+    return _joined.session
 
 
 def current_or_none() -> Session | None:
     """Return the open session, or ``None``."""
-    return _process.session
+    return _joined.session
 
 
 def has_joined() -> bool:
     """Return whether this process has joined a world, which it may have left."""
-    return _process.has_joined
+    return _joined.is_known
 
 
 _FIXES = {
@@ -229,8 +347,8 @@ def annotate(error: BaseException) -> None:
 
 def set_current(session: Session | None) -> None:
     """Replace the open session. Called by ``join`` only."""
-    _process.session = session
-    _process.has_joined = _process.has_joined or session is not None
+    _joined.session = session
+    _joined.is_known = _joined.is_known or session is not None
 
 
 def _note_for(error: BaseException) -> str | None:

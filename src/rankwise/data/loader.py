@@ -18,8 +18,7 @@ from torch.utils.data import default_collate, default_convert
 
 from rankwise import meter
 from rankwise.comm.agreement import all_ranks_succeed
-from rankwise.comm.current_batch import CurrentBatch
-from rankwise.comm.session import current, current_or_none
+from rankwise.comm.session import CurrentBatch, current, current_or_none
 from rankwise.data.batches import Batch, divided, pin, to_device
 from rankwise.data.same_data import Prober, check_same_block, check_with_peers
 from rankwise.data.sampler import EpochPosition

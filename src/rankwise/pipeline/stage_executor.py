@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline.stages import Program, Ref, TensorKind
 from rankwise.replicate.device_mesh import exchange_along

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import CurrentBatch
 from rankwise.errors import ConfigurationError
 from rankwise.pipeline.stages import TARGET_WORDS, Program, Ref, TensorKind, TracedCall
 from rankwise.replicate.loss.batch_statistics import StatisticsTracer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rankwise.comm.current_batch import CurrentBatch
+from rankwise.comm.session import CurrentBatch
 from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.batch_tracer import KnownLayout, TracedCall, identity_of, outputs_of
 from rankwise.replicate.random_numbers.meeting_tracer import OF_OTHER_VALUES, MeetingTracer

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.protocol import Amount
-    from rankwise.comm.current_batch import CurrentBatch
-    from rankwise.comm.session import Session
+    from rankwise.comm.session import CurrentBatch, Session
     from rankwise.replicate.loss.loss_on_ranks import LossOnRanks
     from rankwise.replicate.loss.terms import Term
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rankwise.comm.current_batch import CurrentBatch
-from rankwise.comm.session import current
+from rankwise.comm.session import CurrentBatch, current
 from rankwise.errors import ConfigurationError
 from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.draw_warnings import SinglesInBlock, notice_in_block, permutes_a_part

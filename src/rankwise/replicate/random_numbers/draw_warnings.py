@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import CodeType
 
-    from rankwise.comm.current_batch import CurrentBatch
+    from rankwise.comm.session import CurrentBatch
 
 
 _noticed: set[str] = set()

@@ -36,8 +36,7 @@ from rankwise.torch_private.kernels import Replacements, dispatch_key, kernel_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankwise.comm.current_batch import CurrentBatch
-    from rankwise.comm.session import Session
+    from rankwise.comm.session import CurrentBatch, Session
     from rankwise.replicate.random_numbers.scope import DrawScope, DropoutMask
     from rankwise.replicate.random_numbers.source import NumberSource
     from rankwise.torch_private.kernels import Kernel

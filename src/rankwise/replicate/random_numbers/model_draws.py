@@ -25,7 +25,7 @@ from rankwise.replicate.random_numbers.sample_layout import OWN_ROWS, SampleLayo
 from rankwise.replicate.random_numbers.scope import DrawScope, enter, leave
 from rankwise.replicate.random_numbers.source import default_generator
 from rankwise.replicate.random_numbers.split_tracer import SplitTracer, warn_of_parts
-from rankwise.replicate.state_guard.facts import Repair, add_fact
+from rankwise.replicate.state_guard.diagnosis import Repair, add_fact
 from rankwise.tensors.attributes import tensors_in
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_compiled, is_transforming
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     PassKind = tuple[bool, bool, tuple[tuple[int, torch.dtype], ...]]
     """Forward passes that draw the same way: training, with gradients, and the dims and dtypes of the inputs."""
-    from rankwise.comm.current_batch import CurrentBatch
+    from rankwise.comm.session import CurrentBatch
 
 
 MOST_FOLLOWED = 16

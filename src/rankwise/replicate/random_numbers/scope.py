@@ -19,7 +19,7 @@ from rankwise.torch_private.autograd import innermost_saved_tensors_hooks
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from rankwise.comm.current_batch import CurrentBatch
+    from rankwise.comm.session import CurrentBatch
     from rankwise.replicate.random_numbers.counter import Key
     from rankwise.torch_private.kernels import Kernel
 

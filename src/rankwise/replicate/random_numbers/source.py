@@ -25,7 +25,7 @@ from rankwise.replicate.random_numbers.scope import drawing, is_apart, take_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from rankwise.comm.current_batch import CurrentBatch
+    from rankwise.comm.session import CurrentBatch
     from rankwise.replicate.random_numbers.counter import Key
     from rankwise.replicate.random_numbers.sample_layout import PartOfLayer, SampleLayout
     from rankwise.replicate.random_numbers.scope import DrawScope
