@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import rankwise as rw
 from rankwise.errors import PeerFailed, ReplicasDiffer
-from rankwise.replicate.state_guard.facts import add_fact, all_facts
+from rankwise.replicate.state_guard.diagnosis import add_fact, shared_facts
 from rankwise.torch_private.dtensor import own_part
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ def _hooks_after_leaving(world: World) -> tuple[int, int]:
     add_fact("A fact", lambda: 1, "nothing")
     hooks = len(torch_optimizer._global_optimizer_post_hooks)
     rw.leave()
-    return hooks, len(torch_optimizer._global_optimizer_post_hooks) + len(all_facts())
+    return hooks, len(torch_optimizer._global_optimizer_post_hooks) + len(shared_facts)
 
 
 def test_nothing_is_followed_after_the_world(run_ranks: RunRanks) -> None:

@@ -174,12 +174,15 @@ class Session:
             action()
 
 
-class _Process:
+class _Joined:
+    """What this process has joined."""
+
     session: Session | None = None
-    has_joined: bool = False
+    is_known: bool = False
+    """Whether there has been a session, which may have ended."""
 
 
-_process = _Process()
+_joined = _Joined()
 
 
 def current() -> Session:
@@ -188,22 +191,22 @@ def current() -> Session:
     Raises:
         NotJoined: ``rankwise.join()`` has not been called, or the world has been left.
     """
-    if _process.session is None:
+    if _joined.session is None:
         raise NotJoined(
             "No world has been joined.",
             do="call rankwise.join() first, or put the code inside `with rankwise.join() as world:`",
         )
-    return _process.session
+    return _joined.session
 
 
 def current_or_none() -> Session | None:
     """Return the open session, or ``None``."""
-    return _process.session
+    return _joined.session
 
 
 def has_joined() -> bool:
     """Return whether this process has joined a world, which it may have left."""
-    return _process.has_joined
+    return _joined.is_known
 
 
 _FIXES = {
@@ -229,8 +232,8 @@ def annotate(error: BaseException) -> None:
 
 def set_current(session: Session | None) -> None:
     """Replace the open session. Called by ``join`` only."""
-    _process.session = session
-    _process.has_joined = _process.has_joined or session is not None
+    _joined.session = session
+    _joined.is_known = _joined.is_known or session is not None
 
 
 def _note_for(error: BaseException) -> str | None:

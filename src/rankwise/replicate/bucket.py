@@ -14,7 +14,6 @@ import torch
 
 from rankwise.comm.backends.protocol import TakesOwnPart
 from rankwise.compress.allgather_channel import HasErrorFeedback
-from rankwise.replicate.loss.graph import is_zero
 from rankwise.torch_private.dtensor import own_part
 from rankwise.torch_private.tensors import foreach_copy_
 from rankwise.world.device.streams import current_stream, stream_query
@@ -111,7 +110,10 @@ class Scratch:
 
 
 class Bucket:
-    """Gradients that are sent together on a channel, each a view into it."""
+    """Gradients that are sent together on a channel, each a view into it.
+
+    Its many fields are views of the channel's memory and of memory next to it, made once so that a step makes none.
+    """
 
     def __init__(
         self, numbers: Sequence[int], parameters: Sequence[torch.Tensor], channel: BucketChannel, scratch: Scratch
@@ -151,8 +153,7 @@ class Bucket:
 
     @torch.no_grad()
     def send(self, weights: Weights) -> None:
-        """Copy the gradients into the channel and start it. A parameter without a gradient counts as zero."""
-        self.channel.claim()
+        """Copy the gradients into the claimed channel and start it. A parameter without a gradient counts as zero."""
         gradients: list[torch.Tensor | None] = []
         absent: list[int] = []
         for index, parameter in enumerate(self.parameters):
@@ -163,7 +164,7 @@ class Bucket:
         if self._streams:
             self._follow_streams(gradients)
         share, weight = cast("float", weights.share), cast("float", weights.weight)
-        if not is_zero(share):
+        if isinstance(share, torch.Tensor) or share != 0.0:
             for index in absent:
                 self._pieces[index].zero_()
             self._copy_in(gradients, self.channel.factor(share))

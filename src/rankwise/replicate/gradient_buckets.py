@@ -54,7 +54,7 @@ class GradientBuckets:
     """Buckets that are sent in one order on all ranks, and used again in every step.
 
     A step is: :meth:`note_arrival` for each complete gradient, and :meth:`send_full` if it returns true;
-    :meth:`send_rest`; :meth:`take_back`.
+    :meth:`send_rest`; :meth:`take_back`. Its many fields are the buckets, and how far the step under way has come.
     """
 
     def __init__(
@@ -199,10 +199,13 @@ class GradientBuckets:
         return self._num_missing[self._num_sent] <= 0 and self._buckets[self._num_sent].channel.can_claim()
 
     def send_full(self, weights: Weights) -> None:
-        """Send the next bucket, and those after it as long as they are full and need not wait."""
-        self._send_next(weights)
+        """Send the next bucket, and those after it as long as they are full and need not wait.
+
+        Called after :meth:`note_arrival` has returned true.
+        """
+        self._send_next(weights, is_claimable=True)
         while self._num_sent < len(self._buckets) and self._can_send_next():
-            self._send_next(weights)
+            self._send_next(weights, is_claimable=True)
 
     def send_rest(self, weights: Weights) -> None:
         """Send the other buckets, full or not. A parameter without a gradient counts as zero.
@@ -213,7 +216,8 @@ class GradientBuckets:
             self._send_next(weights)
         self._weights = weights
 
-    def _send_next(self, weights: Weights) -> None:
+    def _send_next(self, weights: Weights, *, is_claimable: bool = False) -> None:
+        """Send the next bucket; ``is_claimable``: its channel has been asked, and need not be waited for."""
         bucket = self._buckets[self._num_sent]
         first = bucket.parameters[0].grad
         if first is not None and first.requires_grad:
@@ -223,6 +227,8 @@ class GradientBuckets:
                 do="take the inner gradient with torch.autograd.grad(..., create_graph=True), then call backward once",
             )
         try:
+            if not is_claimable:
+                bucket.channel.claim()
             bucket.send(weights)
         except RuntimeError:
             self._check_shapes(bucket)

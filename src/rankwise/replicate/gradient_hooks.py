@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script's hooks on gradients, which backward calls with one rank's part: those of parameters get the mean instead.
+"""The hooks on a model's gradients: those by which gradient_sync follows its parameters, and the script's.
 
+backward calls the script's with one rank's part of a gradient; those of parameters get the mean over ranks instead.
 Hooks of parameters run once the mean over ranks is known, in the order in which they were registered. Hooks of modules
 see gradients of activations, of which each rank has its own; if one changes them other than linearly, a warning says
 so. Used by gradient_sync, replicate, shard and pipeline.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
 
     Hooks = dict[int, Callable[..., Any]]
 
@@ -32,6 +34,72 @@ EVERY = 64
 SCALE = -8.0
 """A power of two, so that a linear hook multiplies its result exactly."""
 _KEPT = "keep such changes linear, as scaling and masking are, or make them after backward() has returned"
+
+
+class FollowedParameters:
+    """The parameters of one model, from its strategy until it goes through one again."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], strategy: str) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.strategy = strategy
+        first = self.parameters[0]
+        self.kind = (first.dtype, first.device)
+        """Of the first one, which tells whether the model was moved since."""
+        self._kinds = [_kind_of(parameter) for parameter in self.parameters]
+        self.hooked: set[int] = set()
+        """Numbers of those that have needed gradients so far."""
+        self.unhooked = list(enumerate(self.parameters))
+        """Those that have not."""
+        self._handles: list[RemovableHandle] = []
+
+    def hook_new(self, note: Callable[[int, torch.Tensor], None]) -> bool:
+        """Have backward call ``note(number, parameter)`` for those that need gradients now; return whether some do."""
+        new = [number for number, parameter in self.unhooked if parameter.requires_grad]
+        self._handles += [self.parameters[n].register_post_accumulate_grad_hook(partial(note, n)) for n in new]
+        if new:
+            self.hooked.update(new)
+            self.unhooked = [(number, parameter) for number, parameter in self.unhooked if number not in self.hooked]
+        return bool(new)
+
+    def remove_hooks(self) -> None:
+        """Follow no gradient any more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def changed(self) -> ConfigurationError:
+        """Return the error for a model whose parameters are of another :attr:`kind` now."""
+        first = self.parameters[0]
+        return ConfigurationError(
+            f"Parameter {self.names[0]} was {self.kind[0]} on {self.kind[1]} when {self.strategy}() was called "
+            "and has since changed.",
+            evidence=f"it is {first.dtype} on {first.device}",
+            do=f"call model.to(...) first, then rankwise.{self.strategy}(model)",
+        )
+
+    def check_all_of(self, model: nn.Module) -> None:
+        """Raise unless every parameter of ``model`` is one of these."""
+        known = {id(parameter) for parameter in self.parameters}
+        new = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+        if new:
+            first = "change the model first (layers, load_state_dict(assign=True)), then call"
+            if self.strategy == "replicate":
+                first = "after each change of the model (layers, load_state_dict(assign=True)), call"
+            raise ConfigurationError(
+                f"Parameter {new[0]} was added after {self.strategy}(), so its gradient would not be synchronized.",
+                evidence=f"new parameters: {', '.join(new)}",
+                do=f"{first} rankwise.{self.strategy}(model), then create the optimizer, or pass the new parameters to "
+                "optimizer.add_param_group()",
+            )
+
+    def are_those_of(self, model: nn.Module) -> bool:
+        """Return whether ``model`` has the same parameters as when it went through the strategy."""
+        known = list(zip(map(id, self.parameters), self._kinds, strict=True))
+        return [(id(parameter), _kind_of(parameter)) for parameter in model.parameters()] == known
+
+
+def _kind_of(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.shape, parameter.dtype, parameter.device
 
 
 class GradientHooks:

@@ -22,16 +22,15 @@ from rankwise.compress.methods import Narrow
 from rankwise.meter import BACKWARD, EXCHANGE
 from rankwise.replicate.bucket import Weights, WeightUnit, own_gradient
 from rankwise.replicate.buffers import count_registrations
-from rankwise.replicate.followed_parameters import FollowedParameters
 from rankwise.replicate.gradient_buckets import GradientBuckets, SendOrder
-from rankwise.replicate.gradient_hooks import GradientHooks
+from rankwise.replicate.gradient_hooks import FollowedParameters, GradientHooks
 from rankwise.replicate.loss.graph import forward_call, mark_output, multiply_, ratio
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.replicate.no_sync_and_weight import Accumulation
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.same_model import FirstCall, first_call_of, report_first_calls
-from rankwise.torch_private.autograd import in_backward, run_after_backward
-from rankwise.torch_private.compiler import uncompiled
+from rankwise.torch_private.autograd import NO_GRAPH, graph_task, run_after_backward
+from rankwise.torch_private.compiler import between_graphs, skipped
 from rankwise.torch_private.tensors import foreach_div_, foreach_mul_, foreach_zero_
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _round: list[GradientSync] = []
 class GradientSync:
     """The gradients of one model, from ``replicate`` until the model is deleted.
 
-    More fields than other classes have: it is where the parts of a step meet, and each of them is one.
+    Its many fields are the parts of a step, which meet here, and what listens to them.
     """
 
     def __init__(
@@ -79,13 +78,14 @@ class GradientSync:
             sparse: identities of the parameters whose gradients are sparse.
         """
         self.followed = FollowedParameters(names, parameters, strategy)
+        self.strategy, self.names, self.parameters = strategy, self.followed.names, self.followed.parameters
         self.number = next(model_numbers)
         """Ranks replicate their models in one order, so it is the same on every rank."""
         self._group = group
         self.num_ranks = 1 if group is None else group.world_size
         """How many ranks the gradients are averaged over."""
         self._model_name = model_name
-        self.has_no_call = self.num_ranks > 1
+        self._has_no_call = self.num_ranks > 1
         """Whether the inputs of the first step, for ranks to compare, are still missing."""
         self._first_call: FirstCall | None = None
         self._num_synced = 0
@@ -110,24 +110,9 @@ class GradientSync:
         self._sparse = {number for number, parameter in enumerate(self.parameters) if id(parameter) in sparse}
         self._buckets: GradientBuckets | None = None
         is_queued = group is not None and group.detector.queue is not None and self.followed.kind[1].type != "cpu"
-        self._order = SendOrder(needs_one=is_queued)
+        self.order = SendOrder(needs_one=is_queued)
         self._hooks = None if group is None else GradientHooks(self.names, self.parameters)
         self.hook_new_parameters()
-
-    @property
-    def strategy(self) -> str:
-        """The strategy that the model went through."""
-        return self.followed.strategy
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the parameters."""
-        return self.followed.names
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model."""
-        return self.followed.parameters
 
     def set_accumulating(self, value: bool) -> bool:  # noqa: FBT001 - what it sets
         """Set whether another backward follows before the next exact gradient; return the value before."""
@@ -154,7 +139,8 @@ class GradientSync:
     def before_forward(self, *_: object) -> None:
         """Call what :meth:`report_forwards_to` was given: forward itself may change parameters. Called by torch."""
         is_microstep = self._accumulation.is_continued or self._accumulation.is_open
-        if self._on_forward is not None and not is_microstep and torch.is_grad_enabled() and not in_backward():
+        is_trained = torch.is_grad_enabled() and graph_task() == NO_GRAPH
+        if self._on_forward is not None and not is_microstep and is_trained:
             self._on_forward()
 
     def is_mid_step(self) -> bool:
@@ -171,7 +157,7 @@ class GradientSync:
         # The parameter holds its hook: one that held the sync would never release the model's memory.
         if self.followed.hook_new(partial(note, ref(self))) and self._group is not None:
             self._build(self._group, sorted(self.followed.hooked, reverse=True))
-            self._order.start_over()
+            self.order.start_over()
 
     def _build(self, group: Exchange, order: Sequence[int]) -> None:
         self._buckets = GradientBuckets(
@@ -185,10 +171,10 @@ class GradientSync:
             sparse=self._sparse,
         )
 
-    def before_backward(self) -> None:
+    def before_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start over if an error interrupted the backward before, and follow layers unfrozen since.
 
-        Called by: the end of every forward pass that backward may follow.
+        Called by: the end of every forward pass that backward may follow, with the arguments of the call.
         """
         if _round:  # no backward is under way
             _abandon_round()
@@ -199,11 +185,9 @@ class GradientSync:
             raise self.followed.changed()
         if self.followed.unhooked:
             self.hook_new_parameters()
-
-    def note_first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the inputs of the model's first call."""
-        self.has_no_call = False
-        self._first_call = first_call_of(args, kwargs)
+        if self._has_no_call:
+            self._has_no_call = False
+            self._first_call = first_call_of(args, kwargs)
 
     def stop(self) -> None:
         """Follow no gradient any more: the model goes through a strategy again."""
@@ -222,9 +206,10 @@ class GradientSync:
         if self._in_backward:
             return
         self._in_backward = True
-        if self._on_backward is not None and not self._accumulation.is_continued:
+        accumulation = self._accumulation
+        if self._on_backward is not None and not accumulation.is_continued:
             self._on_backward()
-        is_accumulated = self._accumulation.is_continued or self._accumulation.is_open
+        is_accumulated = accumulation.is_continued or accumulation.is_open
         if self._hooks is not None:
             self._hooks.begin(is_deferred=not is_accumulated)
         if weight is None and self._group is None and self._on_mean is None and not is_accumulated:
@@ -232,9 +217,7 @@ class GradientSync:
             weight = 1.0
         self.loss.begin(weight)
         if is_accumulated:
-            self._accumulation.begin(
-                sorted(self.followed.hooked), self._share, continues=self._accumulation.is_continued
-            )
+            accumulation.begin(sorted(self.followed.hooked), self._share, continues=accumulation.is_continued)
         if not _round:
             run_after_backward(_finish_round)
         _round.append(self)
@@ -255,11 +238,11 @@ class GradientSync:
         """
         if (
             self._buckets is not None
-            and self._order.is_known
+            and self.order.is_known
             and not (self._accumulation.is_continued or self._unit.is_open)
         ):
-            self._buckets.send_before(self._order.num_others, self._report_weights)
-        self._order.note_other()
+            self._buckets.send_before(self.order.num_others, self._report_weights)
+        self.order.note_other()
 
     @staticmethod
     def _note_gradient(reference: ref[GradientSync], number: int, _: torch.Tensor) -> None:
@@ -272,9 +255,9 @@ class GradientSync:
         self._has_gradients = True
         if self._buckets is None or self._accumulation.is_continued:
             return
-        if not self._order.is_known:
-            self._order.note_turn(number)
-        if self._buckets.note_arrival(number) and not (self._unit.is_open or self._order.is_held):
+        if not self.order.is_known:
+            self.order.note_turn(number)
+        if self._buckets.note_arrival(number) and not (self._unit.is_open or self.order.is_held):
             self._buckets.send_full(self._report_weights())
 
     @staticmethod
@@ -296,10 +279,6 @@ class GradientSync:
         return Weights(scale * own, scale * (self._accumulation.carried + share))
 
     # -- when backward has run ---------------------------------------------------------------------
-
-    def note_other_models(self) -> None:
-        """Note that a backward was of other models too: ranks reach several in different orders."""
-        self._order.note_other_models()
 
     def send_rest(self) -> None:
         """Send the buckets that are not full: this rank did not use all of their parameters."""
@@ -336,8 +315,8 @@ class GradientSync:
     def _start_over(self) -> None:
         self._in_backward = False
         self._has_gradients = False
-        if self._order.num_others:
-            self._order.forget_others()
+        if self.order.num_others:
+            self.order.forget_others()
         if self._hooks is not None and self._hooks.held:
             self._hooks.end()
         self.loss.end()
@@ -360,7 +339,9 @@ class GradientSync:
             self._accumulation.give_back_earlier()
         is_read = not isinstance(total, torch.Tensor) or self._num_synced < STEPS_OF_UNIT or self._unit.scale != 1.0
         if is_read and not is_sum:  # Only the first steps read weights from the device: a unit rounds nothing.
-            self._unit.adjust(float(total) / group.world_size)
+            mean = float(total) / group.world_size
+            if mean != 1.0 or self._unit.scale != 1.0:  # else the unit is that of the step before
+                self._unit.adjust(mean)
         if self._num_synced == 0:
             # A rank without samples was called with others' as a stand-in.
             call = self._first_call if float(self.loss.weight) > 0 else None
@@ -368,7 +349,7 @@ class GradientSync:
         self._num_synced += 1
         # Several models that are trained together count one step.
         group.detector.recorder.note_step(self._num_synced)
-        if not self._order.is_known:
+        if not self.order.is_known:
             self._settle_order(group, buckets)
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -408,18 +389,18 @@ class GradientSync:
         """Send as in the first step from now on. Channels with error feedback are kept."""
         if self._compress is None or isinstance(self._compress, Narrow):
             self._rebuild_in_arrival_order(group, buckets.first_arrivals)
-        elif self._order.needs_one and self._order.num_others:
+        elif self.order.needs_one and self.order.num_others:
             buckets.send_by_turns({})
-        self._order.note_known()
+        self.order.note_known()
 
     def _rebuild_in_arrival_order(self, group: Exchange, arrived: Sequence[int]) -> None:
         """Lay the buckets out again, in the order in which rank zero's gradients arrived."""
         seen = dict.fromkeys(arrived)
         order = [*seen, *(i for i in sorted(self.followed.hooked, reverse=True) if i not in seen)]
-        rows = torch.tensor([order, [self._order.turns.get(i, -1) for i in order]])
+        rows = torch.tensor([order, [self.order.turns.get(i, -1) for i in order]])
         of_rank_zero, turns = group.broadcast(rows, 0, what="order of gradients").tolist()
         self._build(group, of_rank_zero)
-        if self._buckets is not None and self._order.needs_one and self._order.num_others:
+        if self._buckets is not None and self.order.needs_one and self.order.num_others:
             self._buckets.send_by_turns({i: t for i, t in zip(of_rank_zero, turns, strict=True) if t >= 0})
 
     def abandon(self) -> None:
@@ -454,7 +435,7 @@ def _finish_round() -> None:
     is_alone = True
     for sync in syncs:
         if len(syncs) > 1:
-            sync.note_other_models()
+            sync.order.note_other_models()
         is_alone = is_alone and sync.num_ranks == 1
     part = meter.current.arrive(BACKWARD if is_alone else EXCHANGE)
     try:
@@ -471,7 +452,7 @@ def _finish_round() -> None:
 
 
 class SyncAfterForward(OwnHook):
-    """Notes the number of samples of a forward call, and when backward reaches its output."""
+    """Notes the number of samples of a forward call, by the user's ``weight``, and when backward reaches its output."""
 
     def __init__(
         self,
@@ -479,36 +460,30 @@ class SyncAfterForward(OwnHook):
         weight: Callable[..., float | torch.Tensor] | None,
         after_training: Callable[[], None] | None = None,
     ) -> None:
-        """Follow the forward passes of a model.
-
-        Args:
-            sync: of its gradients.
-            weight: the user's function of the call's arguments that returns what the loss is a mean over.
-            after_training: called after each training forward.
-        """
         self._sync = sync
         self._weight = weight
         self._after_training = after_training
         self._counts = count_registrations()
         self._count_seen = self._counts.parameters
 
-    @uncompiled
+    @skipped
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch calls it
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
         """Note a forward call. Called by torch."""
+        if torch.compiler.is_compiling():
+            _note_between_graphs(self, module, args, kwargs, output)
+            return
         if torch.jit.is_tracing() or not torch.is_grad_enabled():
             return
         sync = self._sync
         if self._count_seen != self._counts.parameters:
             sync.followed.check_all_of(module)
             self._count_seen = self._counts.parameters
-        if not in_backward():
+        if graph_task() == NO_GRAPH:  # else it computes a part of a checkpoint again
             if self._after_training is not None and module.training:
                 self._after_training()
-            sync.before_backward()
-            if sync.has_no_call:
-                sync.note_first_call(args, kwargs)
+            sync.before_backward(args, kwargs)
         call = forward_call(sync.number, self._weight, args, kwargs)
         reached = mark_output(output, call)
         amount = call.num_samples
@@ -517,3 +492,6 @@ class SyncAfterForward(OwnHook):
         sync.loss.note_forward(amount)
         for one in reached:
             one.register_hook(partial(sync.begin, amount))
+
+
+_note_between_graphs = between_graphs(SyncAfterForward.__call__)

@@ -8,7 +8,7 @@ gradient_sync has those of backward.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 from torch import nn
 
@@ -27,13 +27,13 @@ from rankwise.replicate.buffers import BufferSync, DivergedBuffers
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import check_weight_function, subscribe, unsubscribe
-from rankwise.replicate.one_copy.choice import share_parameters, stop_sharing
+from rankwise.replicate.one_copy.divided_step import share_parameters, stop_sharing
 from rankwise.replicate.own_hooks import OwnHook, leave_out_of_copies, remove_own_hooks
 from rankwise.replicate.random_numbers.model_draws import draw_as_one_rank, forget_draws_of
 from rankwise.replicate.random_numbers.scope import check_randomness
 from rankwise.replicate.same_model import broadcast_model, check_same_model
 from rankwise.replicate.sparse_gradients import sparse_layers
-from rankwise.replicate.state_guard.guard import StateGuard, shared_statistics
+from rankwise.replicate.state_guard.guard import StateGuard
 from rankwise.replicate.strategy_registry import (
     check_split,
     check_unregistered,
@@ -161,7 +161,7 @@ def replicate(
     if group is not None:
         split = GraphSplit(group.channel_bytes(parameters[0].device))
         model.register_forward_hook(OwnHook(split.end), always_call=True)
-        statistics = shared_statistics(model, SYNCHRONISED)
+        statistics = _shared_statistics(model)
         guard = StateGuard(type(model).__name__, named, statistics, group, session, reads_values=not is_placed(model))
         sync.loss.guard_by(guard)
         sync.report_forwards_to(guard.note_forward)
@@ -250,3 +250,13 @@ def _exchange_of(axes: Axes) -> Exchange | None:
     from rankwise.replicate.device_mesh import exchange_along  # noqa: PLC0415 - torch's mesh is only there with axes
 
     return exchange_along("dp_replicate")
+
+
+def _shared_statistics(model: nn.Module) -> dict[str, tuple[ref[nn.Module], str]]:
+    """Return the module and name of each buffer of layers that take their statistics over all ranks, by full name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (ref(module), name)
+        for prefix, module in model.named_modules()
+        if isinstance(module, SYNCHRONISED)
+        for name, _ in module.named_buffers(recurse=False)
+    }

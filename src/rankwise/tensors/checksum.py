@@ -176,7 +176,13 @@ def settings_bytes(optimizer: Optimizer) -> bytes:
 
     Waits for no device: tensors on accelerators are left out.
     """
-    groups = [{key: held for key, held in group.items() if key not in NOT_COMPARED} for group in optimizer.param_groups]
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        # Not a comprehension: this runs in every step, and a comprehension costs a call.
+        compared = group.copy()
+        for key in NOT_COMPARED:
+            compared.pop(key, None)
+        groups.append(compared)
     try:
         # Version 2: later ones depend on other references to a value.
         return marshal.dumps(groups, 2)

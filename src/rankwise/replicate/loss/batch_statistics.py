@@ -20,12 +20,13 @@ from rankwise.comm.current_batch import CurrentBatch
 from rankwise.health.flight_recorder import user_call_site, words
 from rankwise.replicate.random_numbers.batch_tracer import (
     OF_OTHER_VALUES,
+    KnownLayout,
     MeetingTracer,
     TracedCall,
     identity_of,
     outputs_of,
 )
-from rankwise.replicate.random_numbers.sample_layout import KnownLayout, SampleLayout, layout_of
+from rankwise.replicate.random_numbers.sample_layout import SampleLayout, layout_of
 from rankwise.torch_private.compiler import compiles_code
 from rankwise.torch_private.kernels import innermost_dispatch_mode
 from rankwise.torch_private.tensors import tree_leaves

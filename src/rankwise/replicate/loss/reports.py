@@ -463,7 +463,7 @@ class LossReports:
             are_all_ranks = self.num_ranks == self._group.detector.world_size
             check_same_batch(batches, self._model_name, are_all_ranks=are_all_ranks)
         if self.guard is not None:
-            self.guard.take(*sums[REPORT_LENGTH:_BATCHES])
+            self.guard.note_sums(*sums[REPORT_LENGTH:_BATCHES])
         combined = self._latest[1]
         if not combined.is_alike:
             raise self._words.unlike_terms(verdict.terms)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of optimizers, divided among the ranks of a host: each updates the parameters that it owns.
+"""Whether the ranks of a host share one copy of a model; then each step is divided: a rank updates what it owns.
 
 Around each step the ranks meet twice: before it, when none of them reads the parameters any more; and after it, when
-all are updated. A step that a rank leaves out, or takes of another optimizer, is an error on every rank. Built on
-hooks of an optimizer, innermost, so that other hooks see all parameters before and after.
+all are updated. A step that a rank leaves out, or takes of another optimizer, is an error on every rank; so is a
+difference between ranks, of which a part would be lost. Built on hooks of an optimizer, innermost, so that other hooks
+see all parameters before and after.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -17,13 +17,24 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.autograd.graph import increment_version
 
+from rankwise.comm.agreement import same_on_all_ranks
 from rankwise.comm.backends.engine import Meeting
 from rankwise.comm.backends.mapping import PAGE_BYTES
-from rankwise.comm.same_state import CheckSchedule
+from rankwise.comm.backends.shared_memory import SharedMemory
+from rankwise.comm.same_state import CheckSchedule, Posted
 from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, follow, with_closure
 from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
 from rankwise.log import log
-from rankwise.replicate.one_copy.compared import KINDS, checksum_of, details_of, hash_of
+from rankwise.replicate.one_copy.shared_parameters import (
+    KINDS,
+    Division,
+    ParameterLayout,
+    SharedParameters,
+    checksum_of,
+    details_of,
+    hash_of,
+    why_not_shared,
+)
 from rankwise.replicate.one_copy.shared_state import SharedState
 from rankwise.replicate.state_guard.guard import VALUES_EVERY
 from rankwise.torch_private.compiler import uncompiled
@@ -37,11 +48,10 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from rankwise.comm.backends.engine import HostMemory
-    from rankwise.comm.backends.shared_memory import SharedMemory
-    from rankwise.comm.same_state import Posted
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
     from rankwise.errors import RankwiseError
-    from rankwise.replicate.one_copy.shared_parameters import SharedParameters
+    from rankwise.replicate.gradient_sync import GradientSync
 
 INDEPENDENT = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
@@ -59,11 +69,11 @@ class DividedSteps(Follower):
         self.exchange = exchange
         self._models: WeakKeyDictionary[nn.Module, SharedParameters] = WeakKeyDictionary()
         self._divided: WeakKeyDictionary[Optimizer, DividedOptimizer] = WeakKeyDictionary()
-        self.meeting = Meeting(memory, PAGE_BYTES, self._has_gone_past)
+        self.meeting = Meeting(memory, PAGE_BYTES, self._error_of_skipped_step)
         self.posted = posted
         self._num_backwards = 0
         self._num_optimizers = 0
-        self._words = ""
+        self._awaited = ""
         self._unfollow = follow(self, Phase.DIVIDE)
         session.at_end(self.end)
 
@@ -98,7 +108,7 @@ class DividedSteps(Follower):
                 return
             self._num_optimizers += 1
             divided = self._divided[optimizer] = DividedOptimizer(optimizer, self, self._num_optimizers)
-        divided.come_last()
+        divided.put_hooks_innermost()
 
     def give_up(self, reason: str) -> None:
         """Give this rank its own copy of every model and of the state of every optimizer.
@@ -122,16 +132,16 @@ class DividedSteps(Follower):
             model.take_own_copy()
         ask_again()
 
-    def _has_gone_past(self, rank: int) -> RankwiseError:
+    def _error_of_skipped_step(self, rank: int) -> RankwiseError:
         return CollectiveMismatch(
             f"Rank {rank} left out a step of the optimizer that the other ranks take.",
-            evidence=f"it has begun the next backward, and does not come to {self._words}",
+            evidence=f"it has begun the next backward, and does not come to {self._awaited}",
             do="decide on every rank alike whether to step: by rankwise.all_reduce of what the decision depends on",
         )
 
-    def meet(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
-        """Meet the other ranks of the host."""
-        self._words = what
+    def synchronize(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Wait for the other ranks of the host, at the same place; return the numbers of all."""
+        self._awaited = what
         return self.meeting.meet(what, numbers)
 
     def end(self) -> None:
@@ -141,55 +151,6 @@ class DividedSteps(Follower):
             divided.end(optimizer)
         for model in self._models.values():
             model.keep_view()
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Which parameters of an optimizer this rank updates. Valid as long as the optimizer's groups are the same."""
-
-    models: list[SharedParameters]
-    parameters: list[torch.Tensor]
-    """All of the optimizer."""
-    groups: list[list[torch.Tensor]]
-    """The parameters of each group."""
-    own_groups: list[list[torch.Tensor]]
-    """Of each group, those that are left to the optimizer of this rank."""
-    own: list[tuple[int, torch.Tensor]]
-    """Those that this rank updates for all, with their positions among all of the optimizer."""
-    numbers: list[list[int]]
-    """The same by model, by their numbers in it."""
-    of_others: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, models: list[SharedParameters]) -> Division:
-        """Divide the parameters of an optimizer among the ranks of the host."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        parameters = [one for group in groups for one in group]
-        numbers: list[list[int]] = [[] for _ in models]
-        own: list[tuple[int, torch.Tensor]] = []
-        others: dict[int, torch.Tensor] = {}
-        for position, parameter in enumerate(parameters):
-            for model, of_model in zip(models, numbers, strict=True):
-                number = model.number_of.get(id(parameter))
-                if number is None:
-                    continue
-                if model.owners[number] == model.local_rank:
-                    own.append((position, parameter))
-                    of_model.append(number)
-                else:
-                    others[id(parameter)] = parameter
-        own_groups = [[one for one in group if id(one) not in others] for group in groups]
-        return cls(models, parameters, groups, own_groups, own, numbers, list(others.values()))
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer's groups are those that were divided."""
-        groups = optimizer.param_groups
-        return (
-            len(groups) == len(self.groups)
-            and all(group["params"] is mine for group, mine in zip(groups, self.groups, strict=True))
-            and sum(map(len, self.groups)) == len(self.parameters)
-            and all(model.is_shared for model in self.models)
-        )
 
 
 class DividedOptimizer:
@@ -214,7 +175,7 @@ class DividedOptimizer:
             optimizer.register_load_state_dict_post_hook(self._note_load),
         ]
 
-    def come_last(self) -> None:
+    def put_hooks_innermost(self) -> None:
         """Run after all hooks before the step, and before all hooks after it."""
         optimizer = self._optimizer()
         if optimizer is not None and self._hooks:
@@ -260,7 +221,7 @@ class DividedOptimizer:
             checksum_of(_state(optimizer, models)) if self._is_loaded else 0,
         ]
         try:
-            rows = self._meet(_BEFORE, digests)
+            rows = self._synchronize(_BEFORE, digests)
         except BaseException as error:
             self._fail_before(models, error)
             raise
@@ -277,13 +238,13 @@ class DividedOptimizer:
         self._num_steps += 1
         self._divide(optimizer)
 
-    def _meet(self, phase: int, numbers: Sequence[int]) -> list[list[int]]:
-        """Meet the other ranks of the host at the same part of the same step; return the numbers of all.
+    def _synchronize(self, phase: int, numbers: Sequence[int]) -> list[list[int]]:
+        """Wait for the other ranks of the host, at the same part of the same step; return the numbers of all.
 
         Raises:
             CollectiveMismatch: another rank is at another step; on every rank.
         """
-        rows = self._steps.meet(self._what, [4 * self._number + phase, *numbers])
+        rows = self._steps.synchronize(self._what, [4 * self._number + phase, *numbers])
         if len({row[0] for row in rows}) > 1:
             raise CollectiveMismatch(
                 "The ranks of a host take steps of different optimizers.",
@@ -309,7 +270,7 @@ class DividedOptimizer:
         )
         for column, (kind, tensors) in enumerate(zip(KINDS, tables, strict=True), 1):
             if len({row[column] for row in rows}) > 1:
-                held = self._steps.posted.gather(details_of(tensors()), partial(self._meet, _COMPARE, []))
+                held = self._steps.posted.gather(details_of(tensors()), partial(self._synchronize, _COMPARE, []))
                 error = kind.difference(held, self._what)
                 if error is not None:
                     raise error
@@ -336,9 +297,9 @@ class DividedOptimizer:
             return
         self._restore(optimizer)
         division = self._division
-        is_new = self._state.take_in(optimizer, division.own)
+        is_new = self._state.share_new(optimizer, division.own)
         try:
-            rows = self._meet(_AFTER, [int(is_new or self._is_loaded)])
+            rows = self._synchronize(_AFTER, [int(is_new or self._is_loaded)])
         except BaseException as error:
             self._fail_after(division.models, error)
             raise
@@ -355,7 +316,7 @@ class DividedOptimizer:
                 evidence=fold_values(reasons),
                 do="give the machine or container more memory: without one copy, every rank would need as much",
             )
-        self._meet(_COMPARE, [])
+        self._synchronize(_COMPARE, [])
         self._state.show_others(optimizer, self._division.parameters)
 
     def _restore(self, optimizer: Optimizer) -> None:
@@ -439,3 +400,93 @@ def _lose(models: Sequence[SharedParameters], error: BaseException) -> None:
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# -- whether ranks share one copy ---------------------------------------------------------------------
+
+LEAST_BYTES = 2**19
+"""For smaller models the ranks would spend more time on meeting than they save."""
+
+
+def share_parameters(
+    model: nn.Module, sync: GradientSync, exchange: Exchange, session: Session, *, wanted: bool | None, obstacle: str
+) -> None:
+    """Have the ranks of each host share one copy of a model's parameters, which are equal on all ranks.
+
+    Called by: every rank of ``exchange``.
+
+    Args:
+        model: that has them.
+        sync: of its gradients.
+        exchange: of the ranks that hold copies.
+        session: of this rank.
+        wanted: ``False``: do not; ``True``: do, or raise; ``None``: do so where it is possible and worth it.
+        obstacle: why another part of the call makes it impossible, or empty.
+
+    Raises:
+        ConfigurationError: ``wanted`` is true, and it is impossible; or it differs between ranks.
+    """
+    same_on_all_ranks(
+        "one_copy_per_host", str(wanted), do="pass the same one_copy_per_host= on every rank", error=ConfigurationError
+    )
+    num_bytes = sum(parameter.nbytes for parameter in sync.parameters)
+    if wanted is False or (wanted is None and num_bytes < LEAST_BYTES):
+        return
+    reason = obstacle or why_not_shared(sync.names, sync.parameters)
+    if not reason and not isinstance(exchange, SharedMemory):
+        reason = "the ranks do not exchange through shared memory"
+    if not reason and isinstance(exchange, SharedMemory):
+        reason = _share(model, sync, exchange, session, is_wanted=wanted is True)
+    if reason and wanted:
+        raise ConfigurationError(
+            f"one_copy_per_host=True is impossible for this {type(model).__name__}: {reason}.",
+            do="leave one_copy_per_host out",
+        )
+
+
+def stop_sharing(parameters: Sequence[nn.Parameter], session: Session) -> None:
+    """Give every rank its own copy, if the ranks of a host share some of these parameters.
+
+    Called by: every rank of the host.
+    """
+    steps = session.made(_steps_of)
+    if steps is not None and steps.models_of(parameters):
+        steps.give_up("a model has changed")
+
+
+def _share(model: nn.Module, sync: GradientSync, exchange: SharedMemory, session: Session, *, is_wanted: bool) -> str:
+    """Share them; return why it is impossible, or nothing."""
+    most = max(map(len, exchange.hosts))
+    if most == 1:
+        return "no host has more than one rank"
+    own_host = _own_host(exchange)
+    layout = ParameterLayout.of(sync.parameters, len(own_host), PAGE_BYTES)
+    memory, reasons = exchange.host_memory(layout.end, [layout.parts[own_host.index(exchange.rank)]])
+    if memory is None:
+        return "there is too little shared memory\n" + fold_values(reasons)
+    steps = session.once(_steps_of)
+    if steps is None or memory.mapping.private is None:
+        return "this system does not tell which pages a process has written"
+    name = type(model).__name__
+    shared = SharedParameters(name, sync.names, sync.parameters, memory, layout, is_wanted=is_wanted)
+    steps.synchronize(f"one_copy_per_host of {name}", [])
+    shared.show()
+    steps.add(model, shared)
+    sync.report_backwards_to(steps.note_backward)
+    log(f"{name}: one copy of the parameters per host, {layout.end / 2**20:.1f} MiB for up to {most} ranks")
+    return ""
+
+
+def _steps_of(session: Session) -> DividedSteps | None:
+    exchange = session.exchange
+    if not isinstance(exchange, SharedMemory):
+        return None
+    memory, _ = exchange.host_memory(PAGE_BYTES + Meeting.num_bytes(len(_own_host(exchange))), [])
+    if memory is None:
+        return None
+    posted = Posted.of(session, f"rankwise/one_copy/{memory.ranks[0]}", memory.ranks)
+    return None if posted is None else DividedSteps(session, exchange, memory, posted)
+
+
+def _own_host(exchange: SharedMemory) -> list[int]:
+    return next(ranks for ranks in exchange.hosts if exchange.rank in ranks)

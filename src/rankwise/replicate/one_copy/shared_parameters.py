@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
@@ -17,12 +16,15 @@ import numpy as np
 import torch
 
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
+from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.replicate.bucket import divide_by_size
+from rankwise.tensors.checksum import checksums_of_each, combined
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
+    from torch.optim.optimizer import Optimizer
 
     from rankwise.comm.backends.engine import HostMemory
     from rankwise.comm.backends.mapping import Mapping, PrivateView, ViewPart
@@ -58,7 +60,10 @@ class ParameterLayout:
 
 
 class SharedParameters:
-    """The parameters of one model, from ``replicate`` until the model is deleted or each rank takes its own copy."""
+    """The parameters of one model, from ``replicate`` until the model is deleted or each rank takes its own copy.
+
+    Its many fields are the parameters and where each lies: in the shared memory, in the view, and in a copy.
+    """
 
     def __init__(
         self,
@@ -94,8 +99,7 @@ class SharedParameters:
         self._copies: list[torch.Tensor] | None = None
         for number in self._owned():
             self._shared[number].copy_(self.parameters[number].detach())
-        _follow_forks()
-        _all.add(self)
+        _shared_by_this_process.add(self)
 
     @property
     def is_shared(self) -> bool:
@@ -209,22 +213,20 @@ class SharedParameters:
             self._stop_sharing()
 
 
-_all: WeakSet[SharedParameters] = WeakSet()
-
-
-@cache
-def _follow_forks() -> None:
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+_shared_by_this_process: WeakSet[SharedParameters] = WeakSet()
 
 
 def _before_fork() -> None:
-    for one in list(_all):
+    for one in list(_shared_by_this_process):
         one.make_copy()
 
 
 def _after_fork() -> None:
-    for one in list(_all):
+    for one in list(_shared_by_this_process):
         one.use_copy()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def _place(memory: Mapping | PrivateView, start: int, parameter: torch.Tensor) -> torch.Tensor:
@@ -252,3 +254,109 @@ def why_not_shared(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> 
 def _is_dense(parameter: torch.Tensor) -> bool:
     expected = cast("Any", torch.empty_like(parameter, device="meta")).stride()
     return parameter.stride() == expected and parameter.untyped_storage().nbytes() >= parameter.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which parameters of an optimizer this rank updates. Valid as long as the optimizer's groups are the same."""
+
+    models: list[SharedParameters]
+    parameters: list[torch.Tensor]
+    """All of the optimizer."""
+    groups: list[list[torch.Tensor]]
+    """The parameters of each group."""
+    own_groups: list[list[torch.Tensor]]
+    """Of each group, those that are left to the optimizer of this rank."""
+    own: list[tuple[int, torch.Tensor]]
+    """Those that this rank updates for all, with their positions among all of the optimizer."""
+    numbers: list[list[int]]
+    """The same by model, by their numbers in it."""
+    of_others: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, models: list[SharedParameters]) -> Division:
+        """Divide the parameters of an optimizer among the ranks of the host."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        parameters = [one for group in groups for one in group]
+        numbers: list[list[int]] = [[] for _ in models]
+        own: list[tuple[int, torch.Tensor]] = []
+        others: dict[int, torch.Tensor] = {}
+        for position, parameter in enumerate(parameters):
+            for model, of_model in zip(models, numbers, strict=True):
+                number = model.number_of.get(id(parameter))
+                if number is None:
+                    continue
+                if model.owners[number] == model.local_rank:
+                    own.append((position, parameter))
+                    of_model.append(number)
+                else:
+                    others[id(parameter)] = parameter
+        own_groups = [[one for one in group if id(one) not in others] for group in groups]
+        return cls(models, parameters, groups, own_groups, own, numbers, list(others.values()))
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer's groups are those that were divided."""
+        groups = optimizer.param_groups
+        return (
+            len(groups) == len(self.groups)
+            and all(group["params"] is mine for group, mine in zip(groups, self.groups, strict=True))
+            and sum(map(len, self.groups)) == len(self.parameters)
+            and all(model.is_shared for model in self.models)
+        )
+
+
+# -- what ranks compare: in every step one number for each kind of tensors; where it differs, each tensor
+
+
+def checksum_of(tensors: dict[str, torch.Tensor]) -> int:
+    """Return a checksum of tensors and their names in messages; 0 if there are none."""
+    if not tensors:
+        return 0
+    return combined([*map(hash_of, tensors), *checksums_of_each(list(tensors.values()))]) + 1
+
+
+def details_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, float]]:
+    """Return the checksum and the norm of each tensor, in a form for JSON."""
+    checksums = checksums_of_each(list(tensors.values()))
+    norms = [one.abs().double().norm().item() for one in tensors.values()]
+    return dict(zip(tensors, zip(checksums, norms, strict=True), strict=True))
+
+
+def hash_of(name: str) -> int:
+    """Return a number for a name, the same on every rank."""
+    return combined(list(name.encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Tensors that must be the same on all ranks of a host: what they are in errors, and the fix."""
+
+    what: str
+    do: str
+
+    def difference(self, reports: dict[int, dict[str, Any]], when: str) -> ReplicasDiffer | None:
+        """Return the error for the first tensor that differs between the details of ranks, if one does."""
+        for name in sorted({name for report in reports.values() for name in report}):
+            found = {rank: report.get(name) for rank, report in reports.items()}
+            if len({None if one is None else one[0] for one in found.values()}) > 1:
+                held = {rank: "none" if one is None else f"norm {one[1]!r}" for rank, one in found.items()}
+                what = f"{self.what} {name} is not the same on all ranks before {when}."
+                return ReplicasDiffer(what, evidence=fold_values(held), do=self.do)
+        return None
+
+
+KINDS = (
+    Kind(
+        "Parameter", "change parameters on every rank alike: call load_state_dict() on every rank, or rankwise.load()"
+    ),
+    Kind(
+        "The gradient of",
+        "change gradients on every rank alike: by the norm of the gradients, not by a rank's own loss",
+    ),
+    Kind(
+        "The optimizer's state of",
+        "call optimizer.load_state_dict() on every rank with the same state, or rankwise.load()",
+    ),
+)
+"""Parameters that a script has written since the last step; gradients that the step is about to use; and the state
+that the optimizer has been given."""

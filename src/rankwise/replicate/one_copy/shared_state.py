@@ -61,7 +61,7 @@ class SharedState:
         """Views, by the position of the parameter."""
         self._views: list[ViewPart] = []
 
-    def take_in(self, optimizer: Optimizer, owned: Iterable[tuple[int, torch.Tensor]]) -> bool:
+    def share_new(self, optimizer: Optimizer, owned: Iterable[tuple[int, torch.Tensor]]) -> bool:
         """Have the state of this rank's parameters be in shared memory; return whether some of it has no place yet.
 
         A step or ``load_state_dict`` may have put new tensors into the state.

@@ -25,7 +25,7 @@ from rankwise.replicate.random_numbers.sample_layout import OWN_ROWS, SampleLayo
 from rankwise.replicate.random_numbers.scope import DrawScope, enter, leave
 from rankwise.replicate.random_numbers.source import default_generator
 from rankwise.replicate.random_numbers.split_tracer import SplitTracer, warn_of_parts
-from rankwise.replicate.state_guard.facts import Repair, add_fact
+from rankwise.replicate.state_guard.diagnosis import Repair, add_fact
 from rankwise.tensors.arrays import tensors_in
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_compiled, is_transforming

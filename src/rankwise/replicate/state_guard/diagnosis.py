@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the difference between replicas whose checksums differ: their state, exchanged in full, within rounding.
 
-Its result is final, not the checksums. Every rank exchanges the same and gets the same result. Used by guard.
+Its result is final, not the checksums. Every rank exchanges the same and gets the same result. Used by guard, whose
+steps also compare the facts here: named integers that other rooms add, such as the state of a random number generator.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.tensors.checksum import checksums_of_each, settings_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.comm.backends.protocol import Exchange
-    from rankwise.replicate.state_guard.facts import SharedFact
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +223,58 @@ def _folded(reports: Sequence[dict[str, Any]], held: Sequence[object]) -> str:
 
 def _differ(what: str, evidence: str, do: str) -> ReplicasDiffer:
     return ReplicasDiffer(what, where=f"reported on {current().world}", evidence=evidence, do=do)
+
+
+# -- facts that ranks compare with their settings -----------------------------------------------------
+
+
+FACT_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """How a fact is made equal on all ranks again."""
+
+    apply: Callable[..., None]
+    """Makes it equal, given an exchange and the keyword ``is_expected``. Called by: every rank that compares."""
+    is_expected: Callable[[], bool]
+    """Returns whether ranks differ in the step under way, which all of them know without comparing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFact:
+    """An integer that must be the same on all ranks; see :func:`add_fact`."""
+
+    name: str
+    read: Callable[[], int | None]
+    repair: Repair | str
+
+    def number(self) -> int | None:
+        """Return its current value, in 63 bits; ``None``: nothing to compare yet."""
+        value = self.read()
+        return None if value is None else value & FACT_MASK
+
+
+shared_facts: dict[str, SharedFact] = {}
+"""In the order of their names, which is the same on every rank."""
+
+
+def add_fact(name: str, read: Callable[[], int | None], repair: Repair | str) -> None:
+    """Have ranks compare an integer with their settings, from the next step on, until :func:`forget_facts`.
+
+    Called by: every rank, between the same two steps. A fact of the same name is replaced.
+
+    Args:
+        name: starts the sentence of an error: ``The state of torch's random number generator``.
+        read: returns the integer within microseconds, without waiting for a device or for other ranks; ``None``: there
+            is nothing to compare yet.
+        repair: the user's fix for a difference, for the error; or a way to make it equal again without an error.
+    """
+    facts = {**shared_facts, name: SharedFact(name, read, repair)}
+    shared_facts.clear()
+    shared_facts.update(sorted(facts.items()))
+
+
+def forget_facts() -> None:
+    """Stop comparing facts. Called when the world is left."""
+    shared_facts.clear()

@@ -3,8 +3,9 @@
 
 Some steps compare settings (hyperparameters, how often optimizers have stepped, facts), fewer compare values (the bits
 of parameters and of statistics that ranks share). Where numbers differ, the ranks exchange the details (diagnosis).
-Follows the steps of optimizers until the world is left. Used by replicate and shard, which create one guard per model,
-and by loss_on_ranks.
+A script that takes gradients from ``torch.autograd.grad`` runs no backward: there ranks post summaries to the store,
+and the last rank to do so compares them, so that no rank waits for another. Follows the steps of optimizers until the
+world is left. Used by replicate and shard, which create one guard per model, and by loss_on_ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from weakref import ref
 import torch
 from torch.optim.optimizer import Optimizer
 
-from rankwise.comm.same_state import CheckSchedule, Posted
+from rankwise.comm.same_state import CheckSchedule, Posted, unlike_summaries
 from rankwise.comm.session import current
 from rankwise.comm.step_hooks import Follower, Phase, follow
-from rankwise.replicate.state_guard.diagnosis import DivergedReplicas, check_used, diagnose, plain
-from rankwise.replicate.state_guard.facts import Repair, SharedFact, all_facts, forget_facts
-from rankwise.replicate.state_guard.without_backward import WithoutBackward
+from rankwise.errors import ReplicasDiffer, fold_values
+from rankwise.replicate.state_guard.diagnosis import (
+    DivergedReplicas,
+    Repair,
+    SharedFact,
+    check_used,
+    diagnose,
+    forget_facts,
+    plain,
+    shared_facts,
+)
 from rankwise.tensors.checksum import (
     ChecksumOfAll,
     are_equal,
@@ -33,7 +42,9 @@ from rankwise.tensors.checksum import (
     settings_checksum,
     settings_of,
     short,
+    summary_of,
 )
+from rankwise.torch_private.autograd import version_of
 from rankwise.torch_private.dtensor import own_part
 from rankwise.world.device.streams import is_capturing
 
@@ -49,12 +60,15 @@ if TYPE_CHECKING:
 NUM_NUMBERS = 2
 """How many numbers each rank reports: its checksum and the square of it."""
 NUM_FIRST_STEPS = 16
-"""The first steps, each of which compares settings."""
+"""The first steps, each of which compares settings, and gradients that no backward has averaged."""
 SETTINGS_EVERY = 8
 VALUES_EVERY = 64
-"""How many steps apart settings, and values, are compared after the first steps."""
+"""How many steps apart settings, and values or such gradients, are compared after the first steps."""
 PATIENT_EVERY = 1024
 """The same for differences that are known to be harmless: finding out costs a whole exchange."""
+UNCHANGED_AT = {4, 16, 64}
+"""After how many forward passes parameters on a device are compared that seem unchanged."""
+_AVERAGE = "g = rankwise.all_reduce(g * len(x)) / rankwise.all_reduce(float(len(x)))"
 
 
 _numbers = count()
@@ -62,7 +76,10 @@ _numbers = count()
 
 
 class StateGuard:
-    """The replicas of one model, from ``replicate`` on."""
+    """The replicas of one model, from ``replicate`` on.
+
+    Its many fields are what a report is made of, and what of a reported step is kept until it has been compared.
+    """
 
     def __init__(
         self,
@@ -122,7 +139,7 @@ class StateGuard:
             return None
         numbers: list[int] = []
         if step >= self._settings.next:
-            self._facts = [(fact, fact.number()) for fact in all_facts() if self._reads_facts]
+            self._facts = [(fact, fact.number()) for fact in shared_facts.values() if self._reads_facts]
             numbers = [
                 *(number or 0 for _, number in self._facts),
                 self._used.checksum(),
@@ -144,8 +161,8 @@ class StateGuard:
             return None
         return self._checksum.now_or_next(tensors)
 
-    def take(self, sum_of_checksums: float, sum_of_squares: float) -> None:
-        """Take in the sums of all ranks' reports."""
+    def note_sums(self, sum_of_checksums: float, sum_of_squares: float) -> None:
+        """Note the sums of all ranks' reports."""
         self._sums = sum_of_checksums, sum_of_squares
 
     def end_step(self) -> None:
@@ -155,7 +172,7 @@ class StateGuard:
         """
         self._has_ended = True
         self._unaveraged.note_backward()
-        for fact in all_facts() if self._reads_facts else ():
+        for fact in shared_facts.values() if self._reads_facts else ():
             if isinstance(fact.repair, Repair) and fact.repair.is_expected():
                 fact.repair.apply(self._exchange, is_expected=True)
         settings = self._num_steps >= self._settings.next
@@ -217,16 +234,6 @@ class StateGuard:
             if isinstance(buffer, torch.Tensor):
                 found[f"buffer {name}"] = buffer
         return {name: one.detach() for name, one in found.items() if one.layout is torch.strided and not one.is_meta}
-
-
-def shared_statistics(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> dict[str, tuple[ref[nn.Module], str]]:
-    """Return the module and name of each buffer of layers that take their statistics over all ranks, by full name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: (ref(module), name)
-        for prefix, module in model.named_modules()
-        if isinstance(module, kinds)
-        for name, _ in module.named_buffers(recurse=False)
-    }
 
 
 OptimizerGroup = dict[str, Any]
@@ -334,3 +341,109 @@ class OptimizersOf(Follower):
         """Return the optimizers that have stepped since ranks last compared."""
         # A replaced optimizer is not kept alive; one rank may collect it earlier than another.
         return [one for reference, _ in self._stepped.values() if (one := reference()) is not None]
+
+
+# -- where no backward compares them: gradients that were assigned, parameters changed by hand ---------
+
+
+class WithoutBackward:
+    """Follows steps and forward passes of one model between which no backward has synchronized."""
+
+    def __init__(self, model_name: str, parameters: Mapping[str, torch.Tensor], posted: Posted | None) -> None:
+        """Begin to follow a model.
+
+        Args:
+            model_name: for errors.
+            parameters: those with whole values, by name.
+            posted: what the ranks that hold replicas post.
+        """
+        self._model_name = model_name
+        self._parameters = dict(parameters)
+        self._posted = posted
+        self._num_backwards = 0
+        self._at_step: dict[int, int] = {}
+        """How many backwards there were at the latest step of an optimizer, by its identity."""
+        self._at_forward = (0, 0)
+        """How many backwards there were at the latest forward pass, and which one since then it was."""
+        self._is_on_cpu = all(one.device.type == "cpu" for one in parameters.values())
+        self._version = 0
+        self._num_steps = self._num_forwards = 0
+        """Steps, and forward passes, that no backward preceded."""
+        self._step_checks = CheckSchedule(NUM_FIRST_STEPS, VALUES_EVERY)
+        self._forward_checks = CheckSchedule(NUM_FIRST_STEPS, VALUES_EVERY)
+
+    def note_backward(self) -> None:
+        """Note that a backward has synchronized."""
+        self._num_backwards += 1
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Compare the gradients of a step, if no backward has synchronized since the optimizer's latest one.
+
+        Raises:
+            ReplicasDiffer: on the last rank to get here.
+        """
+        before, self._at_step[id(optimizer)] = self._at_step.get(id(optimizer), 0), self._num_backwards
+        if before != self._num_backwards or self._posted is None:
+            return
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = {name: p.grad for name, p in self._parameters.items() if id(p) in held and p.grad is not None}
+        if not found:
+            return
+        self._num_steps += 1
+        if not self._step_checks.is_due(self._num_steps - 1):
+            return
+        self._compare(
+            f"gradients/{self._num_steps}",
+            found,
+            f"{type(optimizer).__name__} has stepped {self._model_name} with gradients that are not the same on "
+            "all ranks, because no backward() has averaged them.",
+            "the gradient of {} has the norm",
+            "call loss.backward() instead of torch.autograd.grad(), and leave rankwise.no_sync() for the last "
+            f"microstep; or average each gradient g right after autograd.grad(): {_AVERAGE}",
+        )
+
+    def note_forward(self) -> None:
+        """Compare parameters, if no backward has synchronized since the latest forward pass that may be trained.
+
+        Raises:
+            ReplicasDiffer: on the last rank to get here.
+        """
+        backwards, since = self._at_forward
+        since = since + 1 if backwards == self._num_backwards else 0
+        self._at_forward = self._num_backwards, since
+        before, self._version = self._version, 0 if self._is_on_cpu else sum(map(version_of, self._parameters.values()))
+        # Reading values waits for a device. A change through .data changes no version.
+        is_read = self._is_on_cpu or before != self._version or since in UNCHANGED_AT
+        if not since or not is_read or self._posted is None:
+            return
+        self._num_forwards += 1
+        if not self._forward_checks.is_due(self._num_forwards - 1):
+            return
+        self._compare(
+            f"parameters/{self._num_backwards}-{since}",
+            self._parameters,
+            f"Parameter {{}} of {self._model_name} is not the same on all ranks: it was changed without a "
+            "backward() that averages gradients.",
+            "its norm is",
+            "call loss.backward() and use p.grad instead of torch.autograd.grad(); or average each gradient g: "
+            f"{_AVERAGE}",
+        )
+
+    def _compare(self, key: str, tensors: Mapping[str, torch.Tensor], what: str, held: str, do: str) -> None:
+        """Post summaries; on the last rank to post, raise for the first tensor that differs, whose name is ``{}``."""
+        plain = {name: own_part(one.detach()) for name, one in tensors.items()}
+        plain = {name: one for name, one in plain.items() if one.layout is torch.strided and not one.is_meta}
+        if self._posted is None or any(is_capturing(device) for device in {one.device for one in plain.values()}):
+            return
+        own = {name: summary_of(one) for name, one in plain.items()}
+        found = self._posted.reports(key, own)
+        if found is None:
+            return
+        # A rank may have no gradient.
+        rows = [[summaries.get(name, (0.0, 0.0)) for name in plain] for summaries in found.values()]
+        unlike = unlike_summaries(rows, (one.dtype for one in plain.values()))
+        if unlike:
+            name = list(plain)[unlike[0]]
+            norms = fold_values({rank: row[unlike[0]][1] for rank, row in zip(found, rows, strict=True)})
+            where = f"reported on {current().world}"
+            raise ReplicasDiffer(what.format(name), where=where, evidence=f"{held.format(name)}\n{norms}", do=do)
