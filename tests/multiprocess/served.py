@@ -15,11 +15,9 @@ from rankwise.auto import connection
 from rankwise.auto.calls import SplitCalls
 from rankwise.auto.connection import accept_servers, connect
 from rankwise.auto.module_calls import ModuleCalls
-from rankwise.auto.own_call import OwnCalls
-from rankwise.auto.replacing import one_by_one
-from rankwise.auto.server import Server
-from rankwise.auto.servers import Servers
-from rankwise.auto.signals import HeldSignals
+from rankwise.auto.replacing import HeldSignals, one_by_one
+from rankwise.auto.rows import OwnCalls
+from rankwise.auto.servers import Server, Servers
 from rankwise.comm.session import current
 
 if TYPE_CHECKING:

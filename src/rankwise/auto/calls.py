@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.auto.known import Call, KnownModules, fitting
-from rankwise.auto.own_call import OwnArguments
 from rankwise.auto.proof import PLAIN, as_output, batch_dims, buffers_of, obstacle, parameters_of, plain
+from rankwise.auto.rows import OwnArguments
 from rankwise.auto.settings import GeneratorStates
 from rankwise.auto.split import Ways, first_line, whole_outputs, with_graph
 from rankwise.auto.trial import Trials
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from rankwise.auto.module_calls import ModuleCalls
     from rankwise.auto.proof import BatchDims
+    from rankwise.auto.replacing import HeldSignals
     from rankwise.auto.servers import Ran, Servers
-    from rankwise.auto.signals import HeldSignals
 
 LARGE_OUTPUT_BYTES = 2**24
 """Outputs of which it is said that they are large, if they are larger than the arguments."""

@@ -13,7 +13,6 @@ import torch
 
 from rankwise.auto.code_reads import noted_functions
 from rankwise.auto.coupling import CouplingWatch
-from rankwise.auto.own_call import OwnArguments
 from rankwise.auto.proof import (
     Reason,
     as_output,
@@ -33,7 +32,7 @@ from rankwise.auto.proof import (
     uncompiled,
 )
 from rankwise.auto.replacing import replaced
-from rankwise.auto.rows import Share
+from rankwise.auto.rows import OwnArguments, Share
 from rankwise.auto.settings import GeneratorStates
 from rankwise.auto.split import ResultChanged, first_line, whole_outputs
 from rankwise.errors import ConfigurationError

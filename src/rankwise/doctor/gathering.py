@@ -26,7 +26,7 @@ from rankwise.comm.collectives import all_reduce, all_to_all
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, Finding
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.errors import ConfigurationError, fold_ranks
-from rankwise.insight.clock_offset import clock_ahead
+from rankwise.insight.measuring import measure_clock
 from rankwise.launch.messages import value_of
 from rankwise.version import VERSION
 from rankwise.world import network
@@ -243,7 +243,7 @@ def _with_clock(
 ) -> Across:
     """Have the first rank of each host compare its clock with rank 0's, one host after the other."""
     asking = [first for first in first_of_host.values() if first != 0]
-    measured = clock_ahead(store.prefixed("clock"), rank, asking, time.time, timeout_seconds)
+    measured = measure_clock(store.prefixed("clock"), rank, asking, time.time, timeout_seconds)
     if measured is None:
         return found
     error, ahead = measured

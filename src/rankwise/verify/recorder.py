@@ -28,9 +28,8 @@ from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
 from rankwise.torch_private.rendezvous import on_save
 from rankwise.verify import sketches
-from rankwise.verify.draws import RowDraws, torch_state
 from rankwise.verify.kept import KeptValues
-from rankwise.verify.loaders import Loaders, StepsTaken
+from rankwise.verify.loaders import Loaders, RowDraws, StepsTaken, torch_state
 from rankwise.verify.models import (
     STRATEGIES,
     WRAPPERS,
@@ -59,7 +58,7 @@ from rankwise.verify.script_files import WRITTEN, ScriptLines, copy_of_link, mis
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rankwise.verify.draws import State
+    from rankwise.verify.loaders import State
 
 MOST_FILES = 1000
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rankwise.health.diagnosis import Answers
 
-PACE = "rankwise.insight.pace"
+PACE = "rankwise.insight.run_records"
 """What reads the record of a rank, by name: the core imports no room of the rest."""
 
 
