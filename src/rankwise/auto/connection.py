@@ -120,7 +120,7 @@ _KEY = "rankwise/auto/address"
 _HEAD = struct.Struct(">Q")
 _BUFFER_BYTES = 2**16
 _LEAST_BYTES = 2**20
-_LOOK_SECONDS = 1.0
+_FAILURE_POLL_SECONDS = 1.0
 """After how long a waiting rank looks whether the job has failed, and what has become of the other one."""
 
 
@@ -150,7 +150,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, peer: int, detector: FailureDetector) -> None:
         prepare(sock)
-        sock.settimeout(_LOOK_SECONDS)
+        sock.settimeout(_FAILURE_POLL_SECONDS)
         self._sock = sock
         self._peer = peer
         self._readable = _Readiness(sock, select.POLLIN)
@@ -203,7 +203,7 @@ class Connection:
         Raises:
             RankwiseError: the job has failed.
         """
-        while not (self._unread or self._readable.wait_for(bool, _LOOK_SECONDS)):
+        while not (self._unread or self._readable.wait_for(bool, _FAILURE_POLL_SECONDS)):
             if self._detector.error is not None:
                 raise self._detector.error
 
@@ -315,7 +315,7 @@ def accept_servers(session: Session, store: Store, detector: FailureDetector) ->
     sockets: dict[int, socket.socket] = {}
     while len(sockets) < session.world.world_size - 1:
         try:
-            rank, sock = arrived.get(timeout=_LOOK_SECONDS)
+            rank, sock = arrived.get(timeout=_FAILURE_POLL_SECONDS)
             sockets[rank] = sock
         except queue.Empty:
             if detector.error is not None:
@@ -375,7 +375,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Compute the rows of one call of a module."""
+    """Compute the rows of one call of a module. Its many fields are one message: all that a server needs for that."""
 
     call: int
     module: int

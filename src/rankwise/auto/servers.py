@@ -126,7 +126,7 @@ class Servers:
         """Whether all ranks share memory."""
         return all(one.is_local for one in self._connections)
 
-    def take(self, call: Call) -> None:
+    def copy_module(self, call: Call) -> None:
         """Copy what a call reads of its module, which may run before servers are asked for it.
 
         Raises:
@@ -164,6 +164,43 @@ class Servers:
         copied = self._copied(call)
         if watch is None:
             self._table.copy(copied.held)
+        message, sent = self._message(call, copied, module, arguments, num_global, generators=generators)
+        pairs = list(zip(arguments.leaves, arguments.dims, strict=True))
+        share = Share(0, self.exchange.world_size, num_global)
+        for rank in range(1, share.num_ranks):
+            of_rank = share.of(rank)
+            rows = [_rows_of(one.detach(), dim, of_rank) for one, dim in pairs if isinstance(one, torch.Tensor)]
+            self._send(rank, message, rows if message.values.by_broadcast else [*sent, *rows])
+        if message.values.by_broadcast:
+            broadcast(sent, self.exchange)
+        copied.is_sent, copied.pickled = True, None
+        self._kinds.add(call.kind.number)
+        leaves = [
+            _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and message.has_graph)
+            if isinstance(one, torch.Tensor)
+            else one
+            for one, dim in pairs
+        ]
+        own = OwnArguments(leaves, arguments.dims, arguments.tree)
+        try:
+            result = self.own.run(module, call.kind.draws, share, own, meets=message.meets, watch=watch)
+            outputs, tree = pytree.tree_flatten(result)
+            return Ran(message.call, share, own, outputs, tree, self.replies(), message.meets)
+        except BaseException:
+            self.forget(message.call)
+            raise
+
+    def _message(
+        self,
+        call: Call,
+        copied: _Copied,
+        module: nn.Module,
+        arguments: OwnArguments,
+        num_global: int,
+        *,
+        generators: GeneratorStates | None,
+    ) -> tuple[Forward, list[torch.Tensor]]:
+        """Return what asks servers for their rows of a call, and the values that are sent with it."""
         pickled = None if copied.is_sent else copied.pickled or dumped(call.module, self._table.number_of)
         structure = None if call.kind.number in self._kinds else dumped_tree(call.tree)
         self.prepare()
@@ -172,7 +209,6 @@ class Servers:
         ended = self._ended[:]
         del self._ended[: len(ended)]
         forgotten, self._forgotten = [*self._forgotten, *map(self._graphs.pop, ended)], []
-        has_graph = torch.is_grad_enabled()
         message = Forward(
             call=self._num_calls,
             module=call.known.number,
@@ -187,35 +223,12 @@ class Servers:
             ],
             dims=tuple(arguments.dims),
             num_global=num_global,
-            has_graph=has_graph,
+            has_graph=torch.is_grad_enabled(),
             meets=any(isinstance(one, BatchNorm) and one.training for one in module.modules()),
             settings=settings(),
             generators=generators,
         )
-        pairs = list(zip(arguments.leaves, arguments.dims, strict=True))
-        share = Share(0, self.exchange.world_size, num_global)
-        for rank in range(1, share.num_ranks):
-            of_rank = share.of(rank)
-            rows = [_rows_of(one.detach(), dim, of_rank) for one, dim in pairs if isinstance(one, torch.Tensor)]
-            self._send(rank, message, rows if values.by_broadcast else [*sent, *rows])
-        if values.by_broadcast:
-            broadcast(sent, self.exchange)
-        copied.is_sent, copied.pickled = True, None
-        self._kinds.add(call.kind.number)
-        leaves = [
-            _rows_of(one.detach(), dim, share).requires_grad_(one.requires_grad and has_graph)
-            if isinstance(one, torch.Tensor)
-            else one
-            for one, dim in pairs
-        ]
-        own = OwnArguments(leaves, arguments.dims, arguments.tree)
-        try:
-            result = self.own.run(module, call.kind.draws, share, own, meets=message.meets, watch=watch)
-            outputs, tree = pytree.tree_flatten(result)
-            return Ran(message.call, share, own, outputs, tree, self.replies(), message.meets)
-        except BaseException:
-            self.forget(message.call)
-            raise
+        return message, sent
 
     def backward(self, message: Backward, tensors: Callable[[int], list[torch.Tensor]]) -> None:
         """Start the backward of a call on servers; ``tensors`` returns what goes to a rank."""

@@ -113,7 +113,7 @@ class Trials:
         if text is not None or not can_be_copied:
             return Reason(text or "it cannot be copied for a trial")
         try:
-            self._servers.take(call)
+            self._servers.copy_module(call)
         except Exception as error:
             if self._servers.have_failed:
                 raise

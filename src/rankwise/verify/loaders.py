@@ -26,6 +26,7 @@ from rankwise.tensors.arrays import memory_of
 from rankwise.verify import sketches
 from rankwise.verify.records import Batch, Loader
 from rankwise.verify.sketches import permutation
+from rankwise.world.device.accelerator import random_state, set_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -45,25 +46,24 @@ State = tuple[torch.Tensor, ...]
 """Of torch's generators: the processor's, and the accelerator's if the process uses one."""
 
 
-def _generators() -> list[torch.Generator]:
+def _places() -> list[torch.device]:
+    """Return the CPU, and the accelerator if this process uses one."""
     kind = torch.accelerator.current_accelerator()
-    module = None if kind is None else torch.get_device_module(kind)
-    is_initialized = getattr(module, "is_initialized", None)
-    if is_initialized is None or not is_initialized():
-        return [torch.default_generator]
-    of_devices = getattr(module, "default_generators", ())
-    return [torch.default_generator, *of_devices[torch.accelerator.current_device_index() :][:1]]
+    is_initialized = None if kind is None else getattr(torch.get_device_module(kind), "is_initialized", None)
+    if kind is None or is_initialized is None or not is_initialized():
+        return [torch.device("cpu")]
+    return [torch.device("cpu"), torch.device(kind.type, torch.accelerator.current_device_index())]
 
 
 def torch_state() -> State:
     """Return the state of torch's generators."""
-    return tuple(one.get_state() for one in _generators())
+    return tuple(map(random_state, _places()))
 
 
 def set_torch_state(state: State) -> None:
     """Put torch's generators into a state that :func:`torch_state` returned."""
-    for generator, own in zip(_generators(), state, strict=False):
-        generator.set_state(own)
+    for place, own in zip(_places(), state, strict=False):
+        set_random_state(place, own)
 
 
 def torch_digest() -> int:

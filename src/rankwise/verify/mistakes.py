@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that show in the run on N ranks without comparing numbers: in samples, random numbers and files.
+"""Mistakes that other things than the first difference show: samples, random numbers, files, and values that are kept.
 
 Values only; imports no torch. One function per mistake.
 """
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
-from rankwise.verify.compare import Cause, samples
+from rankwise.verify.compare import Cause, is_near, samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rankwise.verify.records import Batch, Loader, RankRun, Step
+    from rankwise.verify.compare import Evidence
+    from rankwise.verify.records import Batch, Loader, RankRun, Sketch, Step
 
 LEAST_SAMPLES = 8
 """How many samples in the same order are no coincidence."""
@@ -203,3 +204,34 @@ def chosen(rank: RankRun) -> Cause | None:
             line=line,
         )
     return None
+
+
+# -- what a script keeps -------------------------------------------------------------------------------------
+
+
+def kept(evidence: Evidence) -> Cause | None:
+    """Return the value that ranks keep from step to step otherwise than one rank does, tensors before numbers."""
+    for name, mine in sorted(evidence.one.kept.items(), key=lambda item: not item[1].shape):
+        held = [step.kept.get(name) for step in evidence.theirs if step.kept]
+        if all(is_near(mine, other) for other in held) or _are_parts(mine, held):
+            continue
+        return Cause(
+            "kept value",
+            f"{name} is kept from step to step, and the loss follows from it; each rank changes it by its own samples",
+            "change it by the samples of all ranks: "
+            + (
+                "from rankwise.whole_batch(x), of indices too, or from rankwise.mean(value, len(x)) if it is a number"
+                if evidence.uses_rankwise
+                else "all_gather rows and indices, or all_reduce the sum and the count, before it is changed"
+            ),
+            line=evidence.reference.lines_of_kept.get(name, ""),
+        )
+    return None
+
+
+def _are_parts(mine: Sketch, held: Sequence[Sketch | None]) -> bool:
+    """Return whether ranks hold the rows of one rank's tensor, as of a state that is carried from batch to batch."""
+    shapes = [one.shape for one in held if one is not None]
+    if not mine.shape or len(shapes) < len(held) or any(shape[1:] != mine.shape[1:] for shape in shapes):
+        return False
+    return sum(shape[0] for shape in shapes) == mine.shape[0]
