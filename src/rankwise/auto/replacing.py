@@ -60,7 +60,7 @@ _MEANS = ("rankwise.health.", "rankwise.auto.", "rankwise.verify.")
 def calling_module() -> str:
     """Return the name of the module that calls; Python's and NumPy's are passed over.
 
-    It is ``__main__`` for the script and for modules that lie beside it.
+    It is ``__main__`` for the script and for modules in its folder.
     """
     name = responsible_module(_MEANS)
     return "__main__" if is_of_script(name) else name

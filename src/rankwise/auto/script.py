@@ -95,12 +95,12 @@ def _serve(session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCal
     import torch  # noqa: PLC0415
 
     from rankwise.auto.connection import connect  # noqa: PLC0415
-    from rankwise.auto.servers import Server  # noqa: PLC0415
+    from rankwise.auto.servers import RowServer  # noqa: PLC0415
 
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
     connection = connect(session, session.store, session.detector)
     with calls.replacing(calls.plain):
-        has_ended_well = Server(connection, exchange, own, torch.device(session.world.device)).serve()
+        has_ended_well = RowServer(connection, exchange, own, torch.device(session.world.device)).serve()
     if not has_ended_well:
         # Rank zero says what has happened.
         session.detector.leave(wait_for_peers=False)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from rankwise.auto.connection import Backward, Connection
     from rankwise.auto.coupling import CouplingWatch
-    from rankwise.auto.known import Call
+    from rankwise.auto.known import ModuleCall
     from rankwise.auto.rows import OwnCalls
     from rankwise.auto.settings import GeneratorStates
     from rankwise.comm.backends.protocol import Exchange
@@ -126,7 +126,7 @@ class Servers:
         """Whether all ranks share memory."""
         return all(one.is_local for one in self._connections)
 
-    def copy_module(self, call: Call) -> None:
+    def copy_module(self, call: ModuleCall) -> None:
         """Copy what a call reads of its module, which may run before servers are asked for it.
 
         Raises:
@@ -139,7 +139,7 @@ class Servers:
 
     def call(
         self,
-        call: Call,
+        call: ModuleCall,
         module: nn.Module,
         arguments: OwnArguments,
         num_global: int,
@@ -192,7 +192,7 @@ class Servers:
 
     def _message(
         self,
-        call: Call,
+        call: ModuleCall,
         copied: _Copied,
         module: nn.Module,
         arguments: OwnArguments,
@@ -275,11 +275,11 @@ class Servers:
                 self._receive(place)
 
     def forget(self, call: int) -> None:
-        """Note that no backward of a call will follow."""
+        """Record that no backward of a call will follow."""
         self._forgotten.append(call)
 
     def forget_with(self, node: object, call: int) -> None:
-        """Note that no backward of a call will follow once a node of the graph exists no more."""
+        """Record that no backward of a call will follow once a node of the graph exists no more."""
         # No function of Python: a signal's handler could run in it, and Python drops what is raised there.
         self._graphs[weakref.ref(node, self._ended.append)] = call
 
@@ -296,7 +296,7 @@ class Servers:
                     connection.send(End())
             connection.close()
 
-    def _copied(self, call: Call) -> _Copied:
+    def _copied(self, call: ModuleCall) -> _Copied:
         """Return what servers have, or are to have, of a module as it is now."""
         copied, num_changes = self._modules.get(call.module), call.known.num_changes
         if copied is None or copied.num_changes != num_changes or not copied.held.is_current():
@@ -344,7 +344,7 @@ def _rows_of(tensor: torch.Tensor, dim: int | None, share: Share) -> torch.Tenso
 
 
 def _filled(leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return flat values with tensors that came beside them in their places."""
+    """Return flat values with the tensors that were sent with them in their places."""
     received = iter(tensors)
     return [next(received) if isinstance(one, Rows) else one for one in leaves]
 
@@ -376,7 +376,7 @@ class _Graph:
     """Arguments with rows that require one."""
 
 
-class Server:
+class RowServer:
     """Serves from the start of the script to its end."""
 
     def __init__(self, connection: Connection, exchange: Exchange, own: OwnCalls, device: torch.device) -> None:

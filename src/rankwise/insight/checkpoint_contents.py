@@ -24,7 +24,7 @@ LARGEST = 20
 MOST_ROWS = 2000
 SUFFIX = ".safetensors"
 _LABEL_CHARACTERS = 12
-"""Of a name that fits beside a bar."""
+"""Of a name that fits next to a bar."""
 
 
 def page_of_checkpoint(folder: Path, language: Language) -> Page:

@@ -173,12 +173,12 @@ def _rows_of(batch: object) -> int:
 
 
 def _path(folder: str, rank: int) -> str | None:
-    """Return the file of the record; without a report it lies beside the files for the launcher."""
+    """Return the file of the record; without a report it lies next to the files for the launcher."""
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return str(record_path(Path(folder), *job_of_process(), rank))
-    beside = stack_file()
-    return f"{beside}.steps" if beside else None
+    stacks = stack_file()
+    return f"{stacks}.steps" if stacks else None
 
 
 def facts_of(world: World) -> dict[str, object]:

@@ -33,7 +33,7 @@ _FACTS = ("hostname", "device", "backend", "source", "times", "threads", "cores"
 
 
 def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] = ()) -> Page:
-    """Return the page about a run, beside others that it is compared with."""
+    """Return the page about a run, next to others that it is compared with."""
     titles = TITLES[language]
     table = table_of(run.ranks)
     steady = table.steady()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.verify.compare import Difference, Gap, Phase
-    from rankwise.verify.mistakes import Finding
+    from rankwise.verify.mistakes import Mistake
     from rankwise.verify.records import RankRun, Run
 
 Status = Literal["equal", "differs", "not compared"]
@@ -156,7 +156,7 @@ def _table(found: Sequence[Gap], floor: Floor) -> tuple[Row, ...]:
 # -- conclusions ---------------------------------------------------------------------------------------------
 
 
-def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Finding], *, is_joined: bool) -> Verdict:
+def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Mistake], *, is_joined: bool) -> Verdict:
     """Return the verdict on N ranks, each of which took a step.
 
     Args:
