@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Charts as SVG text: stacked bars, rows of cells or spans, a map of rank by step, and lines; their colors and units.
 
-Every mark has a title that says its value, and every chart a label for those who do not see it. A chart may also be a
+Every mark has a title that says its value, and every chart a label for readers who do not see it. A chart may also be a
 file by itself, with its title, its legend and its colors inside. Values in, text out; writes no file.
 """
 

@@ -44,15 +44,15 @@ class Meter:
         return 0
 
     def enter(self, part: int) -> int:
-        """Note that a part of the step begins; return the part before, for :meth:`resume`."""
+        """Record that a part of the step begins; return the part before, for :meth:`resume`."""
         return part
 
     def arrive(self, part: int) -> int:
-        """Note that this rank has computed its gradients, and depends on the others from here on; else as enter."""
+        """Record that this rank has computed its gradients, and depends on the others from here on; else as enter."""
         return part
 
     def resume(self, part: int, *, samples: int = 0, has_updated: bool = False) -> None:
-        """Note that the part of the step that has begun last is over, and ``part``, the one before it, continues.
+        """Record that the part of the step that has begun last is over, and ``part``, the one before it, continues.
 
         ``samples`` were taken in it by this rank; ``has_updated`` if it was an optimizer's update.
         """

@@ -15,11 +15,9 @@ from rankwise.auto import connection
 from rankwise.auto.calls import SplitCalls
 from rankwise.auto.connection import accept_servers, connect
 from rankwise.auto.module_calls import ModuleCalls
-from rankwise.auto.own_call import OwnCalls
-from rankwise.auto.replacing import one_by_one
-from rankwise.auto.server import Server
-from rankwise.auto.servers import Servers
-from rankwise.auto.signals import HeldSignals
+from rankwise.auto.replacing import HeldSignals, one_by_one
+from rankwise.auto.rows import OwnCalls
+from rankwise.auto.servers import RowServer, Servers
 from rankwise.comm.session import current
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ def served(world: World, function: Callable[..., Any], *args: Any, is_shared: bo
     own = OwnCalls(session, exchange, calls)
     with nullcontext() if is_shared else mock.patch.object(connection, "SharedBytes", side_effect=OSError):
         if world.rank:
-            server = Server(connect(session, store, detector), exchange, own, torch.device("cpu"))
+            server = RowServer(connect(session, store, detector), exchange, own, torch.device("cpu"))
             with calls.replacing(calls.plain):
                 assert server.serve()
             return Run(num_graphs=len(server._graphs), num_tensors=len(server._tensors._tensors))

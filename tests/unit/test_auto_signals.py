@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rankwise.auto.signals import HeldSignals
+from rankwise.auto.replacing import HeldSignals
 
 
 class Stopped(Exception):

@@ -16,7 +16,7 @@ from rankwise.doctor import checks, examine
 from rankwise.doctor.checks import SHARED_MEMORY, CheckResult, judge
 from rankwise.doctor.examine import Examination
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
-from rankwise.insight.clock_offset import ahead_of
+from rankwise.insight.measuring import ahead_of
 from rankwise.launch.messages import value_of
 from rankwise.world.network import Interface, Route
 

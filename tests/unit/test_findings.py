@@ -12,17 +12,17 @@ import pytest
 from rankwise.charts import duration
 from rankwise.insight import page, words
 from rankwise.insight.findings import Finding, findings_of
+from rankwise.insight.html import PART_NAMES, TITLES
 from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_record import Now, Record, Step
 from rankwise.insight.step_table import RunSpeed, StepTable, table_of, times_faster
-from rankwise.insight.titles import PART_NAMES, TITLES
 from rankwise.meter import BACKWARD, CHECKPOINT, DATA, EXCHANGE, FORWARD, OPTIMIZER, PARTS, SCRIPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from rankwise.insight.titles import Language
+    from rankwise.insight.html import Language
 
 NUM_STEPS = 60
 USUAL = {DATA: 0.001, FORWARD: 0.004, BACKWARD: 0.008, SCRIPT: 0.0005, OPTIMIZER: 0.001}

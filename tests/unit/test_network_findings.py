@@ -13,11 +13,11 @@ from test_findings import NUM_STEPS, job
 from rankwise.charts import duration
 from rankwise.insight import words
 from rankwise.insight.findings import findings_of
+from rankwise.insight.html import TITLES
 from rankwise.insight.network import SlowNetwork, Traffic, as_json, links_of, slow_network
 from rankwise.insight.page import page_of
 from rankwise.insight.run_records import RunRecords
 from rankwise.insight.step_table import table_of
-from rankwise.insight.titles import TITLES
 from rankwise.meter import DATA
 
 if TYPE_CHECKING:

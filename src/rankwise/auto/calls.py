@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.auto.known import Call, KnownModules, fitting
-from rankwise.auto.own_call import OwnArguments
+from rankwise.auto.known import KnownModules, ModuleCall, fitting
 from rankwise.auto.proof import PLAIN, as_output, batch_dims, buffers_of, obstacle, parameters_of, plain
+from rankwise.auto.rows import OwnArguments
 from rankwise.auto.settings import GeneratorStates
 from rankwise.auto.split import Ways, first_line, whole_outputs, with_graph
 from rankwise.auto.trial import Trials
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from rankwise.auto.module_calls import ModuleCalls
     from rankwise.auto.proof import BatchDims
+    from rankwise.auto.replacing import HeldSignals
     from rankwise.auto.servers import Ran, Servers
-    from rankwise.auto.signals import HeldSignals
 
 LARGE_OUTPUT_BYTES = 2**24
 """Outputs of which it is said that they are large, if they are larger than the arguments."""
@@ -96,7 +96,7 @@ class SplitCalls:
             self._account.add(type(module).__name__, kind.reason)
             return self._calls.plain
         leaves = [plain(one) for one in given]
-        call = Call(module, known, kind, given, leaves, tree)
+        call = ModuleCall(module, known, kind, given, leaves, tree)
         num_ranks = self._servers.exchange.world_size
         batches = batch_dims(leaves, num_ranks) if kind.batch is None else fitting(kind.batch, leaves)
         if not batches and any(not isinstance(one, (*PLAIN, torch.Tensor)) for one in leaves):
@@ -122,7 +122,7 @@ class SplitCalls:
     def _whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._calls.whole(module, args, kwargs)[0]
 
-    def _pays(self, call: Call) -> bool:
+    def _pays(self, call: ModuleCall) -> bool:
         """Return whether the call that begins now is to be split: whether that saves time, or is being measured."""
         pace = call.kind.pace
         before, is_split = pace.ratio, pace.next_is_split()
@@ -137,14 +137,14 @@ class SplitCalls:
             )
         return is_split
 
-    def _proved(self, call: Call, batches: Sequence[BatchDims]) -> Any:
+    def _proved(self, call: ModuleCall, batches: Sequence[BatchDims]) -> Any:
         result, reason = self._trials.proved(call, batches)
         # What is set once, as a cache, is not set in the second call.
         if reason is not None and (call.kind.num_calls > 1 or not reason.may_pass):
             self._runs_whole(call, reason.text)
         return result
 
-    def _in_parts(self, call: Call, batch: BatchDims) -> Any:
+    def _in_parts(self, call: ModuleCall, batch: BatchDims) -> Any:
         kind, known = call.kind, call.known
         may_draw = kind.is_random or known.num_changes
         before = GeneratorStates.now(self._device) if may_draw else None
@@ -169,7 +169,7 @@ class SplitCalls:
         return tree_unflatten([as_output(one, call.given) for one in whole], ran.structure)
 
     def _rows_computed(
-        self, call: Call, arguments: OwnArguments, batch: BatchDims, generators: GeneratorStates | None
+        self, call: ModuleCall, arguments: OwnArguments, batch: BatchDims, generators: GeneratorStates | None
     ) -> tuple[Ran, list[Any]] | str:
         """Return a call that has run on all ranks, and its outputs for the whole batch; or why it must run whole."""
         try:
@@ -180,14 +180,14 @@ class SplitCalls:
                 raise
             return f"it fails for a part of the batch ({first_line(error)})"
 
-    def _whole_again(self, call: Call, before: GeneratorStates | None) -> Any:
+    def _whole_again(self, call: ModuleCall, before: GeneratorStates | None) -> Any:
         """Run a call whole that has failed on rows: it raises where plain Python raises."""
         self._servers.restore_buffers(call.module)
         if before is not None:
             before.restore(self._device)
         return self._whole(call.module, *call.arguments())
 
-    def _differentiated_again(self, call: Call, before: GeneratorStates | None, reason: str) -> list[Any]:
+    def _differentiated_again(self, call: ModuleCall, before: GeneratorStates | None, reason: str) -> list[Any]:
         """Return the outputs of a call, run whole with a graph: its gradients cannot be split, for a reason."""
         self._runs_whole(call, reason)
         now = GeneratorStates.now(self._device)
@@ -203,7 +203,7 @@ class SplitCalls:
                 one.data.copy_(value)  # the graph that was made now may hold it, and does not read it
         return tree_leaves(result)  # type: ignore[no-any-return]
 
-    def _note_sizes(self, call: Call, outputs: Sequence[Any]) -> None:
+    def _note_sizes(self, call: ModuleCall, outputs: Sequence[Any]) -> None:
         """Say so where what travels is mostly outputs."""
         num_bytes, num_given = (
             sum(one.nbytes for one in leaves if isinstance(one, torch.Tensor)) for leaves in (outputs, call.leaves)
@@ -214,7 +214,7 @@ class SplitCalls:
                 "which travel to rank 0 in each call: return only what the loss needs"
             )
 
-    def _runs_whole(self, call: Call, reason: str) -> None:
+    def _runs_whole(self, call: ModuleCall, reason: str) -> None:
         call.kind.run_whole(reason)
         self._account.add(call.name, reason)
         self._account.say(f"auto: {call.name} runs whole on one rank: {reason}")

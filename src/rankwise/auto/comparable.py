@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a value can be compared later. No ``==`` of a script or a library is called."""
+"""What of a value can be compared later, and the comparison. No ``==`` of a script or a library is called."""
 
 from __future__ import annotations
 
 import functools
 import random
+import weakref
 from collections import deque
 from io import BytesIO, StringIO
-from itertools import count
+from itertools import chain, count
+from operator import attrgetter, call, contains
 from types import BuiltinMethodType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +17,12 @@ import numpy as np
 import torch
 
 from rankwise.auto.proof import PLAIN
+from rankwise.torch_private.autograd import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
 
     Kinds = type | tuple[type, ...]
 
@@ -48,9 +53,15 @@ WITHIN: tuple[tuple[Kinds, tuple[str, ...]], ...] = (
     (type(functools.cache(len)), ("__wrapped__",)),
 )
 """The attributes that matter of objects that stand for functions, by type."""
+OF_PARAMETER: tuple[Callable[[torch.Tensor], object], ...] = (
+    attrgetter("dtype"),
+    attrgetter("requires_grad"),
+    attrgetter("shape"),
+    torch.Tensor.get_device,
+)
 _DECIDING = (bool, str, type(None), None)
 _LENGTHS: Any = tuple((kind, kind.__len__) for kind in (dict, list, tuple, deque, set, frozenset))
-_SMALL_BYTES = 2**18
+_COMPARED_BYTES = 2**18
 _BYTES_OF_VALUE = 128
 """Bytes of an array that take as long to compare as one value."""
 _OF_DATA = frozenset({"argparse", "collections", "types"})
@@ -109,7 +120,7 @@ def size_of(value: object) -> int:
 def is_small(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor are compared, however they are written; of others what torch counts."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return is_plain and tensor.nbytes <= _SMALL_BYTES
+    return is_plain and tensor.nbytes <= _COMPARED_BYTES
 
 
 def values_of(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -137,3 +148,69 @@ def slots_of(value: object) -> list[str]:
         for key, slot in vars(kind).items()
         if isinstance(slot, MemberDescriptorType) and hasattr(value, key)
     ]
+
+
+class Watched:
+    """What calls of a module read, compared at every call.
+
+    Its fields are one table: what is looked at in one way lies in one list, so that a call compares it in one go.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # it must not keep the module itself
+        self._parts = list(module.modules())[1:]
+        self.views: list[Iterable[object]] = []
+        """What they iterate over must be the same objects."""
+        self.getters: list[tuple[Callable[[Any], Any], object]] = []
+        """As must what the first returns for the second."""
+        self.sized: list[Any] = []
+        self.empty: list[Any] = []
+        self.parameters: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        """Of which torch counts the changes."""
+        self.contents: list[tuple[Callable[[Any], object], object]] = []
+
+    def remember(self, absent: Sequence[tuple[Mapping[str, Any], str]]) -> None:
+        """Compare with what there is now; ``absent`` are names that namespaces must not get."""
+        self._absent = tuple(zip(*absent, strict=True)) or ((), ())
+        self._read_by = tuple(zip(*self.getters, strict=True)) or ((), ())
+        self._values = list(self._live())  # keeps them alive: their ids are not given to others
+        self._ids = np.fromiter(self._values, object).tobytes()
+        self._saved_states = self._states()
+
+    def are_unchanged(self) -> bool:
+        """Return whether all is as it was, or holds equal plain values."""
+        try:
+            return (
+                (np.fromiter(self._live(), object).tobytes() == self._ids or self._are_equal())
+                and not any(self.empty)
+                and not any(map(contains, *self._absent))
+                and self._states() == self._saved_states
+            )
+        except Exception:  # noqa: BLE001 - whatever an object of the script raises when it is looked at
+            return False
+
+    def _live(self) -> Iterable[object]:
+        """Iterate over everything of which it matters that it is the same object."""
+        return chain(
+            (type(self._module()),),
+            chain.from_iterable(self.views),
+            map(type, self._parts),
+            chain.from_iterable(map(call, *self._read_by)),
+        )
+
+    def _states(self) -> list[object]:
+        return [
+            list(map(len, self.sized)),
+            *(list(map(fact, self.parameters)) for fact in OF_PARAMETER),
+            list(map(version_of, self.tensors)),
+            [content(one) for content, one in self.contents],
+        ]
+
+    def _are_equal(self) -> bool:
+        live = list(self._live())
+        pairs = ((one, two) for one, two in zip(live, self._values, strict=True) if one is not two)
+        if len(live) != len(self._values) or any(plain(one) is None or plain(one) != plain(two) for one, two in pairs):
+            return False
+        self._values, self._ids = live, np.fromiter(live, object).tobytes()
+        return True

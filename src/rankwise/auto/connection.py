@@ -16,7 +16,8 @@ import secrets
 import select
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
+    from rankwise.auto.settings import GeneratorStates, Settings
     from rankwise.comm.session import Session
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.store.client import Store
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     """What another process of the host needs to open it: process, descriptor, size in bytes, token."""
     Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
     """A tensor in it: its first byte, shape and strides, and dtype."""
+
 
 _TOKEN_BYTES = 16
 _LINE_BYTES = 64
@@ -117,7 +120,7 @@ _KEY = "rankwise/auto/address"
 _HEAD = struct.Struct(">Q")
 _BUFFER_BYTES = 2**16
 _LEAST_BYTES = 2**20
-_LOOK_SECONDS = 1.0
+_FAILURE_POLL_SECONDS = 1.0
 """After how long a waiting rank looks whether the job has failed, and what has become of the other one."""
 
 
@@ -147,7 +150,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, peer: int, detector: FailureDetector) -> None:
         prepare(sock)
-        sock.settimeout(_LOOK_SECONDS)
+        sock.settimeout(_FAILURE_POLL_SECONDS)
         self._sock = sock
         self._peer = peer
         self._readable = _Readiness(sock, select.POLLIN)
@@ -200,7 +203,7 @@ class Connection:
         Raises:
             RankwiseError: the job has failed.
         """
-        while not (self._unread or self._readable.wait_for(bool, _LOOK_SECONDS)):
+        while not (self._unread or self._readable.wait_for(bool, _FAILURE_POLL_SECONDS)):
             if self._detector.error is not None:
                 raise self._detector.error
 
@@ -312,7 +315,7 @@ def accept_servers(session: Session, store: Store, detector: FailureDetector) ->
     sockets: dict[int, socket.socket] = {}
     while len(sockets) < session.world.world_size - 1:
         try:
-            rank, sock = arrived.get(timeout=_LOOK_SECONDS)
+            rank, sock = arrived.get(timeout=_FAILURE_POLL_SECONDS)
             sockets[rank] = sock
         except queue.Empty:
             if detector.error is not None:
@@ -332,3 +335,100 @@ def connect(session: Session, store: Store, detector: FailureDetector) -> Connec
     connection = Connection(sock, 0, detector)
     connection.greet()
     return connection
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A parameter or buffer that a server has not seen yet."""
+
+    number: int
+    kind: Literal["parameter", "buffer"]
+    requires_grad: bool
+    is_on_cpu: bool
+    """Or on the device of each rank."""
+    place: Place
+    memory: Ticket | None
+    """Where all ranks see its values, at that place; ``None``: they are sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Parameters and buffers before a call."""
+
+    new: list[TensorFacts]
+    sent: list[int]
+    """Numbers of those whose values come from rank zero."""
+    by_broadcast: bool
+    """Whether they come in a broadcast after the message, not with it."""
+    dropped: list[int]
+    """Numbers of those that no longer exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A tensor in a message, sent with it: the rows of one rank, or a tensor that has none."""
+
+    requires_grad: bool = False
+    is_on_cpu: bool = True
+    """Or on the device of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Compute the rows of one call of a module. Its many fields are one message: all that a server needs for that."""
+
+    call: int
+    module: int
+    kind: int
+    """Calls of one kind draw random numbers alike."""
+    pickled: bytes | None
+    """The module, if a server has not seen it as it is."""
+    values: Values
+    forgotten: list[int]
+    """Calls that no backward will follow."""
+    structure: bytes | None
+    """Of the arguments, if a server has not seen this kind of call."""
+    leaves: list[Any]
+    dims: tuple[int | None, ...]
+    num_global: int
+    has_graph: bool
+    meets: bool
+    """Whether ranks exchange statistics within the call: then each tells the others how it ended."""
+    settings: Settings
+    generators: GeneratorStates | None
+    """``None``: the call draws nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The rows of the outputs of a call, flat, or the gradients of what it was called with."""
+
+    leaves: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Compute the gradients of the rows of a call."""
+
+    call: int
+    keeps_graph: bool
+    given: list[int]
+    """Numbers of the outputs whose gradients are sent with the message."""
+    meets: bool
+    """Whether ranks exchange something in it: then each tells the others how its part ended."""
+    adds: bool
+    """Whether all ranks add the gradients of parameters; otherwise rank zero gets them, and adds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a server was asked for has raised."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The script has ended."""

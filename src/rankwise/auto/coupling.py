@@ -146,7 +146,7 @@ class CouplingWatch(MeetingTracer):
         return None if fact is None else fact.layout
 
     def note_read(self, name: str) -> None:
-        """Note that values of samples are read."""
+        """Record that values of samples are read."""
         self._note_first(f"it decides by values of its samples ({name.strip('_')} at {words(user_call_site())})")
 
     def _is_masked(self, call: TracedCall) -> bool:

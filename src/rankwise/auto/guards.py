@@ -3,7 +3,7 @@
 
 Read is what the parts of the module hold, and what the names in their code stand for: globals, closures, defaults,
 attributes of classes and Python modules. Code of the script is followed by its names, also where it does not run; code
-of libraries once it has run. Of parameters and buffers it is not the values. Objects written in C, beside those of
+of libraries once it has run. Of parameters and buffers it is not the values. Objects written in C, except those of
 torch and NumPy, are compared by what they are, without what they hold.
 """
 
@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, call, contains, itemgetter
+from operator import attrgetter, itemgetter
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,11 @@ from torch import nn
 from rankwise.auto.code_reads import functions_of, is_of_script, names_of
 from rankwise.auto.comparable import (
     CONTENTS,
+    OF_PARAMETER,
     SHARED_GENERATORS,
     WITHIN,
     Is,
+    Watched,
     by_type,
     is_data,
     is_of_numbers,
@@ -51,7 +53,7 @@ from rankwise.torch_private.modules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
     from types import CodeType
 
     from rankwise.auto.code_reads import Ran
@@ -66,12 +68,6 @@ _BY_ANY_NAME = frozenset(
 """Names in code that may read attributes it does not name."""
 _CONTENT = attrgetter("cell_contents", "cell_contents")  # a tuple, for two names
 _OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_OF_PARAMETER: tuple[Callable[[torch.Tensor], object], ...] = (
-    attrgetter("dtype"),
-    attrgetter("requires_grad"),
-    attrgetter("shape"),
-    torch.Tensor.get_device,
-)
 
 
 class Guard:
@@ -118,7 +114,7 @@ class Guard:
     def changed(self) -> str | None:
         """Return the name of the first thing that is not as it was, if anything is."""
         module = self._module()
-        if self._change is not None or module is None or self._now.are_unchanged():
+        if self._change is not None or module is None or self._now.watched.are_unchanged():
             return self._change
         now = _Reads(module, self._ran, self._functions)
         before, after = self._now.facts, now.facts
@@ -163,7 +159,10 @@ class _Root:
 
 
 class _Reads:
-    """What calls of a module read, now."""
+    """What calls of a module read, now.
+
+    Its many fields are one search: what it has found, and where it still has to look.
+    """
 
     def __init__(self, module: nn.Module, ran: Ran, functions: list[FunctionType]) -> None:
         self.obstacle: str | None = None
@@ -173,13 +172,7 @@ class _Reads:
         """Names of what libraries hold."""
         self.codes: dict[int, CodeType] = {}
         """That is followed, by its ``id``."""
-        self._views: list[Iterable[object]] = []
-        self._getters: list[tuple[Callable[[Any], Any], object]] = []
-        self._sized: list[Any] = []
-        self._empty: list[Any] = []
-        self._parameters: list[torch.Tensor] = []
-        self._tensors: list[torch.Tensor] = []
-        self._contents: list[tuple[Callable[[Any], object], object]] = []
+        self.watched = Watched(module)
         self._spaces: dict[int, _Space] = {}
         self._attributes: set[str] = set(_READ_UNNAMED)
         self._stored_attributes: set[str] = set()
@@ -190,11 +183,10 @@ class _Reads:
         """Attributes of parts that no code has named so far: name, key and value, and the part."""
         self._looked_at: defaultdict[int, set[str]] = defaultdict(set)
         parts = list(module.modules())
-        self._root = weakref.ref(module)  # what it holds must not keep the module itself
-        self._parts = parts[1:]
-        self._seen: dict[int, object] = {id(module): None, **{id(part): part for part in self._parts}}
+        # What it holds must not keep the module itself.
+        self._seen: dict[int, object] = {id(module): None, **{id(part): part for part in parts[1:]}}
         kinds = dict.fromkeys(kind for part in parts for kind in type(part).__mro__[:-1])
-        self._beside = {"__main__", *(kind.__module__ for kind in kinds if self._is_of_script(kind.__module__))}
+        self._own_homes = {"__main__", *(kind.__module__ for kind in kinds if self._is_of_script(kind.__module__))}
 
         for name, part in module.named_modules():
             self._read_part(name, part, name or type(module).__name__)
@@ -217,59 +209,18 @@ class _Reads:
         self._unnamed.clear()
         self._remember()
 
-    # -- comparing, at every call ------------------------------------------------------------------
-
-    def are_unchanged(self) -> bool:
-        """Return whether all is as it was, or holds equal plain values."""
-        try:
-            return (
-                (np.fromiter(self._live(), object).tobytes() == self._ids or self._are_equal())
-                and not any(self._empty)
-                and not any(map(contains, *self._absent))
-                and self._states() == self._saved_states
-            )
-        except Exception:  # noqa: BLE001 - whatever an object of the script raises when it is looked at
-            return False
-
-    def _live(self) -> Iterable[object]:
-        """Iterate over everything of which it matters that it is the same object."""
-        return chain(
-            (type(self._root()),),
-            chain.from_iterable(self._views),
-            map(type, self._parts),
-            chain.from_iterable(map(call, *self._read_by)),
-        )
-
-    def _states(self) -> list[object]:
-        return [
-            list(map(len, self._sized)),
-            *(list(map(fact, self._parameters)) for fact in _OF_PARAMETER),
-            list(map(version_of, self._tensors)),
-            [content(one) for content, one in self._contents],
-        ]
-
-    def _are_equal(self) -> bool:
-        live = list(self._live())
-        pairs = ((one, two) for one, two in zip(live, self._values, strict=True) if one is not two)
-        if len(live) != len(self._values) or any(plain(one) is None or plain(one) != plain(two) for one, two in pairs):
-            return False
-        self._values, self._ids = live, np.fromiter(live, object).tobytes()
-        return True
-
     def _remember(self) -> None:
         of_classes = set().union(*(one.read for one in self._spaces.values() if _is_class(one)))
         for one in self._spaces.values():
             if one.read:
-                self._getters.append((itemgetter(*one.read, next(iter(one.read))), one.names))  # a tuple, for one too
+                # A tuple, for one name too.
+                self.watched.getters.append((itemgetter(*one.read, next(iter(one.read))), one.names))
             if one.has_attributes and self._is_of_script(one.home):
                 # A class may get what it has inherited so far.
                 one.stored |= self._stored_attributes | (of_classes if _is_class(one) else set())
-        absent = [(one.names, name) for one in self._spaces.values() for name in one.stored - one.names.keys()]
-        self._absent = tuple(zip(*absent, strict=True)) or ((), ())
-        self._read_by = tuple(zip(*self._getters, strict=True)) or ((), ())
-        self._values = list(self._live())  # keeps them alive: their ids are not given to others
-        self._ids = np.fromiter(self._values, object).tobytes()
-        self._saved_states = self._states()
+        self.watched.remember(
+            [(one.names, name) for one in self._spaces.values() for name in one.stored - one.names.keys()]
+        )
 
     # -- parts of the module -----------------------------------------------------------------------
 
@@ -279,34 +230,34 @@ class _Reads:
             self.obstacle = f"{title} is compiled by torch.jit"
             return
         tables = own_parameters(part), own_buffers(part), own_modules(part), *hook_tables(part)
-        self._views += [table.values() for table in tables if table]
-        self._empty += [table for table in tables if not table]
+        self.watched.views += [table.values() for table in tables if table]
+        self.watched.empty += [table for table in tables if not table]
         for key, one in chain.from_iterable(table.items() for table in tables[:3]):
-            facts = [fact(one) for fact in _OF_PARAMETER] if isinstance(one, torch.Tensor) else []
+            facts = [fact(one) for fact in OF_PARAMETER] if isinstance(one, torch.Tensor) else []
             self._note(f"{name}.{key}", Is(one), *facts)
             if isinstance(one, nn.Parameter) and id(one) not in self._seen:
-                self._parameters.append(one)  # a buffer gets another dtype by being replaced
+                self.watched.parameters.append(one)  # a buffer gets another dtype by being replaced
             if facts:
                 self._seen[id(one)] = one
         hooks = [hook for table in tables[3:] for hook in table.values()]
         self._note(f"a hook of {title}", *map(Is, hooks))
         for number, hook in enumerate(hooks):
-            self._look(f"hook {number} of {title}", hook)
+            self._queue(f"hook {number} of {title}", hook)
         self._unnamed += [(f"{name}.{key}", key, vars(part)[key], part) for key in _own_keys(part)]
 
     def _look_at_attribute(self, one: tuple[str, str, object, nn.Module], *, is_named: bool) -> None:
         name, key, value, part = one
         self._looked_at[id(part)].add(key)
-        self._look(name, value, is_named=is_named)
+        self._queue(name, value, is_named=is_named)
 
     def _watch_attributes(self, part: nn.Module, looked_at: set[str]) -> None:
         attributes = vars(part)
         if len(looked_at | _OF_TORCH) == len(attributes):
-            self._views.append(attributes.values())
+            self.watched.views.append(attributes.values())
         else:
             keys = [key for key in attributes if key in _OF_TORCH or key in looked_at]
-            self._getters.append((itemgetter(*keys), attributes))
-            self._sized.append(attributes)
+            self.watched.getters.append((itemgetter(*keys), attributes))
+            self.watched.sized.append(attributes)
 
     # -- names in code -----------------------------------------------------------------------------
 
@@ -348,7 +299,7 @@ class _Reads:
     def _space_of(self, names: dict[str, Any]) -> _Space:
         """Return the namespace of a Python module."""
         name = str(names.get("__name__"))
-        words = "the global {}" + ("" if name in self._beside else f" of {name}")
+        words = "the global {}" + ("" if name in self._own_homes else f" of {name}")
         return self._spaces.setdefault(id(names), _Space(name, words, names, has_attributes=False))
 
     def _read_class(self, kind: type) -> None:
@@ -366,7 +317,7 @@ class _Reads:
             space.read.add(key)
             if not self._is_of_script(space.home):
                 self.foreign.add(space.words.format(key))  # other ranks have their own
-            self._look(space.words.format(key), space.names[key])
+            self._queue(space.words.format(key), space.names[key])
 
     def _follow(self, name: str, function: FunctionType) -> None:
         """Look at what a function reads; of one of a library that has not run, only at functions it stands for."""
@@ -377,14 +328,14 @@ class _Reads:
         for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # not assigned yet
                 if is_followed:
-                    self._getters.append((_CONTENT, cell))
+                    self.watched.getters.append((_CONTENT, cell))
                 if (is_followed and key != "__class__") or isinstance(cell.cell_contents, FunctionType | MethodType):
-                    self._look(f"{name} and its {key}", cell.cell_contents)
+                    self._queue(f"{name} and its {key}", cell.cell_contents)
         if is_followed:
             self._read_code(code, function.__globals__)
-            self._getters.append((_OF_FUNCTION, function))
+            self.watched.getters.append((_OF_FUNCTION, function))
             for number, one in enumerate(function.__defaults__ or ()):
-                self._look(f"default {number} of {name}", one)
+                self._queue(f"default {number} of {name}", one)
             self._look_into(f"a default of {name}", function.__kwdefaults__ or {}, "[{}]", _Root(name, is_named=True))
             self._look_into(name, vars(function), ".{}", _Root(name, is_named=True))
 
@@ -393,7 +344,7 @@ class _Reads:
     def _note(self, name: str, *facts: object) -> None:
         self.facts.setdefault(name, []).append(facts)
 
-    def _look(self, name: str, value: object, *, is_named: bool = True) -> None:
+    def _queue(self, name: str, value: object, *, is_named: bool = True) -> None:
         self._pending.append((name, value, _Root(name, is_named)))
 
     def _look_into_pending(self) -> None:
@@ -421,14 +372,14 @@ class _Reads:
         root.num_left -= size if isinstance(value, np.ndarray) else 1
         if isinstance(value, torch.Tensor):
             if is_small(value):
-                self._contents.append((values_of, value))
+                self.watched.contents.append((values_of, value))
                 return Is(value), values_of(value)
-            self._tensors += [] if value.is_inference() else [value]
+            self.watched.tensors += [] if value.is_inference() else [value]
             return Is(value), 0 if value.is_inference() else version_of(value)
         if any(value is one for one in SHARED_GENERATORS):
             return Is(value)  # their states go with each call that draws
         if (content := by_type(CONTENTS, value)) is not None:
-            self._contents.append((content, value))
+            self.watched.contents.append((content, value))
             if isinstance(value, np.ndarray) and value.dtype == object:
                 self._look_at_items(name, value.ravel().tolist(), root)
             return content(value)
@@ -445,7 +396,7 @@ class _Reads:
                 self._read(self._spaces[id(kind)], {"__init__"})
         elif (within := by_type(WITHIN, value)) is not None:
             for key in within:
-                self._look(f"{name}.{key.strip('_')}", getattr(value, key))
+                self._queue(f"{name}.{key.strip('_')}", getattr(value, key))
         else:
             return None
         return Is(value)
@@ -457,25 +408,25 @@ class _Reads:
             self._look_into(name, value, "[{}]", root)
         elif isinstance(value, list | tuple | deque):
             fact = Is(kind), len(value)
-            self._views += [] if isinstance(value, tuple) else [value]
+            self.watched.views += [] if isinstance(value, tuple) else [value]
             self._look_at_items(name, value, root)
         elif isinstance(value, set | frozenset):
             fact = Is(kind), frozenset(plain(one) or Is(one) for one in value)
-            self._views.append(value)
+            self.watched.views.append(value)
         is_own = self._is_of_script(kind.__module__) or is_data(kind) or isinstance(value, nn.Module)
         if not is_own and not (root.is_named and keeps_to_attributes(kind)):
             return fact or Is(value)
         if isinstance(attributes := getattr(value, "__dict__", None), dict):
             self._look_into(name, attributes, ".{}", root)
         if slots := slots_of(value):
-            self._getters.append((attrgetter(*slots, slots[0]), value))
+            self.watched.getters.append((attrgetter(*slots, slots[0]), value))
             self._pending += [(f"{name}.{key}", getattr(value, key), root) for key in slots]
         self._read_classes(kind)
         return fact or Is(kind)
 
     def _look_into(self, name: str, names: Mapping[Any, Any], words: str, root: _Root) -> None:
         kind: Any = dict if isinstance(names, dict) else MappingProxyType
-        self._views += [kind.keys(names), kind.values(names)]
+        self.watched.views += [kind.keys(names), kind.values(names)]
         for number, (key, one) in enumerate(list(kind.items(names))):
             shown = f"{type(key).__name__} {number}" if plain(key) is None else key if words == ".{}" else repr(key)
             self._pending.append((name + words.format(shown), one, root))

@@ -116,18 +116,18 @@ class KindOfCall:
     """The number of the call that is proved next: the first, second, fourth, eighth ..."""
 
     def count(self) -> None:
-        """Note that such a call begins."""
+        """Record that such a call begins."""
         self.num_calls += 1
 
     def start_proof(self) -> None:
-        """Note that this call is proved."""
+        """Record that this call is proved."""
         self.pace.interrupted()
         self.next_proof = 2 * self.num_calls
         if self.is_doubtful:
             self.is_doubtful, self.num_split = False, 0  # the calls before the change were as they were proved
 
     def end_proof(self, batch: BatchDims, outputs: tuple[OutputRows | None, ...]) -> None:
-        """Note that such calls can be split, and where the rows lie."""
+        """Record that such calls can be split, and where the rows lie."""
         self.batch, self.outputs = batch, outputs
 
     def draw(self, *, is_random: bool) -> None:
@@ -143,7 +143,7 @@ class KindOfCall:
         self.is_doubtful = True
 
     def add_split(self) -> None:
-        """Note that this call was split."""
+        """Record that this call was split."""
         self.num_split += 1
 
     def run_whole(self, reason: str) -> None:
@@ -170,7 +170,7 @@ class KnownModule:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """One call of a module."""
 
     module: nn.Module
@@ -245,7 +245,7 @@ def fitting(batch: BatchDims, leaves: Sequence[Any]) -> list[BatchDims]:
 
 
 def _doubt(known: KnownModule) -> None:
-    """Note that something has changed that calls of a module read: they are proved again, if not each time."""
+    """Record that something has changed that calls of a module read: they are proved again, if not each time."""
     known.num_changes += 1
     is_rare = known.num_changes <= CHANGES_PROVED or known.num_changes & (known.num_changes - 1) == 0
     if is_rare or not known.guard.is_of_numbers:

@@ -159,7 +159,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def tensors_kept(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that modules hold in attributes, beside parameters and buffers, and the names of these."""
+    """Return the tensors that modules hold in attributes, except parameters and buffers, and the names of these."""
     own = set(map(id, parameters_of(module)))  # of which recurrent layers hold a list
     return [
         (f"{name}.{key}", held)

@@ -10,7 +10,7 @@ from rankwise.launch.fork_server.entrypoint import Module, Script, run_as_main
 
 if TYPE_CHECKING:
     from rankwise.auto.module_calls import ModuleCalls
-    from rankwise.auto.own_call import OwnCalls
+    from rankwise.auto.rows import OwnCalls
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
     from rankwise.launch.fork_server.entrypoint import Target
@@ -32,7 +32,7 @@ class AutoScript:
         """Run it on rank zero, and serve on the other ranks. Called by: every rank."""
         # In the rank only: the command line imports no torch.
         from rankwise.auto.module_calls import ModuleCalls  # noqa: PLC0415
-        from rankwise.auto.own_call import OwnCalls  # noqa: PLC0415
+        from rankwise.auto.rows import OwnCalls  # noqa: PLC0415
         from rankwise.comm.join import join  # noqa: PLC0415
         from rankwise.comm.session import current  # noqa: PLC0415
 
@@ -61,9 +61,12 @@ def _control(script: AutoScript, session: Session, exchange: Exchange, calls: Mo
 
     from rankwise.auto.calls import SplitCalls  # noqa: PLC0415
     from rankwise.auto.connection import accept_servers  # noqa: PLC0415
-    from rankwise.auto.replacing import group_hidden, one_by_one  # noqa: PLC0415
+    from rankwise.auto.replacing import (  # noqa: PLC0415
+        HeldSignals,
+        group_hidden,
+        one_by_one,
+    )
     from rankwise.auto.servers import Servers  # noqa: PLC0415
-    from rankwise.auto.signals import HeldSignals  # noqa: PLC0415
     from rankwise.log import past_the_script  # noqa: PLC0415
     from rankwise.world.environments.process import of_one_process, splits_always  # noqa: PLC0415
 
@@ -92,12 +95,12 @@ def _serve(session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCal
     import torch  # noqa: PLC0415
 
     from rankwise.auto.connection import connect  # noqa: PLC0415
-    from rankwise.auto.server import Server  # noqa: PLC0415
+    from rankwise.auto.servers import RowServer  # noqa: PLC0415
 
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
     connection = connect(session, session.store, session.detector)
     with calls.replacing(calls.plain):
-        has_ended_well = Server(connection, exchange, own, torch.device(session.world.device)).serve()
+        has_ended_well = RowServer(connection, exchange, own, torch.device(session.world.device)).serve()
     if not has_ended_well:
         # Rank zero says what has happened.
         session.detector.leave(wait_for_peers=False)

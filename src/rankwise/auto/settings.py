@@ -15,8 +15,7 @@ from torch.backends import cuda, cudnn, mkldnn
 from torch.utils import deterministic
 
 from rankwise.data.sources import generator_state, set_generator_state
-from rankwise.replicate.random_numbers.source import default_generator
-from rankwise.world.device.accelerator import found_kind
+from rankwise.world.device.accelerator import found_kind, random_state, set_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -126,15 +125,13 @@ class GeneratorStates:
     @classmethod
     def now(cls, device: torch.device) -> Self:
         """Return the states of the CPU's generators, and of a device's."""
-        generator = None if device.type == "cpu" else default_generator(device)
-        return cls(generator_state(), None if generator is None else generator.get_state())
+        return cls(generator_state(), None if device.type == "cpu" else random_state(device))
 
     def restore(self, device: torch.device) -> None:
-        """Go on from these states."""
+        """Continue from these states."""
         set_generator_state(self.of_cpu)
-        generator = default_generator(device)
-        if generator is not None and self.of_device is not None:
-            generator.set_state(self.of_device)
+        if self.of_device is not None:
+            set_random_state(device, self.of_device)
 
     def are(self, other: GeneratorStates) -> bool:
         """Return whether both are the same."""

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankwise.auto.messages import Backward
-from rankwise.auto.own_call import OwnArguments, added, added_together, gradients
-from rankwise.auto.rows import OutputRows, Share, joined, part_of
+from rankwise.auto.connection import Backward
+from rankwise.auto.rows import OutputRows, OwnArguments, Share, added, added_together, gradients, joined, part_of
 from rankwise.replicate.random_numbers.sample_layout import SampleLayout
 from rankwise.replicate.random_numbers.scope import memory_order
 from rankwise.torch_private.autograd import hooks_of_gradient, keeps_graph
@@ -19,8 +18,8 @@ from rankwise.torch_private.autograd import hooks_of_gradient, keeps_graph
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from rankwise.auto.replacing import HeldSignals
     from rankwise.auto.servers import Ran, Servers
-    from rankwise.auto.signals import HeldSignals
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "

@@ -13,7 +13,6 @@ import torch
 
 from rankwise.auto.code_reads import noted_functions
 from rankwise.auto.coupling import CouplingWatch
-from rankwise.auto.own_call import OwnArguments
 from rankwise.auto.proof import (
     Reason,
     as_output,
@@ -33,7 +32,7 @@ from rankwise.auto.proof import (
     uncompiled,
 )
 from rankwise.auto.replacing import replaced
-from rankwise.auto.rows import Share
+from rankwise.auto.rows import OwnArguments, Share
 from rankwise.auto.settings import GeneratorStates
 from rankwise.auto.split import ResultChanged, first_line, whole_outputs
 from rankwise.errors import ConfigurationError
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.auto.known import Call, KnownModules
+    from rankwise.auto.known import KnownModules, ModuleCall
     from rankwise.auto.module_calls import ModuleCalls
     from rankwise.auto.proof import BatchDims
     from rankwise.auto.rows import OutputRows
@@ -74,7 +73,7 @@ class Trials:
         self._device = device
         self._effects = Effects()
 
-    def proved(self, call: Call, batches: Sequence[BatchDims]) -> tuple[Any, Reason | None]:
+    def proved(self, call: ModuleCall, batches: Sequence[BatchDims]) -> tuple[Any, Reason | None]:
         """Run a call whole, and copies of its module on rows; return its outputs, and why it is not to be split.
 
         Args:
@@ -108,20 +107,20 @@ class Trials:
             raise _no_longer(call, first_reason.text)
         return whole_run.result, first_reason
 
-    def _prepared(self, call: Call, *, can_be_copied: bool) -> Reason | None:
+    def _prepared(self, call: ModuleCall, *, can_be_copied: bool) -> Reason | None:
         """Copy values as they are before the call; return why the call must not even be tried on rows."""
         text = obstacle(call.module, call.leaves) or call.known.guard.obstacle
         if text is not None or not can_be_copied:
             return Reason(text or "it cannot be copied for a trial")
         try:
-            self._servers.take(call)
+            self._servers.copy_module(call)
         except Exception as error:
             if self._servers.have_failed:
                 raise
             return Reason(f"it cannot be sent to other ranks ({first_line(error)})")
         return None
 
-    def _copies(self, call: Call, number: int) -> tuple[list[nn.Module], list[Any]]:
+    def _copies(self, call: ModuleCall, number: int) -> tuple[list[nn.Module], list[Any]]:
         """Return copies of the module, none if it cannot be copied, and of the arguments: as before the call."""
         try:
             copies = [uncompiled(copy_of(call.module)) for _ in range(number)]
@@ -129,7 +128,7 @@ class Trials:
             return [], []
         return copies, [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in call.leaves]
 
-    def _run_whole(self, call: Call) -> _WholeRun:
+    def _run_whole(self, call: ModuleCall) -> _WholeRun:
         """Run a call whole, and look at what it does besides."""
         module, leaves = call.module, call.leaves
         tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
@@ -156,7 +155,7 @@ class Trials:
         return _WholeRun(result, reason, before, after)
 
     def _compared(
-        self, call: Call, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: _WholeRun
+        self, call: ModuleCall, copy: nn.Module, batch: BatchDims, given: Sequence[Any], whole_run: _WholeRun
     ) -> tuple[Reason | None, tuple[OutputRows | None, ...]]:
         """Run a call on rows; return why that is not the same, and where the outputs' rows lie."""
         share = Share(0, self._servers.exchange.world_size, batch.num_global)
@@ -198,7 +197,7 @@ class Trials:
         return reason, places
 
 
-def _no_longer(call: Call, how: str) -> ConfigurationError:
+def _no_longer(call: ModuleCall, how: str) -> ConfigurationError:
     return ConfigurationError(
         f"{call.name} no longer treats the samples of a batch separately: {how}.",
         where=words(user_call_site()),

@@ -59,9 +59,12 @@ def execute(options: argparse.Namespace) -> int:
     # A mistake in the command is reported before torch is imported.
     refuse_misplaced_count(options, "rankwise verify", "-n", options.numbers_of_ranks)
     find_target(options.target, options.arguments, is_module=options.module)
-    from rankwise.verify.procedure import verify  # noqa: PLC0415
     from rankwise.verify.report import page_of, text_of  # noqa: PLC0415
-    from rankwise.verify.runs import STOPS, Script  # noqa: PLC0415
+    from rankwise.verify.runs import (  # noqa: PLC0415
+        STOPS,
+        Script,
+        verify,
+    )
 
     for number in STOPS:
         if signal.getsignal(number) is not signal.SIG_IGN:

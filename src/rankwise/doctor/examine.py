@@ -29,7 +29,7 @@ from rankwise.comm.session import current
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, CheckResult, judge
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing
 from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks
-from rankwise.insight.clock_offset import clock_ahead
+from rankwise.insight.measuring import measure_clock
 from rankwise.launch.messages import value_of
 from rankwise.version import VERSION
 from rankwise.world import network
@@ -314,7 +314,7 @@ def _with_clock(
 ) -> Across:
     """Have the first rank of each host compare its clock with rank 0's, one host after the other."""
     asking = [first for first in first_of_host.values() if first != 0]
-    measured = clock_ahead(store.prefixed("clock"), rank, asking, time.time, timeout_seconds)
+    measured = measure_clock(store.prefixed("clock"), rank, asking, time.time, timeout_seconds)
     if measured is None:
         return found
     error, ahead = measured

@@ -11,21 +11,20 @@ import torch
 from rankwise.charts import NUM_KEYS, Bar, memory, stacked_bars
 from rankwise.checkpoint.load import read_manifest
 from rankwise.insight import words
-from rankwise.insight.html import Page, Section, rendered, tabled
-from rankwise.insight.titles import TITLES
+from rankwise.insight.html import TITLES, Page, Section, rendered, tabled
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rankwise.checkpoint.manifest import Manifest, TensorEntry
-    from rankwise.insight.titles import Language
+    from rankwise.insight.html import Language
 
 LARGEST = 20
 """How many tensors the picture shows."""
 MOST_ROWS = 2000
 SUFFIX = ".safetensors"
 _LABEL_CHARACTERS = 12
-"""Of a name that fits beside a bar."""
+"""Of a name that fits next to a bar."""
 
 
 def page_of_checkpoint(folder: Path, language: Language) -> Page:

@@ -78,36 +78,36 @@ class DeviceTimes:
         self.end_part(SCRIPT)  # where the first part begins
 
     def end_part(self, part: int) -> None:
-        """Note that a part of the step ends here."""
+        """Record that a part of the step ends here."""
         event = self._recorded()
         if event is None:
             return  # Its time will be that of the part which ends next.
         self._waiting.append((part, event))
         if len(self._waiting) > MOST_WAITING:
-            self._take_reached()
+            self._read_reached()
 
     def note(self, what: int) -> None:
         """Note what :func:`add_segments` takes without a duration."""
         self._waiting.append((what, None))
 
     def end_step(self, number: int, host_time: float) -> None:
-        """Note that the part that has just ended was the last one of a step."""
+        """Record that the part that has just ended was the last one of a step."""
         self._waiting.append(_StepEnd(number, host_time))
 
     def finished(self) -> Iterator[TimedStep]:
         """Yield the steps that the device has finished since the last call, in order."""
-        self._take_reached()
+        self._read_reached()
         while self._finished:
             yield self._finished.popleft()
 
-    def _take_reached(self) -> None:
+    def _read_reached(self) -> None:
+        """Note the times of what the device has reached."""
         try:
-            self._look()
+            self._read_queue()
         except RuntimeError:
             self._is_lost = True
 
-    def _look(self) -> None:
-        """Take the times of what the device has reached."""
+    def _read_queue(self) -> None:
         while self._waiting and not self._is_lost:
             match self._waiting[0]:
                 case _StepEnd(number, host_time):

@@ -210,7 +210,7 @@ def _per_step(column: object, ranks: Sequence[int]) -> float:
 
 
 def _everywhere(table: StepTable, network: SlowNetwork | None) -> list[Finding]:
-    """Return what all ranks spend much of their time on, beside computing."""
+    """Return what all ranks spend much of their time on, except computing."""
     seconds = float(table.seconds.mean())
     data = float(table.parts[:, :, DATA].min(axis=0).mean())
     transfer = float(table.transfer.mean())

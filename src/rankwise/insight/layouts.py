@@ -21,16 +21,15 @@ from rankwise.charts import (
 )
 from rankwise.errors import ConfigurationError, ReportError
 from rankwise.insight import words
-from rankwise.insight.html import Page, Section, rendered, tabled
-from rankwise.insight.titles import TITLES
+from rankwise.insight.html import TITLES, Page, Section, rendered, tabled
 from rankwise.world.mesh import NAMES, Axes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.charts import Measured
+    from rankwise.insight.html import Language
     from rankwise.insight.run_records import RunRecords
-    from rankwise.insight.titles import Language
 
 _GROUPS_SHOWN = 4
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens and closes the measurements of this rank: into which file, and with which facts about it.
+"""Opens and closes the measurements of this rank: its record with facts about it and its clock, and timelines.
 
-Called by ``join`` and ``leave``. Waits for no other rank.
+Called by ``join`` and ``leave``. In order: the record; how far the clocks of other hosts are ahead of rank zero's, as
+measured over the job's store; a timeline of all ranks in one file: every step in detail, from one call to another.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import resource
 import socket
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +25,12 @@ import torch
 from rankwise import meter
 from rankwise.comm import step_hooks
 from rankwise.errors import ConfigurationError
-from rankwise.insight.clock_offset import note_clock
 from rankwise.insight.device_times import DeviceTimes
 from rankwise.insight.slow_rank import SlowRank
 from rankwise.insight.step_meter import StepMeter, StepRecorder
-from rankwise.insight.step_record import RecordFile
-from rankwise.log import warn
+from rankwise.insight.step_record import RecordFile, parse
+from rankwise.insight.trace_events import as_trace, events_of_ranks, origin_of
+from rankwise.log import log, warn
 from rankwise.meter import DATA, EVALUATION, record_path
 from rankwise.torch_private.processes import wrap_next
 from rankwise.version import VERSION
@@ -45,6 +48,9 @@ from rankwise.world.facts import World
 
 if TYPE_CHECKING:
     from rankwise.comm.session import Session
+    from rankwise.insight.step_record import Record
+    from rankwise.store.client import Store
+
 
 UNJOINED = "unknown"
 """The backend of a rank that has not joined."""
@@ -167,12 +173,12 @@ def _rows_of(batch: object) -> int:
 
 
 def _path(folder: str, rank: int) -> str | None:
-    """Return the file of the record; without a report it lies beside the files for the launcher."""
+    """Return the file of the record; without a report it lies next to the files for the launcher."""
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         return str(record_path(Path(folder), *job_of_process(), rank))
-    beside = stack_file()
-    return f"{beside}.steps" if beside else None
+    stacks = stack_file()
+    return f"{stacks}.steps" if stacks else None
 
 
 def facts_of(world: World) -> dict[str, object]:
@@ -206,3 +212,169 @@ def facts_of(world: World) -> dict[str, object]:
 def _resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - half the time of Path.read_bytes
         return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+NUM_PINGS = 8
+CLOCK_SECONDS = 10.0
+"""How long an answer about a clock may take."""
+
+
+def measure_clock(
+    store: Store, rank: int, asking: Sequence[int], clock: Callable[[], float], timeout_seconds: float
+) -> tuple[float, float] | None:
+    """Return the largest error, and how far this rank's clock is ahead of rank zero's, in seconds.
+
+    Called by: rank zero, and every rank of ``asking``, which take turns. Others return ``None`` at once, as rank zero
+    does when it has answered all.
+
+    Args:
+        store: keys of this measurement.
+        rank: this rank.
+        asking: the ranks that compare their clock, such as the first of each other host.
+        clock: returns seconds.
+        timeout_seconds: how long one answer may take.
+
+    Raises:
+        TimeoutError: an answer took longer.
+    """
+    if rank == 0:
+        for other in asking:
+            for number in range(NUM_PINGS):
+                store.get(f"{other}/{number}/asked", timeout_seconds)
+                store.set(f"{other}/{number}/told", repr(clock()))
+        return None
+    if rank not in asking:
+        return None
+    # Those before this rank go first.
+    patience = timeout_seconds * len(asking)
+    return min(_ask(store, f"{rank}/{number}", clock, patience) for number in range(NUM_PINGS))
+
+
+def _ask(store: Store, key: str, clock: Callable[[], float], timeout_seconds: float) -> tuple[float, float]:
+    asked = clock()
+    store.set(f"{key}/asked", "")
+    told = float(store.get(f"{key}/told", timeout_seconds))
+    return ahead_of(asked, told, clock())
+
+
+def ahead_of(asked: float, told: float, heard: float) -> tuple[float, float]:
+    """Return the largest error, and how far the asking clock is ahead of the answering one."""
+    return (heard - asked) / 2, (asked + heard) / 2 - told
+
+
+def note_clock(record: RecordFile, store: Store, rank: int, hostnames: Sequence[str]) -> None:
+    """Record how far this host's clock is ahead of rank zero's. Called by: every rank.
+
+    Args:
+        record: of this rank.
+        store: keys of this measurement, unused so far.
+        rank: this rank.
+        hostnames: of all ranks.
+
+    Raises:
+        TimeoutError: a rank did not answer.
+    """
+    own = hostnames.index(hostnames[rank])
+    others = [first for name in dict.fromkeys(hostnames) if (first := hostnames.index(name))]
+    measured = _clock_of_host(store, rank, own, others) if others else None
+    if measured is not None:
+        error, ahead = measured
+        record.note({"kind": "clock", "ahead": ahead, "error": error})
+
+
+def _clock_of_host(store: Store, rank: int, first: int, others: Sequence[int]) -> tuple[float, float] | None:
+    """Return the error, and how far this host's clock is ahead of rank zero's; ``None`` on rank zero's host."""
+    measured = measure_clock(store, rank, others, time.monotonic, CLOCK_SECONDS)
+    if measured is not None:
+        store.set(f"host/{rank}", json.dumps(measured))
+    elif first:
+        error, ahead = json.loads(store.get(f"host/{first}", CLOCK_SECONDS * len(others)))
+        measured = error, ahead
+    return measured
+
+
+WAIT_SECONDS = 10.0
+"""How long rank zero waits for the parts of the others, all together."""
+
+
+class Timeline:
+    """The timeline that is being recorded. Created by: every rank.
+
+    Args:
+        session: of this rank.
+        path: the file that rank zero writes at the end.
+        number: of this timeline, the same on every rank.
+        hostnames: of all ranks.
+
+    Raises:
+        ConfigurationError: rank zero cannot write the file, or steps are not measured (``--report off``).
+    """
+
+    def __init__(self, session: Session, path: Path, number: int, hostnames: Sequence[str]) -> None:
+        measuring = meter.current
+        if not isinstance(measuring, StepMeter):
+            raise ConfigurationError(
+                "A timeline needs the times of steps, which are not measured.",
+                evidence="--report off, or RANKWISE_REPORT=off",
+                do="run without that",
+            )
+        self._meter = measuring
+        self._world = session.world
+        self._path = path
+        self._store = None if session.store is None else session.store.prefixed(f"rankwise/timeline/{number}")
+        if self._world.rank == 0:
+            _try_to_write(path)
+        with TemporaryDirectory(prefix="rankwise-timeline-") as folder:
+            path_of_own = Path(folder) / "steps"
+            self._record = RecordFile(str(path_of_own), facts_of(self._world))
+            self._own = path_of_own.open("rb")
+        if self._store is not None:
+            try:
+                note_clock(self._record, self._store.prefixed("clock"), self._world.rank, hostnames)
+            except TimeoutError:
+                warn("the clocks of the hosts were not compared: have all ranks started the timeline?", all_ranks=True)
+        self._meter.begin_timeline(self._record)
+
+    def stop(self) -> None:
+        """End the timeline: rank zero writes the file, the other ranks send it their part. Called by: every rank."""
+        self._meter.end_timeline()
+        self._record.close()
+        with self._own:
+            own = self._own.read()
+        if self._world.rank != 0:
+            if self._store is not None:
+                self._store.set(str(self._world.rank), own)
+            return
+        records = [parse(own, "rank 0"), *self._of_others()]
+        missing = self._world.world_size - len(records)
+        try:
+            self._path.write_text(as_trace(events_of_ranks(records, origin_of(records))), encoding="utf-8")
+        except OSError as error:
+            warn(f"the timeline {self._path} cannot be written: {error.strerror}")
+            return
+        log(f"timeline of {len(records)} ranks: {self._path}")
+        if missing:
+            warn(f"{missing} of {self._world.world_size} ranks are missing in the timeline: have they started it too?")
+
+    def _of_others(self) -> list[Record]:
+        if self._store is None:
+            return []
+        found: list[Record] = []
+        deadline = time.monotonic() + WAIT_SECONDS
+        for rank in range(1, self._world.world_size):
+            try:
+                data = self._store.get(str(rank), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                continue
+            found.append(parse(data, f"rank {rank}"))
+        return found
+
+
+def _try_to_write(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The timeline {path} cannot be written: {error.strerror}.", do="choose another file"
+        ) from error

@@ -12,21 +12,20 @@ import numpy as np
 from rankwise.charts import NUM_KEYS, Bar, binned, duration, heat_map, lines, memory, speed, stacked_bars
 from rankwise.insight import words
 from rankwise.insight.findings import findings_of
-from rankwise.insight.html import ORDER, Page, Section, legend_of, rendered, tabled
+from rankwise.insight.html import ORDER, PART_NAMES, TITLES, Page, Section, legend_of, rendered, tabled
 from rankwise.insight.layouts import layout_sections
 from rankwise.insight.network import links_of
 from rankwise.insight.run_records import events_of, failed_ranks
 from rankwise.insight.step_table import speeds_of, table_of, times_faster
-from rankwise.insight.titles import PART_NAMES, TITLES
 from rankwise.meter import EXCHANGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankwise.insight.html import Language
     from rankwise.insight.network import Link
     from rankwise.insight.run_records import RunRecords
     from rankwise.insight.step_table import RunSpeed, StepTable
-    from rankwise.insight.titles import Language
 
 MOST_INCOMPLETE = 4
 """How many ranks with an incomplete record are named."""
@@ -34,7 +33,7 @@ _FACTS = ("hostname", "device", "backend", "source", "times", "threads", "cores"
 
 
 def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] = ()) -> Page:
-    """Return the page about a run, beside others that it is compared with."""
+    """Return the page about a run, next to others that it is compared with."""
     titles = TITLES[language]
     table = table_of(run.ranks)
     steady = table.steady()

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of all ranks of a run, read from the folder that ``--report`` was given, and its events in order."""
+"""The records of all ranks of a run, read: from the folder of ``--report``, or of one rank while it trains.
+
+A rank that is still training is not asked, and notices nothing.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import ReportError, fold_ranks
-from rankwise.insight.step_record import Record, read
+from rankwise.insight.step_record import Record, read, read_latest
 from rankwise.launch.report.failure_report import EVENTS
 from rankwise.log import warn
-from rankwise.meter import FAILURE, SUFFIX
+from rankwise.meter import EXCHANGE, FAILURE, PARTS, SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
 
 MOST_RANKS = 2**20
 """More are not the number of ranks of a run: the header is damaged."""
@@ -222,3 +229,39 @@ def failed_ranks(run: RunRecords) -> tuple[int, ...] | None:
         return None
     # Errors of the script first: others are about a rank that failed without a word.
     return tuple(min(noted, key=lambda note: (note["is_of_another"], note["time"]))["ranks"])
+
+
+NUM_STEPS = 32
+"""The pace is the mean of so many steps."""
+
+
+def pace_of(path: Path) -> dict[str, Any]:
+    """Return what the last steps of the rank of a record took, what it logged and does now, as JSON.
+
+    Raises:
+        OSError, ReportError: there is no such record.
+    """
+    record = read_latest(path)
+    now = record.now
+    # The first one includes the start of the script.
+    steps = [step for step in record.steps[-NUM_STEPS:] if step.number > 1] or record.steps
+    seconds = fmean(step.seconds for step in steps) if steps else 0.0
+    return {
+        "steps": now.num_steps,
+        "host": record.facts["hostname"],
+        "world_size": record.facts["world_size"],
+        "step_seconds": seconds,
+        "parts": {name: fmean(step.parts[part] for step in steps) if steps else 0.0 for part, name in enumerate(PARTS)},
+        "own_seconds": seconds - fmean(step.parts[EXCHANGE] for step in steps) if steps else 0.0,
+        "memory_bytes": steps[-1].memory_bytes if steps else 0,
+        "samples": fmean(step.samples for step in steps) if steps else 0.0,
+        "values": {name: _number(value.own) for name, value in record.values.items() if value.own is not None},
+        "means": {name: _number(value.mean) for name, value in record.values.items()},
+        "now": PARTS[now.part],
+        "seconds_in_step": max(0.0, time.monotonic() - now.step_began),
+    }
+
+
+def _number(value: float) -> float | str:
+    """Return a number as JSON, which has none for what is not finite: ``"nan"``, ``"inf"``, ``"-inf"``."""
+    return value if math.isfinite(value) else str(value)

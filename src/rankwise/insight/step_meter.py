@@ -51,7 +51,7 @@ _FIRST = frozenset((DATA, FORWARD, BACKWARD, EVALUATION))
 LEAST_PAUSE, MOST_PAUSE, PAUSE_SHARE = 0.1, 0.5, 0.02
 """Steps are recorded at this interval, in seconds: a share of the time so far. What came after the last time is lost
 with a rank that is killed."""
-LOOK_SECONDS = 0.1
+USAGE_POLL_SECONDS = 0.1
 """How often the system is asked for memory, processor time and faults: they are those of the steps since."""
 FIRST_DETAILED = 8
 DETAIL_EVERY = 128
@@ -67,7 +67,7 @@ _NEWEST = 1 / 16
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepUnderWay:
     """The step under way."""
 
     number: int
@@ -84,6 +84,8 @@ class _Step:
 class StepMeter(Meter):
     """The measurements of one rank, from join to leave.
 
+    Its many fields are one clock: the step under way, those that have ended since, and when they are recorded.
+
     Args:
         recorder: closed with this.
         on_close: is called before.
@@ -99,7 +101,7 @@ class StepMeter(Meter):
         self._is_evaluated = False
         """Whether what was read last was used without gradients, and not for training so far."""
         self._began = monotonic()
-        self._step = _Step(1, self._began)
+        self._step = _StepUnderWay(1, self._began)
         """Replaced as a whole: the script may be interrupted anywhere, and train on."""
         self._ended: list[EndedStep] = []
         """The steps before this one that are not recorded."""
@@ -112,7 +114,7 @@ class StepMeter(Meter):
         return self._step.number
 
     def enter(self, part: int) -> int:
-        """Note that a part of the step begins; return the part before."""
+        """Record that a part of the step begins; return the part before."""
         before = self.part
         if get_ident() == self._thread:
             now = monotonic()
@@ -139,7 +141,7 @@ class StepMeter(Meter):
         return before
 
     def arrive(self, part: int) -> int:
-        """Note that this rank depends on the others from here on, and that a part of the step begins."""
+        """Record that this rank depends on the others from here on, and that a part of the step begins."""
         before = self.part
         if get_ident() == self._thread:
             now, ends = monotonic(), self._step.ends
@@ -151,7 +153,7 @@ class StepMeter(Meter):
         return before
 
     def resume(self, part: int, *, samples: int = 0, has_updated: bool = False) -> None:
-        """Note that a part is over, and the one before it continues; the next step may begin after an update."""
+        """Record that a part is over, and the one before it continues; the next step may begin after an update."""
         if get_ident() == self._thread:
             step = self._step
             step.samples += samples
@@ -161,7 +163,7 @@ class StepMeter(Meter):
                 self._note_end(step, self.part)
             self.part = self._now[0] = part
 
-    def _note_end(self, step: _Step, part: int) -> None:
+    def _note_end(self, step: _StepUnderWay, part: int) -> None:
         """Note on the device that a part has ended, and record the parts of this step if there are many."""
         if self._device_times is not None:
             self._device_times.end_part(part)
@@ -187,7 +189,7 @@ class StepMeter(Meter):
         self.record.note({"kind": "event", "time": time.time(), "text": text})
 
     def show_values(self, values: Mapping[str, tuple[float | None, float]]) -> None:
-        """Show the last values that were logged to those who look meanwhile."""
+        """Show the last values that were logged to those that read the record meanwhile."""
         self.record.show_values(values)
 
     def begin_timeline(self, record: RecordFile) -> None:
@@ -229,7 +231,7 @@ class StepMeter(Meter):
         # If an interrupt comes between these two, the step ends once more, with what follows, and is recorded once.
         sent = self.recorder.flight.sent_bytes
         self._ended.append(EndedStep(step.number, step.start, step.ends, now, step.samples, sent - step.sent_before))
-        self._step = _Step(step.number + 1, now, sent_before=sent)
+        self._step = _StepUnderWay(step.number + 1, now, sent_before=sent)
         if self._device_times is not None:
             self._device_times.end_step(step.number, now)
         self.record.show_step(step.number, now)
@@ -285,6 +287,8 @@ class _Sum(NamedTuple):
 
 class StepRecorder:
     """The steps of one rank, from join to leave.
+
+    Its many fields are what it adds to a row of the record: the times of the step, the system's counts, and details.
 
     Args:
         record: what takes the steps; closed with this.
@@ -382,7 +386,7 @@ class StepRecorder:
             row = self._sum.row
             row[SAMPLES], row[SENT_BYTES] = step.samples, step.sent_bytes
             if step is steps[-1]:
-                self._look(row, step)
+                self._read_system(row, step)
             row[MEMORY_BYTES] = self._memory
             self.record.add(row)
             if self._is_detailed(step.number, step.end - step.start):
@@ -406,9 +410,9 @@ class StepRecorder:
             if self.record.revise(number, start, times) and self._on_step is not None:
                 self._on_step(self.record.step(number))
 
-    def _look(self, row: list[float], last: EndedStep) -> None:
+    def _read_system(self, row: list[float], last: EndedStep) -> None:
         """Ask the system what the steps since the last time have used, for the row of the last of them."""
-        if last.end - self._looked_at > LOOK_SECONDS:
+        if last.end - self._looked_at > USAGE_POLL_SECONDS:
             self._looked_at = last.end
             row[PROCESSOR], row[QUEUED], row[MAJOR_FAULTS] = self._read_usage()
             self._memory = self._memory_bytes()

@@ -68,7 +68,7 @@ yet, the steps in memory, and when the step under way began."""
 _ENDED = struct.Struct("<I")
 _ROWS_AT = _TAIL_AT + _TAIL.size
 MOST_VALUES = 16
-"""How many names that a script logs values under are kept for those who look meanwhile."""
+"""How many names that a script logs values under are kept for readers meanwhile."""
 _VALUE = struct.Struct("<31s?dd")
 """A logged value: its name, whether this rank has one of its own, that one, and the mean of all ranks."""
 _VALUES_AT = _ROWS_AT + TAIL_RECORDS * _ROW.size
@@ -195,7 +195,7 @@ class _Tail(NamedTuple):
 class RecordFile:
     """The writer, for as long as the rank trains.
 
-    ``now[0]``, which the owner sets, is the part that the rank is in, for those who look meanwhile.
+    ``now[0]``, which the owner sets, is the part that the rank is in, for readers meanwhile.
 
     Args:
         path: the file, which is created; ``None`` keeps the last steps in memory only.
@@ -244,11 +244,11 @@ class RecordFile:
         return self._tail.first + self._tail.num - 1
 
     def show_step(self, num_ended: int, began: float) -> None:
-        """Record how many steps have ended and when the one under way began, for those who look meanwhile."""
+        """Record how many steps have ended and when the one under way began, for readers meanwhile."""
         self._num_ended[0], self._began[0] = num_ended, began
 
     def show_values(self, values: Mapping[str, tuple[float | None, float]]) -> None:
-        """Record the last values that were logged, by name, for those who look meanwhile."""
+        """Record the last values that were logged, by name, for readers meanwhile."""
         for name, (own, mean) in values.items():
             if name not in self._value_names and len(self._value_names) < MOST_VALUES:
                 self._value_names.append(name)

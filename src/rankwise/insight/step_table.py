@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of all ranks side by side: how long each part took, and who waited for whom.
+"""The steps of all ranks side by side: how long each part took, and which rank waited for which.
 
 Ranks leave an exchange together, so that the one that reaches it last determines the step of all. How long a rank waits
 for that one follows from when each has reached it; no rank measures it. Within an update that the ranks of a host
@@ -37,7 +37,10 @@ LEAST_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTable:
-    """The steps that all ranks have completed. Times are in seconds."""
+    """The steps that all ranks have completed. Times are in seconds.
+
+    Its many fields are the columns of one table.
+    """
 
     ranks: tuple[int, ...]
     is_estimated: bool

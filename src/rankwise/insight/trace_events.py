@@ -100,7 +100,7 @@ def _arrows(records: Sequence[Record], origin: float) -> Iterator[dict[str, Any]
         last = max(on_ranks, key=lambda rank: on_ranks[rank][0])
         for rank, (_, end) in on_ranks.items():
             if rank == last or end < on_ranks[last][0]:
-                # Who sends to others need not wait for them.
+                # A rank that sends to others need not wait for them.
                 continue
             number += 1
             arrow = {"name": "waits for", "cat": words, "id": number, "tid": _COLLECTIVES}
@@ -112,7 +112,7 @@ def _arrows(records: Sequence[Record], origin: float) -> Iterator[dict[str, Any]
 
 
 def timeline_of(records: Sequence[Record], profiles: Sequence[Path]) -> str:
-    """Return the timeline of ranks with traces of torch's profiler beside them, as JSON.
+    """Return the timeline of ranks with traces of torch's profiler next to them, as JSON.
 
     Raises:
         ReportError: one of these is no such trace, or of no rank of this run.

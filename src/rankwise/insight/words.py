@@ -6,15 +6,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rankwise.charts import duration, speed
-from rankwise.insight.titles import PART_NAMES
+from rankwise.insight.html import PART_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rankwise.insight.findings import Finding
+    from rankwise.insight.html import Language
     from rankwise.insight.network import SlowNetwork
     from rankwise.insight.step_table import Floats
-    from rankwise.insight.titles import Language
 
 _LARGEST = {
     "script": "the rest of the script",

@@ -13,10 +13,10 @@ from rankwise.verify.compare import COPY, PLATEAU, Cause, combined, is_close, is
 from rankwise.verify.mistakes import loaded_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from rankwise.verify.compare import Evidence, Phase
-    from rankwise.verify.records import Sketch, Step
+    from rankwise.verify.records import Step
 
 
 GENERAL = (
@@ -475,37 +475,6 @@ _OF_PHASE: Mapping[Phase, Callable[[Evidence], Cause]] = {
     "buffers": _of_buffers,
     "end": lambda evidence: (_of_decisions if evidence.gap.kind == PLATEAU else _of_buffers)(evidence),
 }
-
-
-# -- what a script keeps -------------------------------------------------------------------------------------
-
-
-def kept(evidence: Evidence) -> Cause | None:
-    """Return the value that ranks keep from step to step otherwise than one rank does, tensors before numbers."""
-    for name, mine in sorted(evidence.one.kept.items(), key=lambda item: not item[1].shape):
-        held = [step.kept.get(name) for step in evidence.theirs if step.kept]
-        if all(is_near(mine, other) for other in held) or _are_parts(mine, held):
-            continue
-        return Cause(
-            "kept value",
-            f"{name} is kept from step to step, and the loss follows from it; each rank changes it by its own samples",
-            "change it by the samples of all ranks: "
-            + (
-                "from rankwise.whole_batch(x), of indices too, or from rankwise.mean(value, len(x)) if it is a number"
-                if evidence.uses_rankwise
-                else "all_gather rows and indices, or all_reduce the sum and the count, before it is changed"
-            ),
-            line=evidence.reference.lines_of_kept.get(name, ""),
-        )
-    return None
-
-
-def _are_parts(mine: Sketch, held: Sequence[Sketch | None]) -> bool:
-    """Return whether ranks hold the rows of one rank's tensor, as of a state that is carried from batch to batch."""
-    shapes = [one.shape for one in held if one is not None]
-    if not mine.shape or len(shapes) < len(held) or any(shape[1:] != mine.shape[1:] for shape in shapes):
-        return False
-    return sum(shape[0] for shape in shapes) == mine.shape[0]
 
 
 def _line_of_call(evidence: Evidence) -> str:

@@ -285,7 +285,7 @@ def _optimized(one: Step, theirs: Sequence[Step], dtype: str) -> Iterator[Gap]:
         for key, value in group.items():
             errors = [_relative(value, other.get(key)) for other in groups]
             yield _worst(number, "hyperparameters", key, errors, one.optimizer)
-    # As for gradients: what is small beside all of its kind is compared relative to that.
+    # As for gradients: what is small next to all of its kind is compared relative to that.
     squares: defaultdict[str, float] = defaultdict(float)
     for name, (_, norm) in one.state.items():
         squares[_kind_of(name)] += norm * norm

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.verify.compare import Difference, Gap, Phase
-    from rankwise.verify.mistakes import Finding
+    from rankwise.verify.mistakes import Mistake
     from rankwise.verify.records import RankRun, Run
 
 Status = Literal["equal", "differs", "not compared"]
@@ -156,7 +156,7 @@ def _table(found: Sequence[Gap], floor: Floor) -> tuple[Row, ...]:
 # -- conclusions ---------------------------------------------------------------------------------------------
 
 
-def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Finding], *, is_joined: bool) -> Verdict:
+def conclusion(reference: RankRun, many: Run, floor: Floor, found: Sequence[Mistake], *, is_joined: bool) -> Verdict:
     """Return the verdict on N ranks, each of which took a step.
 
     Args:
@@ -200,7 +200,7 @@ def _causes(evidence: Evidence, many: Run) -> list[Cause]:
     if any(not rank.end.startswith(_BECAUSE_OF_ANOTHER) for rank in errors):
         return [_failed(many, len(many.ranks))]
     warned = [_warned(text, told) for text in dict.fromkeys(text for rank in many.ranks for text in rank.warnings)]
-    chosen, kept = mistakes.chosen(evidence.many[0]), causes.kept(evidence)
+    chosen, kept = mistakes.chosen(evidence.many[0]), mistakes.kept(evidence)
     if chosen is not None:
         return [chosen, *warned]
     if kept is None:
@@ -429,7 +429,7 @@ def resumed_verdict(reference: RankRun, many: Run, floor: Floor) -> Verdict:
 
 
 def _lacking(evidence: Evidence) -> Cause:
-    kept = causes.kept(evidence)
+    kept = mistakes.kept(evidence)
     what, fix = _LACKS.get(evidence.gap.phase, (evidence.gap.name, "it, and load it again"))
     if kept is not None and evidence.gap.phase in {"forward", "gradient"}:
         what = kept.words.partition(" ")[0]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches that a script takes from its loaders: recorded, permuted, or those of N ranks joined into one.
+"""The batches that a script takes from its loaders, and random numbers that belong to their rows.
 
-Replaces the iteration of torch's loaders and of rankwise's, before the script runs. Workers give each batch with the
-random numbers that they drew for it. Imported by ``recorder``.
+In a run whose batches are permuted, or those of N ranks joined into one, dropout's masks and noise move with the rows:
+they are those of the run that it is compared with. Replaces the iteration of torch's loaders and of rankwise's, and
+torch's functions that draw, before the script runs. Workers give each batch with the random numbers that they drew for
+it. Imported by ``recorder``.
 """
 
 from __future__ import annotations
@@ -14,20 +16,171 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import functional
 from torch.utils import data
 
 from rankwise.auto.replacing import replace_attributes, replaced
 from rankwise.data import loader as own_loader
 from rankwise.data.sources import generator_state
+from rankwise.tensors.arrays import memory_of
 from rankwise.verify import sketches
-from rankwise.verify.draws import torch_digest
 from rankwise.verify.records import Batch, Loader
+from rankwise.verify.sketches import permutation
+from rankwise.world.device.accelerator import random_state, set_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from rankwise.verify.records import Plan
     from rankwise.verify.script_files import ScriptLines
+
+
+_DRAWING = (
+    (functional, ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")),
+    (torch, ("dropout", "randn_like", "rand_like", "bernoulli", "randn", "rand")),
+)
+"""Functions of a tensor, or of a size, whose first dim may be the rows."""
+
+
+State = tuple[torch.Tensor, ...]
+"""Of torch's generators: the processor's, and the accelerator's if the process uses one."""
+
+
+def _places() -> list[torch.device]:
+    """Return the CPU, and the accelerator if this process uses one."""
+    kind = torch.accelerator.current_accelerator()
+    is_initialized = None if kind is None else getattr(torch.get_device_module(kind), "is_initialized", None)
+    if kind is None or is_initialized is None or not is_initialized():
+        return [torch.device("cpu")]
+    return [torch.device("cpu"), torch.device(kind.type, torch.accelerator.current_device_index())]
+
+
+def torch_state() -> State:
+    """Return the state of torch's generators."""
+    return tuple(map(random_state, _places()))
+
+
+def set_torch_state(state: State) -> None:
+    """Put torch's generators into a state that :func:`torch_state` returned."""
+    for place, own in zip(_places(), state, strict=False):
+        set_random_state(place, own)
+
+
+def torch_digest() -> int:
+    """Return a digest of the state of torch's generators alone."""
+    digest = 0
+    for one in torch_state():
+        digest = zlib.crc32(memory_of(one.cpu()), digest)
+    return digest
+
+
+class RowDraws:
+    """The draws of one process: during a call of a model, from :meth:`begin` to :meth:`end`."""
+
+    def __init__(self, *, permutes: bool) -> None:
+        self._permutes = permutes
+        self._is_permuted = permutes
+        self._rows: int | None = None
+        self._parts: Sequence[int] = ()
+        self._states: list[State] = []
+        self._digest = 0
+        self._before = 0
+        self._is_by_rows = True
+        self._is_inside = False
+
+    def install(self) -> None:
+        """Replace torch's functions that draw, before the script imports them."""
+        for module, names in _DRAWING:
+            replace_attributes(module, names, self._by_rows)
+
+    def begin(
+        self, rows: int, parts: Sequence[int] = (), states: Sequence[State] = (), *, is_permuted: bool = True
+    ) -> None:
+        """Begin a call of a model.
+
+        Args:
+            rows: samples of the batch.
+            parts: of each rank whose batch was joined into this one.
+            states: the state of torch's generators on each of these ranks; empty if they drew nothing.
+            is_permuted: whether the rows are permuted in a run that permutes: only batches of loaders are.
+        """
+        self._is_permuted = self._permutes and is_permuted
+        self._rows = rows
+        self._parts = parts
+        self._states = list(states)
+        self._before = self._digest = torch_digest()
+        self._is_by_rows = True
+
+    def end(self) -> tuple[bool, bool]:
+        """End the call; return whether it drew, and whether all that it drew belonged to rows."""
+        self._rows = None
+        now = torch_digest()
+        return now != self._before, self._is_by_rows and now == self._digest
+
+    def _by_rows(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if self._rows is None or self._is_inside:
+                return original(*args, **kwargs)
+            self._is_inside = True
+            try:
+                return self._draw(original, args, kwargs)
+            finally:
+                self._is_inside = False
+
+        return draw
+
+    def _draw(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = _rows_of(args, kwargs)
+        if torch_digest() != self._digest:
+            self._is_by_rows = False
+        if rows != self._rows or not rows:
+            result = original(*args, **kwargs)
+            if torch_digest() != self._digest:
+                self._is_by_rows = False
+        elif self._states and sum(self._parts) == rows:
+            result = self._draw_for_ranks(original, args, kwargs)
+        elif self._is_permuted:
+            first, order = args[0], permutation(rows)
+            if isinstance(first, torch.Tensor):
+                order = order.to(first.device)
+                args = (first[order.argsort()], *args[1:])
+            result = original(*args, **kwargs)
+            result = result[order.to(result.device)]
+        else:
+            result = original(*args, **kwargs)
+        self._digest = torch_digest()
+        return result
+
+    def _draw_for_ranks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = torch_state()
+        results: list[Any] = []
+        start = 0
+        for rank, size in enumerate(self._parts):
+            set_torch_state(self._states[rank])
+            results.append(original(*_part(args, start, size), **kwargs))
+            self._states[rank] = torch_state()
+            start += size
+        set_torch_state(own)
+        return torch.cat(results)
+
+
+def _rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor):
+        return first.shape[0] if first.dim() and not kwargs.get("inplace") else None
+    size = first[0] if isinstance(first, list | tuple) and first else first
+    return size if isinstance(size, int) and kwargs.get("generator") is None else None
+
+
+def _part(args: tuple[Any, ...], start: int, size: int) -> tuple[Any, ...]:
+    """Return the arguments for some rows: of the tensor, or of the size."""
+    if isinstance(args[0], torch.Tensor):
+        return (args[0][start : start + size], *args[1:])
+    if isinstance(args[0], list | tuple):
+        return ((size, *args[0][1:]), *args[1:])
+    return (size, *args[1:])
+
 
 MOST_BYTES = 2**30
 """Of the batches of one rank that are kept for a run on one rank."""

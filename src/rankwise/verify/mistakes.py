@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that show in the run on N ranks without comparing numbers: in samples, random numbers and files.
+"""Mistakes that other things than the first difference show: samples, random numbers, files, and values that are kept.
 
 Values only; imports no torch. One function per mistake.
 """
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
-from rankwise.verify.compare import Cause, samples
+from rankwise.verify.compare import Cause, is_near, samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rankwise.verify.records import Batch, Loader, RankRun, Step
+    from rankwise.verify.compare import Evidence
+    from rankwise.verify.records import Batch, Loader, RankRun, Sketch, Step
 
 LEAST_SAMPLES = 8
 """How many samples in the same order are no coincidence."""
@@ -27,7 +28,7 @@ _SHARD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Mistake:
     """A mistake that shows in one run of N ranks alone."""
 
     step: int
@@ -35,7 +36,7 @@ class Finding:
     cause: Cause
 
 
-def findings(one: RankRun, many: Sequence[RankRun]) -> Iterator[Finding]:
+def findings(one: RankRun, many: Sequence[RankRun]) -> Iterator[Mistake]:
     """Yield the mistakes that show without comparing numbers, those of the data first."""
     steps = list(zip(*(rank.steps for rank in many), strict=False))
     loaders = many[0].loaders
@@ -49,12 +50,12 @@ def findings(one: RankRun, many: Sequence[RankRun]) -> Iterator[Finding]:
     yield from _written_twice(many)
 
 
-def _same_samples(one: RankRun, many: Sequence[RankRun], steps: Sequence[Sequence[Step]]) -> Iterator[Finding]:
+def _same_samples(one: RankRun, many: Sequence[RankRun], steps: Sequence[Sequence[Step]]) -> Iterator[Mistake]:
     first = steps[0]
     loader = _loader(many[0].loaders, first[0])
     line = "" if loader is None else loader.line
     if all(step.inputs for step in first) and all(map(_are_alike, steps)):
-        yield Finding(
+        yield Mistake(
             1, Cause("same samples", "every rank trains on the same samples in every step", _SHARD, line=line)
         )
     # Or each rank goes through the whole dataset, in an order of its own.
@@ -65,7 +66,7 @@ def _same_samples(one: RankRun, many: Sequence[RankRun], steps: Sequence[Sequenc
     is_whole = mine.length == loader.length and mine.length is not None and mine.length > 1
     if is_whole and mine.batch_size == loader.batch_size:
         words = f"every rank goes through the whole dataset: its loader has {loader.length} batches, as on one rank"
-        yield Finding(1, Cause("same samples", words, _SHARD, line=line))
+        yield Mistake(1, Cause("same samples", words, _SHARD, line=line))
 
 
 def _are_alike(steps: Sequence[Step]) -> bool:
@@ -74,7 +75,7 @@ def _are_alike(steps: Sequence[Step]) -> bool:
     return all(Counter(step.inputs) == first for step in steps)
 
 
-def _repeated(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Iterator[Finding]:
+def _repeated(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Iterator[Mistake]:
     """Samples that several ranks have in one epoch, or one rank twice."""
     seen: dict[tuple[int, int], Counter[int]] = {}
     for number, held in enumerate(steps, start=1):
@@ -91,7 +92,7 @@ def _repeated(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Ite
                 "every rank as many"
             )
             fix = "rankwise.DataLoader, which splits the last batch evenly; or drop_last=True"
-            yield Finding(number, Cause("repeated samples", words, fix, line=_line_of_loader(loaders, held[0])))
+            yield Mistake(number, Cause("repeated samples", words, fix, line=_line_of_loader(loaders, held[0])))
             return
 
 
@@ -112,7 +113,7 @@ def _trained(step: Step) -> list[Batch]:
     return [batch for batch in step.batches if batch.is_trained]
 
 
-def _same_order(rank: RankRun, loader: Loader) -> Iterator[Finding]:
+def _same_order(rank: RankRun, loader: Loader) -> Iterator[Mistake]:
     """A sampler that shuffles gives the same order in two epochs."""
     orders: dict[int, list[int]] = {}
     first_steps: dict[int, int] = {}
@@ -131,10 +132,10 @@ def _same_order(rank: RankRun, loader: Loader) -> Iterator[Finding]:
                 "call sampler.set_epoch(epoch) at the start of every epoch; rankwise.DataLoader needs no such call",
                 line=loader.line,
             )
-            yield Finding(list(first_steps.values())[1], cause)
+            yield Mistake(list(first_steps.values())[1], cause)
 
 
-def _equal_draws(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Iterator[Finding]:
+def _equal_draws(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> Iterator[Mistake]:
     """All ranks draw the same numbers for different samples while they read."""
     for held in steps:
         for batches in zip(*(step.batches for step in held), strict=False):
@@ -148,11 +149,11 @@ def _equal_draws(steps: Sequence[Sequence[Step]], loaders: Sequence[Loader]) -> 
                     "seed with seed + rank once the model is built, or use rankwise.DataLoader, which seeds by sample",
                     line=_line_of_loader(loaders, held[0]),
                 )
-                yield Finding(held[0].number, cause)
+                yield Mistake(held[0].number, cause)
                 return
 
 
-def _written_twice(many: Sequence[RankRun]) -> Iterator[Finding]:
+def _written_twice(many: Sequence[RankRun]) -> Iterator[Mistake]:
     found = [(written, rank.facts.rank) for rank in many for written in rank.written]
     for written, _ in found:
         ranks = [rank for other, rank in found if other.path == written.path]
@@ -163,7 +164,7 @@ def _written_twice(many: Sequence[RankRun]) -> Iterator[Finding]:
                 "write on rank 0 only, `if rank == 0:`, or put the rank into the name",
                 line=written.line,
             )
-            yield Finding(0, cause)
+            yield Mistake(0, cause)
             return
 
 
@@ -187,7 +188,7 @@ def loaded_apart(one: RankRun, many: Sequence[RankRun]) -> Cause | None:
         "ranks load other states before the first step than one rank does",
         "load one file on every rank, whose name does not depend on the rank or the number of ranks; or load it on "
         "rank 0 before rankwise.replicate(model), which broadcasts parameters",
-        evidence=tuple(f"{who}: {', '.join(files) or 'none'}" for who, files in held.items()),
+        evidence=tuple(f"{rank}: {', '.join(files) or 'none'}" for rank, files in held.items()),
         line=next((line for files in held.values() for line in files.values()), ""),
     )
 
@@ -203,3 +204,34 @@ def chosen(rank: RankRun) -> Cause | None:
             line=line,
         )
     return None
+
+
+# -- what a script keeps -------------------------------------------------------------------------------------
+
+
+def kept(evidence: Evidence) -> Cause | None:
+    """Return the value that ranks keep from step to step otherwise than one rank does, tensors before numbers."""
+    for name, mine in sorted(evidence.one.kept.items(), key=lambda item: not item[1].shape):
+        held = [step.kept.get(name) for step in evidence.theirs if step.kept]
+        if all(is_near(mine, other) for other in held) or _are_parts(mine, held):
+            continue
+        return Cause(
+            "kept value",
+            f"{name} is kept from step to step, and the loss follows from it; each rank changes it by its own samples",
+            "change it by the samples of all ranks: "
+            + (
+                "from rankwise.whole_batch(x), of indices too, or from rankwise.mean(value, len(x)) if it is a number"
+                if evidence.uses_rankwise
+                else "all_gather rows and indices, or all_reduce the sum and the count, before it is changed"
+            ),
+            line=evidence.reference.lines_of_kept.get(name, ""),
+        )
+    return None
+
+
+def _are_parts(mine: Sketch, held: Sequence[Sketch | None]) -> bool:
+    """Return whether ranks hold the rows of one rank's tensor, as of a state that is carried from batch to batch."""
+    shapes = [one.shape for one in held if one is not None]
+    if not mine.shape or len(shapes) < len(held) or any(shape[1:] != mine.shape[1:] for shape in shapes):
+        return False
+    return sum(shape[0] for shape in shapes) == mine.shape[0]

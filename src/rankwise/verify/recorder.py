@@ -26,11 +26,9 @@ from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.log import logger
 from rankwise.torch_private.autograd import in_backward
 from rankwise.torch_private.compiler import is_transforming
-from rankwise.torch_private.processes import on_save
 from rankwise.verify import sketches
-from rankwise.verify.draws import RowDraws, torch_state
 from rankwise.verify.kept import KeptValues
-from rankwise.verify.loaders import Loaders, StepsTaken
+from rankwise.verify.loaders import Loaders, RowDraws, StepsTaken, torch_state
 from rankwise.verify.models import (
     STRATEGIES,
     WRAPPERS,
@@ -51,17 +49,14 @@ from rankwise.verify.records import (
     Plan,
     Sketch,
     Step,
-    Written,
     add_to,
 )
-from rankwise.verify.script_files import WRITTEN, ScriptLines, copy_of_link, missing_file
+from rankwise.verify.script_files import FileNotes, ScriptLines, missing_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rankwise.verify.draws import State
-
-MOST_FILES = 1000
+    from rankwise.verify.loaders import State
 
 
 @dataclass(slots=True)
@@ -78,8 +73,24 @@ class _Since:
     loss_line: str = ""
 
 
+@dataclass(slots=True)
+class _Sketched:
+    """The sketches of tensors since the last step."""
+
+    modules: dict[str, ModuleOutput] = field(default_factory=dict)
+    kept: dict[str, Sketch] | None = None
+    local: dict[torch.Tensor, Sketch] = field(default_factory=dict)
+    stepped: list[tuple[torch.Tensor, Parameter]] = field(default_factory=list)
+    state: dict[str, tuple[float, float]] = field(default_factory=dict)
+    has_loader: bool = False
+    """Whether the script has taken batches from a loader."""
+
+
 class Recorder(Follower):
-    """What one rank records, from :meth:`install` to :meth:`finish`."""
+    """What one rank records, from :meth:`install` to :meth:`finish`.
+
+    Its many fields are one script's run: what follows a part of torch each, and counters that hooks on torch share.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         Path(plan.record).mkdir(parents=True, exist_ok=True)
@@ -90,6 +101,7 @@ class Recorder(Follower):
         self._lines = ScriptLines(plan.root)
         self._draws = RowDraws(permutes=plan.permute)
         self._loaders = Loaders(plan, rank, self._lines, lambda loader: self._write(loaders=loader))
+        self._files = FileNotes(self._lines, lambda written: self._write(written=written))
         self._names = Names()
         self._kept_values = KeptValues(self._lines.root)
         self._facts = Facts(rank, "float64" if plan.float64 else "as-is", data_rank=rank)
@@ -101,13 +113,10 @@ class Recorder(Follower):
         self._is_recording = False
         self._schedulers = 0
         self._scheduler_depth = 0
-        self._paths: set[str] = set()
         self._optimizers: dict[Optimizer, str] = {}
         self._own: list[dict[str, Any]] = []
         self._scales: dict[str, float] = {}
-        self._last_read = ""
         self._hooked: set[torch.Tensor] = set()
-        self._here = Path.cwd()
         self._inexact: dict[str, str] = {}
         self._clear()
         self._write(facts=self._facts)
@@ -116,14 +125,7 @@ class Recorder(Follower):
         self._joined = list(plan.join.ranks) if plan.join else []
 
     def _clear(self) -> None:
-        self._since = _Since()
-        self._modules: dict[str, ModuleOutput] = {}
-        self._kept: dict[str, Sketch] | None = None
-        self._has_loader = False
-        """Whether the script has taken batches from a loader."""
-        self._local: dict[torch.Tensor, Sketch] = {}
-        self._stepped: list[tuple[torch.Tensor, Parameter]] = []
-        self._state: dict[str, tuple[float, float]] = {}
+        self._since, self._sketched = _Since(), _Sketched()
 
     # -- torch ---------------------------------------------------------------------------------------------
 
@@ -164,8 +166,7 @@ class Recorder(Follower):
             after=lambda _, optimizer, *__: self._follow_gradients(optimizer.param_groups[-1]["params"]),
         )
         follow(self, Phase.WATCH)
-        on_save(self._note_file)
-        sys.addaudithook(self._audit)
+        self._files.install()
         logger.addHandler(Warnings(lambda text: self._write(warnings=text)))
 
     def _watch(
@@ -208,7 +209,7 @@ class Recorder(Follower):
             self._found["last"] = Last(self._names.buffers(), copies, self._since.metrics)
         if error is not None:
             self._found["end_line"] = self._lines.of_error(error)
-            self._found["missing"] = missing_file(error, self._here, self._plan.origin)
+            self._found["missing"] = missing_file(error, self._files.here, self._plan.origin)
         self._write(
             end=how,
             batches_kept=self._loaders.batches_kept,
@@ -228,9 +229,9 @@ class Recorder(Follower):
     # -- loaders and files ---------------------------------------------------------------------------------
 
     def _note_use(self, *, is_trained: bool) -> None:
-        """Note that a model is called, with the batches that were taken since the last call."""
+        """Record that a model is called, with the batches that were taken since the last call."""
         batches = self._loaders.taken()
-        self._has_loader = self._has_loader or bool(batches)
+        self._sketched.has_loader = self._sketched.has_loader or bool(batches)
         if takes_own_data():
             self._since.batches += [replace(batch, is_trained=is_trained) for batch in batches]
 
@@ -239,33 +240,9 @@ class Recorder(Follower):
             self._since.rows += given[0].shape[0]
             self._since.inputs += sketches.digests_of_rows(given)
 
-    def _audit(self, event: str, args: tuple[object, ...]) -> None:
-        if event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+"):
-            self._note_file(args[0])
-        elif event == "open" and isinstance(args[0], str | bytes) and os.fsdecode(args[0]).endswith(WRITTEN):
-            self._last_read = os.path.relpath(os.fsdecode(args[0]), self._here)
-
-    def _note_file(self, name: object) -> None:
-        if self._is_recording or not isinstance(name, str | bytes | os.PathLike):
-            return
-        self._is_recording = True
-        try:
-            given = Path(os.fsdecode(name)).absolute()
-            copy_of_link(given, self._lines.root)
-            shown = self._lines.within(str(given.resolve()))
-            line = self._lines.running()
-            if shown and shown not in self._paths and line and len(self._paths) < MOST_FILES:
-                self._paths.add(shown)
-                if not any(part.startswith((".", "__")) for part in Path(shown).parts):
-                    self._write(written=Written(shown, line))
-        except OSError:
-            pass
-        finally:
-            self._is_recording = False
-
     def _note_loading(self, line: str, *_: Any, **__: Any) -> None:
         if line and not self._steps:
-            self._found["loaded"][self._last_read or "a state of its own"] = line
+            self._found["loaded"][self._files.last_read or "a state of its own"] = line
 
     # -- models --------------------------------------------------------------------------------------------
 
@@ -307,7 +284,7 @@ class Recorder(Follower):
         floats = [one for one in given if one.is_floating_point()]
         states = torch_state()
         parts, joined_states = self._draws_of_ranks()
-        self._draws.begin(rows, parts, joined_states, is_permuted=self._has_loader)
+        self._draws.begin(rows, parts, joined_states, is_permuted=self._sketched.has_loader)
         self._depth += 1
         try:
             result = original(module, *args, **kwargs)
@@ -329,9 +306,9 @@ class Recorder(Follower):
         if type(module).__name__ in WRAPPERS or not tensors or name is None or not takes_own_data(but_stages=True):
             return
         found = ModuleOutput(name, type(module).__name__, sketches.of_rows(tensors[0]), inputs)
-        earlier = self._modules.get(name)
+        earlier = self._sketched.modules.get(name)
         if earlier is None or earlier.output.shape == found.output.shape:
-            self._modules[name] = found if earlier is None else earlier.plus(found)
+            self._sketched.modules[name] = found if earlier is None else earlier.plus(found)
 
     def _draws_of_ranks(self) -> tuple[list[int], list[State]]:
         paths = [path / f"call-{self._num_calls}.state" for path in self._plan.joined_batches]
@@ -351,8 +328,8 @@ class Recorder(Follower):
     def _note_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         # None of a part of the graph that nothing flowed through.
         if gradient is not None and not is_transforming():
-            sketch, earlier = sketches.of_tensor(gradient), self._local.get(parameter)
-            self._local[parameter] = sketch if earlier is None else earlier + sketch
+            sketch, earlier = sketches.of_tensor(gradient), self._sketched.local.get(parameter)
+            self._sketched.local[parameter] = sketch if earlier is None else earlier + sketch
 
     def _note_backward(self, _line: str, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         if tensor.numel() == 1:
@@ -362,9 +339,9 @@ class Recorder(Follower):
     def _note_loss_line(self) -> None:
         """Note where a loss is computed, and with the first one of a step what the script keeps from step to step."""
         self._since.loss_line = self._lines.running() or self._since.loss_line
-        if self._kept is None:
+        if self._sketched.kept is None:
             values = self._kept_values.now(self._lines.frames())
-            self._kept = {name: sketch for name, (sketch, _) in values.items()}
+            self._sketched.kept = {name: sketch for name, (sketch, _) in values.items()}
             self._found["lines_of_kept"] |= {name: line for name, (_, line) in values.items()}
 
     def _note_hook(self, line: str, owner: torch.Tensor | nn.Module, *_: Any, **__: Any) -> None:
@@ -404,7 +381,8 @@ class Recorder(Follower):
             # Strategies call models to look at them.
             is_recording, self._is_recording = self._is_recording, True
             try:
-                result = original(model, *args, **kwargs)
+                with self._files.paused():
+                    result = original(model, *args, **kwargs)
             finally:
                 self._is_recording = is_recording
             if name == "pipeline":
@@ -456,14 +434,15 @@ class Recorder(Follower):
         """Note what the step uses."""
         self._optimizers.setdefault(optimizer, numbered(optimizer, self._optimizers))
         self._impose(optimizer)
-        self._stepped, self._state = [], {}
-        for parameter in _held_by(optimizer):
+        self._sketched.stepped, self._sketched.state = [], {}
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        for parameter in (one for one in held if not one.is_meta):  # the others are of other stages of a pipeline
             name = self._names.parameter(parameter)
-            name = name or f"parameter {len(self._stepped)} of {self._optimizers[optimizer]}"
-            self._state |= sketches.of_optimizer_state(optimizer.state.get(parameter, {}), name)
+            name = name or f"parameter {len(self._sketched.stepped)} of {self._optimizers[optimizer]}"
+            self._sketched.state |= sketches.of_optimizer_state(optimizer.state.get(parameter, {}), name)
             gradient = None if parameter.grad is None else sketches.of_tensor(parameter.grad)
             before, ranks = sketches.of_tensor(parameter), sketches.ranks_of_parts(parameter)
-            self._stepped.append((parameter, Parameter(name, gradient, None, before, before, ranks)))
+            self._sketched.stepped.append((parameter, Parameter(name, gradient, None, before, before, ranks)))
 
     def _impose(self, optimizer: Optimizer) -> None:
         """Take the hyperparameters of the run whose batches were joined."""
@@ -492,18 +471,18 @@ class Recorder(Follower):
         step = Step(
             number=self._steps,
             optimizer=self._optimizers[optimizer],
-            modules=tuple(self._modules.values()),
+            modules=tuple(self._sketched.modules.values()),
             parameters=tuple(
-                replace(one, local=self._local.get(parameter), after=sketches.of_tensor(parameter))
-                for parameter, one in self._stepped
+                replace(one, local=self._sketched.local.get(parameter), after=sketches.of_tensor(parameter))
+                for parameter, one in self._sketched.stepped
             ),
             buffers=self._names.buffers(),
             hyperparameters=hyperparameters,
             num_scheduler_steps=self._schedulers,
             step_line=self._lines.running(),
-            state=self._state,
+            state=self._sketched.state,
             copies=self._names.copies(),
-            kept=self._kept or {},
+            kept=self._sketched.kept or {},
             **{one.name: getattr(self._since, one.name) for one in fields(_Since)},
         )
         self._write(steps=step)
@@ -511,11 +490,6 @@ class Recorder(Follower):
         if self._steps >= self._plan.steps:
             self._end("steps")
             raise StepsTaken(0)
-
-
-def _held_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters whose values this rank holds, not those of other stages of a pipeline."""
-    return [one for group in optimizer.param_groups for one in group["params"] if not one.is_meta]
 
 
 def _uncompiled(model: Any = None, **_: object) -> Any:

@@ -115,7 +115,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an optimizer, and all that happened since the step before."""
+    """One step of an optimizer, and all that happened since the step before.
+
+    Its many fields are one entry of a rank's file: what a step is compared by.
+    """
 
     number: int
     optimizer: str
@@ -199,7 +202,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class RankRun:
-    """Everything that one rank recorded."""
+    """Everything that one rank recorded. Its many fields are the file of that rank, which is read as a whole."""
 
     facts: Facts
     steps: tuple[Step, ...] = ()

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the script, each time in a process and a copy of the working folder of its own, and reads what it recorded."""
+"""The runs of the script and their order: a report on every number of ranks.
+
+One rank, one rank with each batch permuted (the rounding of the script), N ranks; and where the script's batch size is
+per rank, one rank on the batches of the N ranks together. Each run has a process and a copy of the working folder of
+its own, and is read from what it recorded.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import contextlib
 import os
 import random
 import select
+import shlex
 import signal
 import sys
 import time
@@ -24,18 +30,25 @@ from rankwise.launch.fork_server.entrypoint import find_target, run_as_main
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
-from rankwise.verify.conclude import TIMED_OUT
+from rankwise.verify import compare, conclude, mistakes
+from rankwise.verify.compare import Floor
+from rankwise.verify.conclude import TIMED_OUT, Report
 from rankwise.verify.loaders import StepsTaken
 from rankwise.verify.recorder import Recorder
-from rankwise.verify.records import Run, assembled, read
+from rankwise.verify.records import Plan, Run, assembled, read
 from rankwise.verify.script_files import Copies
 from rankwise.world import processes
 from rankwise.world.environments.process import make_cublas_deterministic, read_process
+from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from rankwise.launch.fork_server.entrypoint import Module, Target
     from rankwise.launch.fork_server.entrypoint import Script as ScriptFile
-    from rankwise.verify.records import Plan
+    from rankwise.verify.conclude import Verdict
+    from rankwise.verify.records import RankRun
+
 
 NUM_LAST_LINES = 30
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -190,3 +203,158 @@ class Recorded:
             raise
         finally:
             recorder.finish(how, failed)
+
+
+LEAST_LIMIT_SECONDS = 60.0
+"""How long a run on several ranks may take at least."""
+TIMES_SLOWER = 20.0
+"""And at most this many times as long as the run on one rank."""
+
+
+def verify(script: Script, numbers_of_ranks: Sequence[int], *, as_is: bool, show: Callable[[str], None]) -> Report:
+    """Run the script on one rank and on each of ``numbers_of_ranks``, and compare.
+
+    Args:
+        script: what is verified.
+        numbers_of_ranks: each at least 2.
+        as_is: whether the script computes in its own precision, not in float64.
+        show: receives what is being run, one line each.
+
+    Raises:
+        ConfigurationError: the working folder cannot be copied.
+    """
+    began = time.monotonic()
+    folder, pid = make_temporary_folder("verify"), os.getpid()
+    try:
+        verification = _Verification(script, Workspace(folder, script), show)
+        verdicts = None if as_is else verification.verdicts(numbers_of_ranks, float64=True)
+        dtype = "its own precision" if verdicts is None else "float64"
+        if verdicts is None:
+            verdicts = verification.verdicts(numbers_of_ranks, float64=False) or []
+    finally:
+        # Ranks leave through here too.
+        if os.getpid() == pid:
+            remove_temporary_folder(folder)
+    return Report(
+        script=shlex.join([*["-m"] * script.is_module, script.target, *script.arguments]),
+        dtype=dtype,
+        verdicts=tuple(verdicts),
+        notes=tuple(verification.notes),
+        runs=tuple(verification.runs),
+        seconds=time.monotonic() - began,
+    )
+
+
+class _Verification:
+    """The runs of one script so far."""
+
+    def __init__(self, script: Script, workspace: Workspace, show: Callable[[str], None]) -> None:
+        self._script = script
+        self._workspace = workspace
+        self._show = show
+        self._limit = script.timeout_seconds
+        self.runs: list[tuple[str, float]] = []
+        self.notes: list[str] = []
+
+    def verdicts(self, numbers_of_ranks: Sequence[int], *, float64: bool) -> list[Verdict] | None:
+        """Run and compare; return ``None`` if the script fails in float64."""
+        plan = Plan(steps=self._script.steps, float64=float64)
+        one = self._run("1 rank", plan)
+        if not conclude.has_ended_well(one):
+            error = conclude.error_of(one)
+            if float64:
+                self.notes.append(f"the script fails in float64 ({error}): compared in its own precision")
+                return None
+            return [conclude.not_compared(n, f"it fails on one rank: {error}", one) for n in numbers_of_ranks]
+        if not one.ranks or not one.ranks[0].steps:
+            return [conclude.without_optimizer(number, one) for number in numbers_of_ranks]
+        floor, unseeded = self._floor(one.ranks[0], plan)
+        if unseeded is not None:
+            return [replace(unseeded, num_ranks=number) for number in numbers_of_ranks]
+        self._limit = min(self._limit, max(LEAST_LIMIT_SECONDS, TIMES_SLOWER * one.seconds))
+        found: list[Verdict] = []
+        for number in numbers_of_ranks:
+            several = replace(plan, num_ranks=number, auto=self._script.auto)
+            many = self._run(f"{number} ranks", several)
+            has_failed = not conclude.has_ended_well(many) and many.exit_code != conclude.TIMED_OUT
+            if float64 and has_failed and not conclude.has_diverged(many):
+                as_is = self._run(f"{number} ranks in its own precision", replace(several, float64=False))
+                if conclude.has_ended_well(as_is):
+                    self.notes.append(f"the script fails on {number} ranks in float64: compared in its own precision")
+                    return None
+            verdict = self._verdict(one.ranks[0], many, floor, several)
+            if self._script.resumes and verdict.status == "equal":
+                verdict = self._resumed(one.ranks[0], floor, several)
+            found.append(replace(verdict, num_ranks=number))
+        return found
+
+    def _run(self, words: str, plan: Plan, *, continues: bool = False) -> Run:
+        self._show(f"running on {words}")
+        run = self._workspace.run(plan, self._limit, continues=continues)
+        self.runs.append((words, run.seconds))
+        return run
+
+    def _floor(self, one: RankRun, plan: Plan) -> tuple[Floor, Verdict | None]:
+        """Measure the rounding of the script; also return a verdict if two runs on one rank differ."""
+        again = self._run("1 rank, each batch permuted", replace(plan, permute=True))
+        if conclude.has_ended_well(again) and again.ranks:
+            return compare.measured_floor(one, again.ranks[0]), conclude.unseeded(one, again.ranks[0])
+        floor = Floor(one.facts.dtype, None, "the script does not run with permuted batches")
+        again = self._run("1 rank once more", plan)
+        return floor, conclude.unseeded(one, again.ranks[0]) if again.ranks else None
+
+    def _resumed(self, one: RankRun, floor: Floor, plan: Plan) -> Verdict:
+        half = max(1, len(one.steps) // 2)
+        words = f"{plan.num_ranks} ranks, interrupted after {half} step{'s' * (half > 1)}"
+        self._run(words, replace(plan, steps=half))
+        again = self._run(f"{plan.num_ranks} ranks, continued", plan, continues=True)
+        return conclude.resumed_verdict(one, again, floor)
+
+    def _verdict(self, one: RankRun, many: Run, floor: Floor, plan: Plan) -> Verdict:
+        number = plan.num_ranks
+        if len(many.ranks) < plan.num_scripts or not all(rank.steps for rank in many.ranks):
+            return conclude.without_steps(number, one, many)
+        found = [] if plan.auto else list(mistakes.findings(one, many.ranks))
+        is_unsharded = any(finding.cause.key == "same samples" for finding in found)
+        # Under auto, rank zero takes the batches of one rank.
+        is_promised = plan.auto or (many.ranks[0].facts.uses_rankwise and not one.loaders)
+        if is_unsharded or is_promised or conclude.has_same_batches(one, many.ranks):
+            verdict = conclude.conclusion(one, many, floor, found, is_joined=False)
+            return replace(verdict, notes=_notes_on(floor))
+        if not one.loaders:
+            why = "each rank takes batches of its own, and not from a DataLoader: they cannot be joined for one rank"
+            return conclude.not_compared(number, why, many)
+        if not all(rank.batches_kept for rank in many.ranks):
+            why = "the batches of the ranks cannot be joined: they are too large, or cannot be saved"
+            return conclude.not_compared(number, why, many)
+        words = f"1 rank, on the batches of {number} ranks together"
+        joined = self._run(words, Plan(steps=plan.steps, float64=plan.float64, join=many))
+        if not conclude.has_ended_well(joined) or not joined.ranks or not joined.ranks[0].steps:
+            why = f"one rank cannot train on the batches of {number} ranks: {conclude.error_of(joined)}"
+            return conclude.not_compared(number, why, joined)
+        verdict = conclude.conclusion(joined.ranks[0], many, floor, found, is_joined=True)
+        note = (
+            f"each rank takes batches of its own: compared with one rank that takes those of {number} ranks together, "
+            "with their learning rate"
+        )
+        return replace(verdict, notes=(*_notes_on(floor), note, *_scaled_settings(one, many.ranks[0], number)))
+
+
+def _scaled_settings(one: RankRun, rank: RankRun, number: int) -> list[str]:
+    """Return a note on each hyperparameter that the script multiplies by something that depends on the ranks."""
+    pairs = zip(one.steps[0].hyperparameters, rank.steps[0].hyperparameters, strict=False)
+    held = {key: (group[key], value) for group, theirs in pairs for key, value in theirs.items() if key in group}
+    return [
+        f"{key} is {value:g} on {number} ranks and {mine:g} on one, so the result of the script depends on the number "
+        f"of ranks: intended if it scales {key} with the batch, as batches are {number} times as large"
+        for key, (mine, value) in held.items()
+        if mine != value and key != "initial_lr"
+    ]
+
+
+def _notes_on(floor: Floor) -> tuple[str, ...]:
+    if floor.measured is None:
+        return (f"rounding is assumed, not measured: {floor.why_assumed}",)
+    if floor.last_step is not None:
+        return (f"numbers are compared up to step {floor.last_step}: after it, rounding has grown too far",)
+    return ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the user's folders, so that no run sees the files of another or overwrites the user's; and their lines.
 
-Large files are linked; ``recorder`` replaces a link by a copy when the script writes to it.
+Large files are linked; a link is replaced by a copy when the script writes to it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import os
 import shutil
 import sys
 import traceback
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from rankwise.errors import ConfigurationError
+from rankwise.torch_private.processes import on_save
+from rankwise.verify.records import Written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterator
     from types import FrameType
 
 LARGE_BYTES = 8 * 2**20
@@ -25,6 +28,8 @@ LARGE_BYTES = 8 * 2**20
 MOST_BYTES = 2**30
 """Of all files that are copied."""
 MOST_FILES = 20_000
+MOST_NOTED = 1000
+"""Files that the script writes."""
 WRITTEN = (".pt", ".pth", ".ckpt", ".safetensors", ".npz", ".npy", ".pkl", ".bin", ".h5", ".tar")
 """Checkpoints: written by ways that cannot be followed, so they are always copied."""
 PREFIX = "rankwise-verify-"
@@ -60,7 +65,7 @@ class Copies:
         return cls(copy, to, str(other / path.name))
 
 
-def copy_of_link(path: Path, root: str) -> None:
+def _copy_link(path: Path, root: str) -> None:
     """Replace a link to one of the user's large files by a copy, before the script writes to it."""
     if path.is_symlink() and str(path).startswith(root):
         content = path.resolve()
@@ -143,6 +148,56 @@ class ScriptLines:
         return causes or next((line for line in reversed(lines) if line), "")
 
 
+class FileNotes:
+    """Notes which files the script writes, and which state it read last.
+
+    Args:
+        lines: of the script.
+        on_written: receives each file that a line of the script writes first.
+    """
+
+    def __init__(self, lines: ScriptLines, on_written: Callable[[Written], None]) -> None:
+        self._lines = lines
+        self._on_written = on_written
+        self._noted: set[str] = set()
+        self._is_paused = False
+        self.here = Path.cwd()
+        self.last_read = ""
+
+    def install(self) -> None:
+        """Follow the opening of files from now on."""
+        on_save(self._note)
+        sys.addaudithook(self._audit)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Note no written file inside the block."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _audit(self, event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+"):
+            self._note(args[0])
+        elif event == "open" and isinstance(args[0], str | bytes) and os.fsdecode(args[0]).endswith(WRITTEN):
+            self.last_read = os.path.relpath(os.fsdecode(args[0]), self.here)
+
+    def _note(self, name: object) -> None:
+        if self._is_paused or not isinstance(name, str | bytes | os.PathLike):
+            return
+        with self.paused(), suppress(OSError):
+            given = Path(os.fsdecode(name)).absolute()
+            _copy_link(given, self._lines.root)
+            shown = self._lines.within(str(given.resolve()))
+            line = self._lines.running()
+            if shown and shown not in self._noted and line and len(self._noted) < MOST_NOTED:
+                self._noted.add(shown)
+                if not any(part.startswith((".", "__")) for part in Path(shown).parts):
+                    self._on_written(Written(shown, line))
+
+
 def missing_file(error: BaseException, here: Path, origin: str) -> str:
     """Return the file or folder whose absence raised an error, if only the user's folder has it next to it.
 
@@ -156,7 +211,7 @@ def missing_file(error: BaseException, here: Path, origin: str) -> str:
         named = [os.fsdecode(error.filename)]
     elif isinstance(error, ModuleNotFoundError) and error.name:
         named = [str(Path(folder, f"{error.name}{end}")) for folder in sys.path for end in ("", ".py")]
-    beside = [os.path.relpath(here / one, here) for one in named]
-    found = [one for one in beside if one.startswith("..") and Path(origin, one).exists()]
+    next_to_it = [os.path.relpath(here / one, here) for one in named]
+    found = [one for one in next_to_it if one.startswith("..") and Path(origin, one).exists()]
     causes = error.__cause__
     return found[0] if found else missing_file(causes, here, origin) if causes is not None else ""

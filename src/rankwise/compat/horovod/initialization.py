@@ -30,7 +30,7 @@ from rankwise.compat.horovod.queue import (
 )
 from rankwise.compat.horovod.request import SetMembers
 from rankwise.errors import ConfigurationError
-from rankwise.insight.timeline import Timeline
+from rankwise.insight.measuring import Timeline
 from rankwise.log import log, logger
 from rankwise.world.device import accelerator
 from rankwise.world.environments import process
@@ -350,7 +350,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
     Raises:
         ConfigurationError: :func:`init` has not been called, the file cannot be written, or steps are not measured.
 
-    Source: rankwise.insight.timeline.
+    Source: rankwise.insight.measuring.
     """
     del mark_cycles
     current_queue().session.once(_Timelines).start(Path(file_path))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOT_JOINED = "running, but it has not joined the world yet or has left it"
 MOST_AT_ONCE = 16
-PACE = "rankwise.insight.pace"
+PACE = "rankwise.insight.run_records"
 """What reads the record of a rank, by name: the core imports no room of the rest."""
 
 
