@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import subprocess
+
     from conftest import Command
 
 RUN = """
@@ -68,16 +69,10 @@ ELASTIC = """
 
 
 def python(command: Command, text: str) -> subprocess.CompletedProcess[str]:
-    command.write("train.py", text)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "train.py"],
-        cwd=command.folder,
-        env=command.environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=80,
-    )
+    """Run a script as ``python -W error`` does from its first line on; what it starts gets that option too."""
+    strictly = "import sys, warnings\nwarnings.simplefilter('error')\nsys.warnoptions.append('error')\n"
+    command.write("train.py", strictly + textwrap.dedent(text))
+    return command.python("train.py", env={"OMP_NUM_THREADS": "1"})
 
 
 def test_it_returns_every_ranks_value_in_rank_order(command: Command) -> None:

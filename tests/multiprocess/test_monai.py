@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rankwise.comm.join import join, leave
 from rankwise.data.loader import DataLoader
 from rankwise.data.sampler import ShardedSampler
 from rankwise.data.shared import share
@@ -88,41 +89,53 @@ def _own_loader() -> list[int]:
     return [int(i) for batch in loader for i in batch["id"]]
 
 
-def _rows_and_own_loader(world: World, how: list[tuple[int, bool]]) -> tuple[list[list[Any]], list[int]]:
-    return _rows(world, how), _own_loader()
+Rows = list[list[Any]]
+
+
+def _in_three_worlds(world: World, store: str) -> tuple[Rows, Rows, Rows, list[int]]:
+    """Return what this rank reads in worlds of three, two and one, and samples of MONAI's own loader in that of two.
+
+    The same processes for all of them: each takes seconds to import MONAI.
+    """
+    of_three = _rows(world, [(2, False)])
+    leave()
+    of_two: Rows = []
+    of_one: Rows = []
+    own: list[int] = []
+    if world.rank < 2:
+        with join(init_method=f"file://{store}", rank=world.rank, world_size=2, device="cpu") as two:
+            of_two, own = _rows(two, [(0, False), (0, True)]), _own_loader()
+    if world.rank == 0:
+        with join(device="cpu") as one:
+            of_one = _rows(one, [(0, False), (2, False)])
+    return of_three, of_two, of_one, own
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[tuple[list[list[Any]], list[int]]]:
-    """Rows read without workers, of a dataset of one's own and of a shared one, and samples of MONAI's own loader.
-
-    One world for both tests: each rank takes seconds to import MONAI.
-    """
-    return [result.get() for result in run_ranks(_rows_and_own_loader, 2, [(0, False), (0, True)])]
+def read(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Rows, Rows, Rows, list[int]]]:
+    """What each rank read."""
+    store = str(tmp_path_factory.mktemp("two") / "store")
+    return [result.get() for result in run_ranks(_in_three_worlds, 3, store, timeout_seconds=150)]
 
 
-def batches(world_size: int, *how: tuple[int, bool]) -> list[list[list[list[Any]]]]:
-    """Return the batches of the whole world for each of ``how``, and each kind of dataset."""
-    return whole_batches([result.get() for result in run_ranks(_rows, world_size, list(how))])
-
-
-def whole_batches(of_ranks: list[list[list[Any]]]) -> list[list[list[list[Any]]]]:
-    """Join the rows of all ranks."""
+def whole_batches(of_ranks: list[Rows]) -> list[list[list[list[Any]]]]:
+    """Return the batches of the whole world for each way of reading, and each kind of dataset."""
     joined_ranks = [[joined(parts) for parts in zip(*one, strict=True)] for one in zip(*of_ranks, strict=True)]
     return [joined_ranks[first : first + len(KINDS)] for first in range(0, len(joined_ranks), len(KINDS))]
 
 
 @pytest.mark.timeout(180)
-def test_augmentation_is_the_same_on_any_ranks_and_workers(two_ranks: list[tuple[list[list[Any]], list[int]]]) -> None:
-    expected, with_workers = batches(1, (0, False), (2, False))
+def test_augmentation_is_the_same_on_any_ranks_and_workers(read: list[tuple[Rows, Rows, Rows, list[int]]]) -> None:
+    of_three, of_two, of_one, _ = zip(*read, strict=True)
+    expected, with_workers = whole_batches([of_one[0]])
     for of_kind in expected:
         assert sum(map(len, of_kind)) == 2 * SAMPLES
         assert sorted(map(str, joined(of_kind[:2]))) != sorted(map(str, joined(of_kind[2:])))
     assert with_workers == expected
-    assert whole_batches([rows for rows, _ in two_ranks]) == [expected, expected]
-    assert batches(3, (2, False)) == [expected]
+    assert whole_batches(list(of_two[:2])) == [expected, expected]
+    assert whole_batches(list(of_three)) == [expected]
 
 
 @pytest.mark.timeout(180)
-def test_the_sampler_under_monais_loader(two_ranks: list[tuple[list[list[Any]], list[int]]]) -> None:
-    assert len(set(joined(ids for _, ids in two_ranks))) == 6
+def test_the_sampler_under_monais_loader(read: list[tuple[Rows, Rows, Rows, list[int]]]) -> None:
+    assert len(set(joined(ids for *_, ids in read))) == 6
