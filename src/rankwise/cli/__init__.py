@@ -28,7 +28,7 @@ COMMANDS = (
     doctor.ENV,
     top.STACKS,
     run.SUBMIT,
-    horovodrun.RUN,
+    horovodrun.COMMAND,
 )
 """In the order of ``--help``."""
 USAGE_ERROR = 2

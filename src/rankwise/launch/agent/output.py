@@ -145,7 +145,10 @@ class _Stream(Lines):
 
 
 class Output:
-    """Forwards the streams of all ranks, from ``open_rank`` to ``drain``, when all have exited."""
+    """Forwards the streams of all ranks, from ``open_rank`` to ``drain``, when all have exited.
+
+    Its many fields are what its thread needs: the streams to read, where to show them, and whether all have ended.
+    """
 
     def __init__(self, log_dir: str | None = None, *, controller: bool = False) -> None:
         """``controller``: rank 0 alone runs a script. It reads stdin, and its lines are shown as they are."""
