@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.process import BaseProcess
 
-END_SECONDS = 3.0
+RANK_EXIT_SECONDS = 3.0
 """How long ranks may take to exit by themselves after the last result."""
 
 
@@ -146,7 +146,7 @@ def _result(rank: int, pipe: Connection, process: BaseProcess, seconds: float) -
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + RANK_EXIT_SECONDS
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
         if process.is_alive():

@@ -29,7 +29,7 @@ from rankwise.launch.messages import (
     refusal,
 )
 from rankwise.launch.options import LaunchOptions
-from rankwise.launch.rendezvous import listen_towards
+from rankwise.launch.rendezvous_and_secret import listen_towards
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def test_a_host_spec_comes_through_whole() -> None:
     )
     text = line(spec)
     extractor = MessageExtractor("token", "a")
-    output, messages = extractor.take(mark("token") + text)
+    output, messages = extractor.split(mark("token") + text)
     assert (output, messages) == (b"", [spec])
 
 
@@ -104,7 +104,7 @@ def test_messages_are_found_wherever_the_stream_is_cut(data: st.DataObject) -> N
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     extractor, output, messages = MessageExtractor("t", "a"), b"", []
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        more, found = extractor.take(stream[start:end])
+        more, found = extractor.split(stream[start:end])
         output, messages = output + more, messages + found
     assert (output, messages) == (b"".join(parts) + b"end", sent)
 

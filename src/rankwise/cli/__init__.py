@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rankwise.cli import doctor, horovodrun, report, run, submit, top, verify
+from rankwise.cli import doctor, horovodrun, report, run, top, verify
 from rankwise.cli.arguments import equivalents
 from rankwise.errors import RankwiseError
 from rankwise.version import VERSION
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COMMANDS = (
-    run.COMMAND,
+    run.RUN,
     report.REPORT,
     report.SHOW,
     top.TOP,
@@ -27,7 +27,7 @@ COMMANDS = (
     doctor.DOCTOR,
     doctor.ENV,
     top.STACKS,
-    submit.COMMAND,
+    run.SUBMIT,
     horovodrun.COMMAND,
 )
 """In the order of ``--help``."""

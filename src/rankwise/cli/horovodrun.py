@@ -136,7 +136,7 @@ def execute(options: argparse.Namespace) -> int:
     words = translate(options)
     for text in [*notes(options), f"equivalent command: rankwise {shlex.join(words)}"]:
         sys.stderr.write(f"[rankwise] {text}\n")
-    parser = argparse.ArgumentParser(prog="rankwise run", usage=run.COMMAND.usage, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="rankwise run", usage=run.RUN.usage, allow_abbrev=False)
     run.add_options(parser)
     translated = parser.parse_args(words[1:])
     if translated.hosts is None:

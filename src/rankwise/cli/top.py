@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from rankwise.launch.inspect.control_socket import RunningJob
 
-REDRAW_SECONDS = 1.0
-LINE_SECONDS = 60.0
+TOP_REDRAW_SECONDS = 1.0
+TOP_LINE_SECONDS = 60.0
 FOOTER = "s: stacks   q: quit"
 FOOTER_LINES = 3
 """What the terminal has below the table: an empty line, the footer, and the line of the cursor."""
@@ -67,7 +67,7 @@ def _watch(job: RunningJob) -> None:
             shown = f"{_CLEAR}{_screen(answer)}" if is_terminal else f"{line_of(answer) or NOTHING_YET}\n"
             sys.stdout.write(shown)
             sys.stdout.flush()
-            key = _pressed(REDRAW_SECONDS) if is_terminal else _slept(LINE_SECONDS)
+            key = _pressed(TOP_REDRAW_SECONDS) if is_terminal else _slept(TOP_LINE_SECONDS)
             if key == "q":
                 return
             if key == "s":

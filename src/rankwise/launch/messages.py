@@ -399,7 +399,7 @@ def decode(data: bytes, sender: str) -> Message:
 
     Args:
         data: the received bytes.
-        sender: who sent it, for the error.
+        sender: the process that sent it, for the error.
 
     Raises:
         MessageError: it is not a message of this file.

@@ -250,11 +250,11 @@ def _word(value: str) -> str:
 
 # -- submitting it, and following the job --------------------------------------------------------------
 
-LOOK_SECONDS = 1.0
+SLURM_POLL_SECONDS = 1.0
 """How often the job is polled: scontrol queries the one controller of the cluster."""
-ASKING_SECONDS = 120.0
+SLURM_RETRY_SECONDS = 120.0
 """How long to retry a controller that does not answer: it may be restarting."""
-ENDED = {
+FINAL_STATES = {
     "BOOT_FAIL",
     "CANCELLED",
     "COMPLETED",
@@ -309,16 +309,16 @@ def follow(job_id: str, show: Callable[[str], None]) -> int:
     log = _Log()
     state_said = ""
     while True:
-        job = _look(job_id)
+        job = _facts_of_job(job_id)
         state = job["JobState"]
         log.show(Path(job["StdOut"]), show)
-        if state != state_said and state in {"PENDING", "RUNNING", *ENDED}:
+        if state != state_said and state in {"PENDING", "RUNNING", *FINAL_STATES}:
             state_said = state
             reason = "" if job["Reason"] == "None" else f" ({job['Reason']})"
             show(f"[rankwise] job {job_id}: {state}{reason}\n")
-        if state in ENDED or (state == "PREEMPTED" and job.get("Requeue") == "0"):
+        if state in FINAL_STATES or (state == "PREEMPTED" and job.get("Requeue") == "0"):
             return exit_code(state, job["ExitCode"])
-        time.sleep(LOOK_SECONDS)
+        time.sleep(SLURM_POLL_SECONDS)
 
 
 def exit_code(state: str, told: str) -> int:
@@ -355,8 +355,8 @@ class _Log:
             show(new.decode(errors="replace"))
 
 
-def _look(job_id: str) -> dict[str, str]:
-    deadline = time.monotonic() + ASKING_SECONDS
+def _facts_of_job(job_id: str) -> dict[str, str]:
+    deadline = time.monotonic() + SLURM_RETRY_SECONDS
     while True:
         done = _run(["scontrol", "show", "job", job_id, "--oneliner"])
         if done.returncode == 0 and done.stdout.strip():
@@ -368,7 +368,7 @@ def _look(job_id: str) -> dict[str, str]:
                 evidence=done.stderr.strip(),
                 do=f"sacct -j {job_id}" if is_gone else f"squeue -j {job_id}",
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(SLURM_POLL_SECONDS)
 
 
 def _run(argv: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ import sys
 
 from rankwise.compat.horovod.alias import ON_PATH, provide
 from rankwise.errors import RankwiseError
-from rankwise.launch.fork_server.entrypoint import Command, Target, find_command, find_target, run_as_main
+from rankwise.launch.fork_server.entrypoint import RankCommand, Target, find_command, find_target, run_as_main
 from rankwise.world.environments.process import set_horovod_variables
 
 USAGE_ERROR = 2
@@ -22,7 +22,7 @@ Below any launcher:
   rankwise run -n 4 -m rankwise.compat.horovod --no-python bash train.sh"""
 
 
-def _target(argv: list[str]) -> Target | Command:
+def _target(argv: list[str]) -> Target | RankCommand:
     parser = argparse.ArgumentParser(
         prog="python -m rankwise.compat.horovod",
         usage="python -m rankwise.compat.horovod train.py [arguments]\n"
@@ -60,7 +60,7 @@ def main() -> None:
     except RankwiseError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.exit(USAGE_ERROR)
-    if isinstance(target, Command):
+    if isinstance(target, RankCommand):
         target.replace_this_process([ON_PATH])
     else:
         run_as_main(target)

@@ -88,7 +88,7 @@ class InspectService:
     def handle(self, message: InspectRequest | InspectAnswer, link: AgentLink | None) -> None:
         """Inspect the ranks here for another machine's launcher, or keep its findings; does not block the caller."""
         if isinstance(message, InspectAnswer):
-            self._others[message.question].take(message)
+            self._others[message.question].keep(message)
         elif link is not None:
             threading.Thread(target=self._answer_machine, args=(message, link)).start()
 
@@ -184,7 +184,7 @@ class OtherMachines:
             link.send(request)
         return request.number
 
-    def take(self, answer: InspectAnswer) -> None:
+    def keep(self, answer: InspectAnswer) -> None:
         """Keep what another machine has answered."""
         with self._changed:
             known = self._latest.get(answer.node_rank)

@@ -29,7 +29,7 @@ STDOUT = 1
 STDERR = 2
 TAIL_LINES = 20
 """How many of a rank's last stderr lines are kept, to be shown if it left no traceback."""
-IDLE_SECONDS = 0.2
+LINE_WAIT_SECONDS = 0.2
 """After how long an unfinished line (a prompt, a progress bar) is shown."""
 LONGEST_LINE_BYTES = 1 << 16
 LINE_ENDS = (b"\n", b"\r")
@@ -113,7 +113,7 @@ class Lines:
     since: float = field(default_factory=time.monotonic)
     """When the last data arrived."""
 
-    def take(self, data: bytes) -> None:
+    def add(self, data: bytes) -> None:
         """Show the lines that ``data`` completes."""
         self.pending += data
         self.since = time.monotonic()
@@ -145,7 +145,10 @@ class _Stream(Lines):
 
 
 class Output:
-    """Forwards the streams of all ranks, from ``open_rank`` to ``drain``, when all have exited."""
+    """Forwards the streams of all ranks, from ``open_rank`` to ``drain``, when all have exited.
+
+    Its many fields are what its thread needs: the streams to read, where to show them, and whether all have ended.
+    """
 
     def __init__(self, log_dir: str | None = None, *, controller: bool = False) -> None:
         """``controller``: rank 0 alone runs a script. It reads stdin, and its lines are shown as they are."""
@@ -258,7 +261,7 @@ class Output:
         streams: set[_Stream] = set()
         while not self._is_closed:
             waits_for_rest = any(stream.pending for stream in streams)
-            for key, _ in self._selector.select(IDLE_SECONDS if waits_for_rest else None):
+            for key, _ in self._selector.select(LINE_WAIT_SECONDS if waits_for_rest else None):
                 if key.fd == self._wake_r:
                     os.read(self._wake_r, 4096)
                 elif not self._read(key.data):
@@ -268,7 +271,7 @@ class Output:
                 self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
                 streams.add(stream)
             for stream in streams:
-                stream.show_rest(after_seconds=IDLE_SECONDS)
+                stream.show_rest(after_seconds=LINE_WAIT_SECONDS)
 
     def _keep(self, stream: _Stream, data: bytes) -> None:
         """Write to the stream's file; stop writing if that fails: a full disk must not stop the ranks."""
@@ -326,7 +329,7 @@ class Output:
         if stream.file is not None:
             self._keep(stream, data)
         is_over = not data or self._is_over(stream)
-        stream.take(data)
+        stream.add(data)
         if is_over:
             stream.show_rest()
         # The write that failed may be the one just made.

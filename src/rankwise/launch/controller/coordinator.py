@@ -154,7 +154,7 @@ class Coordinator:
     def heartbeat(self, node_id: str, now: float) -> None:
         """A machine has sent a heartbeat."""
         if node_id in self._members:
-            self._members[node_id].see(now)
+            self._members[node_id].note_heartbeat(now)
 
     def node_lost(self, node_id: str, now: float, why: str) -> None:
         """A machine is lost: it left, its connection was closed, or it has been silent too long."""
@@ -247,7 +247,7 @@ class Coordinator:
         stood_still = now - self._ticked if now - self._ticked > STOOD_STILL_SECONDS else 0.0
         self._ticked = now
         for node_id, member in list(self._members.items()):
-            member.see(member.last_seen + stood_still)
+            member.note_heartbeat(member.last_seen + stood_still)
             if now - member.last_seen > LOST_SECONDS and not member.node.serves:
                 self._messages.append((node_id, Disconnect()))
                 self.node_lost(node_id, now, f"was declared lost: no heartbeat for {now - member.last_seen:.0f} s")

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 1.0
 """Between two heartbeats."""
-TRY_SECONDS = 1.0
+CONNECT_TRY_SECONDS = 1.0
 """The limit of one attempt to connect, so that Ctrl-C is noticed in between."""
-NOTICE_SECONDS = 5.0
+CONNECT_NOTICE_SECONDS = 5.0
 """After how long a wait is logged."""
 
 
@@ -218,7 +218,7 @@ def open_link(
     while True:
         between()
         try:
-            return ControllerLink(wire.open_connection(host, port, secret, PURPOSE, TRY_SECONDS), hello)
+            return ControllerLink(wire.open_connection(host, port, secret, PURPOSE, CONNECT_TRY_SECONDS), hello)
         except (TimeoutError, ControllerLost) as error:
             waited = time.monotonic() - start
             if waited > timeout_seconds or _is_hopeless(error, host):
@@ -228,7 +228,7 @@ def open_link(
                     do="start `rankwise run` on the first machine, or check the route to it: "
                     f"rankwise doctor, nc -vz {host} {port}",
                 ) from None
-            if waited > NOTICE_SECONDS and not has_said:
+            if waited > CONNECT_NOTICE_SECONDS and not has_said:
                 has_said = True
                 show(f"[rankwise] waiting for the rendezvous at {host}:{port}: {error}\n")
 

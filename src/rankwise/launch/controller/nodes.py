@@ -42,7 +42,7 @@ class JobNode:
         """Record that all its ranks have exited."""
         self.is_running = False
 
-    def see(self, now: float) -> None:
+    def note_heartbeat(self, now: float) -> None:
         """Record a heartbeat of the machine."""
         self.last_seen = now
 

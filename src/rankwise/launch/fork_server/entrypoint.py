@@ -283,7 +283,7 @@ IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class RankCommand:
     """An executable and its arguments."""
 
     executable: str
@@ -320,7 +320,7 @@ def is_python(word: str) -> bool:
     return re.fullmatch(r"python[0-9.]*", Path(word).name) is not None
 
 
-def find_command(name: str, arguments: Sequence[str]) -> Command:
+def find_command(name: str, arguments: Sequence[str]) -> RankCommand:
     """Find the executable for a command's first word; Python is the one that runs this process.
 
     Raises:
@@ -328,15 +328,15 @@ def find_command(name: str, arguments: Sequence[str]) -> Command:
     """
     if is_python(name):
         # By its path: Python locates its packages by the name it was called with.
-        return Command(executable=sys.executable, words=(sys.executable, *arguments))
+        return RankCommand(executable=sys.executable, words=(sys.executable, *arguments))
     found = shutil.which(name)
     if found is None:
         raise ConfigurationError(
-            f"Command {name!r} was not found.",
+            f"RankCommand {name!r} was not found.",
             evidence=f"searched {os.environ.get('PATH', '')}",
             do="for a script in this folder write ./ before its name; it must be executable (chmod +x)",
         )
-    return Command(executable=found, words=(name, *arguments))
+    return RankCommand(executable=found, words=(name, *arguments))
 
 
 def _joined(present: str, more: Sequence[str]) -> str:

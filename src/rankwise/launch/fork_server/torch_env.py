@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rankwise.store.client import Store
     from rankwise.world.environments.reading import Reading
 
-    Met = Iterator[tuple[dist.Store, int, int]]
+    Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 TORCH_PREFIX = "torch/"
 """Prefix of the keys of the group that ranks open through torch's own ``env://``, among those of an attempt."""
@@ -59,8 +59,8 @@ class _Handlers:
     reading: Reading
     master: tuple[str, int]
     is_served: bool
-    env: Callable[..., Met]
-    tcp: Callable[..., Met]
+    env: Callable[..., Rendezvous]
+    tcp: Callable[..., Rendezvous]
 
     @property
     def has_torch_store(self) -> bool:
@@ -93,11 +93,11 @@ class _Worker:
 def _replace(variables: Mapping[str, str], process: int) -> None:
     handlers: list[_Handlers] = []
 
-    def env(url: str, **more: Any) -> Met:
-        return _meet_by_env(handlers[0], url, more)
+    def env(url: str, **more: Any) -> Rendezvous:
+        return _rendezvous_by_env(handlers[0], url, more)
 
-    def tcp(url: str, **more: Any) -> Met:
-        return _meet_by_tcp(handlers[0], url, more)
+    def tcp(url: str, **more: Any) -> Rendezvous:
+        return _rendezvous_by_tcp(handlers[0], url, more)
 
     handlers.append(
         _Handlers(
@@ -111,7 +111,7 @@ def _replace(variables: Mapping[str, str], process: int) -> None:
     )
 
 
-def _meet_by_env(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
+def _rendezvous_by_env(told: _Handlers, url: str, more: dict[str, Any]) -> Rendezvous:
     reading = told.reading
     rank = _asked(url, "rank", "RANK", reading.rank)
     world_size = _asked(url, "world_size", "WORLD_SIZE", reading.world_size)
@@ -121,13 +121,13 @@ def _meet_by_env(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
     # A fork of this rank belongs to a world that the script creates.
     is_fork = os.getpid() != told.process
     if (is_elsewhere or told.has_torch_store) if is_fork else (is_elsewhere and not is_world_of_job):
-        return _meet_as_torch(told, address, partial(told.env, url, **more))
+        return _rendezvous_as_torch(told, address, partial(told.env, url, **more))
     if not is_world_of_job:
         raise _contradiction(reading, rank, world_size)
-    return _meet_in_job(reading, more.get("timeout"))
+    return _rendezvous_in_job(reading, more.get("timeout"))
 
 
-def _meet_in_job(reading: Reading, timeout: timedelta | None) -> Met:
+def _rendezvous_in_job(reading: Reading, timeout: timedelta | None) -> Rendezvous:
     # Already in memory in a rank; a process that only starts ranks need not wait for torch.
     from rankwise.store import opening  # noqa: PLC0415
 
@@ -145,7 +145,7 @@ def _meet_in_job(reading: Reading, timeout: timedelta | None) -> Met:
     raise RuntimeError(message)
 
 
-def _meet_by_tcp(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
+def _rendezvous_by_tcp(told: _Handlers, url: str, more: dict[str, Any]) -> Rendezvous:
     parts = urlsplit(url)
     address = (parts.hostname or "", parts.port or 0)
     own = told.reading.address
@@ -157,15 +157,15 @@ def _meet_by_tcp(told: _Handlers, url: str, more: dict[str, Any]) -> Met:
             do='remove init_method, or pass "env://"; or start the job with --torch-store on, which accepts '
             "every process that reaches that port",
         )
-    return _meet_as_torch(told, address, partial(told.tcp, url, **more))
+    return _rendezvous_as_torch(told, address, partial(told.tcp, url, **more))
 
 
-def _meet_as_torch(told: _Handlers, address: tuple[str, int], meet: Callable[[], Met]) -> Met:
+def _rendezvous_as_torch(told: _Handlers, address: tuple[str, int], rendezvous: Callable[[], Rendezvous]) -> Rendezvous:
     """Meet as torch does; torch is told of a served store only at the address of that store."""
     is_served = told.is_served and _is_same(address, told.master)
     with _torch_told(is_served=is_served):
         try:
-            store, rank, world_size = next(meet())
+            store, rank, world_size = next(rendezvous())
         except RuntimeError as error:
             if told.process != NOT_A_RANK or "EADDRINUSE" not in str(error):
                 raise

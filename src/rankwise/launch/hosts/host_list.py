@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rankwise.errors import ConfigurationError
 
-EXAMPLE = "for example --hosts gpu-01,gpu-02 or --hosts me@gpu-01:4,[fd00::2]:2"
+HOSTS_EXAMPLE = "for example --hosts gpu-01,gpu-02 or --hosts me@gpu-01:4,[fd00::2]:2"
 Slots = list[tuple[str, int]]
 """Each host, and how many ranks it can run."""
 LOCAL = ("localhost", "127.0.0.1")
@@ -58,9 +58,9 @@ def _parse_host(word: str, text: str) -> Host:
     name, number = _name_and_number(place)
     # A word that starts with a dash would be an option of ssh.
     if not name or name.startswith("-") or user.startswith("-") or (at and not user) or " " in word:
-        raise ConfigurationError(f"{word!r} in --hosts {text} is not a host.", do=EXAMPLE)
+        raise ConfigurationError(f"{word!r} in --hosts {text} is not a host.", do=HOSTS_EXAMPLE)
     if number is not None and not (number.isascii() and number.isdecimal() and int(number) > 0):
-        raise ConfigurationError(f"The number of ranks must be >= 1, got {word!r} in --hosts {text}.", do=EXAMPLE)
+        raise ConfigurationError(f"The number of ranks must be >= 1, got {word!r} in --hosts {text}.", do=HOSTS_EXAMPLE)
     return Host(name=name, user=user or None, num_ranks=None if number is None else int(number))
 
 

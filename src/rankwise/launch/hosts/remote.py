@@ -22,7 +22,7 @@ from rankwise.launch.agent.signals import HANDLED, end_quietly
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.hosts.ssh_sessions import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
-from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
+from rankwise.launch.rendezvous_and_secret import LOOPBACK, JobAddress, listen_towards
 from rankwise.launch.report.exit_code import shell_code
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", bound=Message)
 
-END_SECONDS = 10.0
+LAUNCHER_EXIT_SECONDS = 10.0
 """How long the launcher may take to terminate its ranks after the caller has exited."""
 REFUSED_EXIT_CODE = 2
 LEFT_EXIT_CODE = 1
@@ -56,7 +56,7 @@ def main(token: str) -> NoReturn:
         target, job = _prepare(spec)
         caller.send(Ready(rendezvous=None if job is None else job.address))
         options = replace(spec.options, rendezvous=caller.receive(Ready).rendezvous)
-        _follow(caller)
+        _fork_launcher(caller)
         if job is not None and job.listener is not None:
             wire.close_in_children(job.listener)
         reporter = _HostReporter(is_first=options.node_rank == 0)
@@ -124,7 +124,7 @@ def _prepare(spec: HostSpec) -> tuple[Target, JobAddress | None]:
 # -- while the launcher runs ---------------------------------------------------------------------------
 
 
-def _follow(caller: _Caller) -> None:
+def _fork_launcher(caller: _Caller) -> None:
     """Return in a fork of this process: the launcher. This one forwards the caller's signals, and exits with it."""
     watcher = os.getpid()
     signal.signal(signal.SIGCHLD, _end_as_launcher)
@@ -146,7 +146,7 @@ def _follow(caller: _Caller) -> None:
     finally:
         # The caller has exited, or has sent something other than a signal.
         os.kill(pid, signal.SIGHUP)
-        time.sleep(END_SECONDS)
+        time.sleep(LAUNCHER_EXIT_SECONDS)
         os.kill(pid, signal.SIGKILL)
         signal.pause()
 

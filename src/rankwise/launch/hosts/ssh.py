@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch.agent.signals import Interrupted, PendingSignals, end_quietly
-from rankwise.launch.auth import draw_secret
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, MessageError, Ready, Refuse, SignalHost, error_of
-from rankwise.launch.rendezvous import ANY_PORT
+from rankwise.launch.rendezvous_and_secret import ANY_PORT, draw_secret
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
@@ -47,12 +46,12 @@ SSH_FAILED = 255
 """Exit code of ssh if ssh itself failed."""
 NOT_FOUND = {126, 127}
 """Exit codes of a shell if a command does not exist, or cannot be run."""
-ANSWER_SECONDS = 60.0
+HOST_ANSWER_SECONDS = 60.0
 """How long a host may take for each answer before its ranks start."""
 EVIDENCE_LINES = 5
 CONCLUDE_SECONDS = 20.0
 """How long the hosts may take to exit by themselves if the job cannot continue."""
-LEAVE_SECONDS = 10.0
+HOST_LEAVE_SECONDS = 10.0
 """How long they may take once told to."""
 PASSED_ON = (*kinds.PASSED_ON, "OMP_NUM_THREADS", "RANKWISE_AUTO_SPLIT", "RANKWISE_CHECK", "RANKWISE_DEVICE")
 _PREFIXES = ("NCCL_", "TORCH_")
@@ -198,7 +197,7 @@ def _start(
 
 def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> list[Answer]:
     """Return the next message of each host, all of one kind; raise the refusal of any, or a signal as Interrupted."""
-    deadline = time.monotonic() + ANSWER_SECONDS
+    deadline = time.monotonic() + HOST_ANSWER_SECONDS
     while True:
         for session in sessions.all:
             answer = session.message
@@ -212,11 +211,11 @@ def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> l
                 raise _never_began(session, ssh)
         silent = [one.host.name for one in sessions.all if one.message is None]
         if not silent:
-            return [cast("Answer", session.take()) for session in sessions.all]
+            return [cast("Answer", session.pop_message()) for session in sessions.all]
         left = deadline - time.monotonic()
         if left <= 0:
             raise LaunchError(
-                f"No answer from {', '.join(silent)} for {ANSWER_SECONDS:.0f} s.",
+                f"No answer from {', '.join(silent)} for {HOST_ANSWER_SECONDS:.0f} s.",
                 do=f"{shlex.join([*ssh, silent[0]])} {sys.executable} -c 'import rankwise'",
             )
         number = sessions.turn(left)
@@ -303,7 +302,7 @@ class _HostMonitor:
                     break
                 self._were_signalled = True
                 self._sessions.send_all(SignalHost(signal=signal.SIGTERM.name))
-                self._deadline = time.monotonic() + LEAVE_SECONDS
+                self._deadline = time.monotonic() + HOST_LEAVE_SECONDS
         return self._exit_code()
 
     def _pass_on(self, number: signal.Signals) -> None:
@@ -312,7 +311,7 @@ class _HostMonitor:
             self._sessions.all[0].send(SignalHost(signal=number.name))
             return
         self._sessions.send_all(SignalHost(signal=number.name))
-        self._end_within(CONCLUDE_SECONDS if self._signal is None else LEAVE_SECONDS)
+        self._end_within(CONCLUDE_SECONDS if self._signal is None else HOST_LEAVE_SECONDS)
         self._signal = number
 
     def _note_end(self, session: SshSession) -> None:

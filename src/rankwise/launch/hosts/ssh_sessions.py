@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import IO, TYPE_CHECKING, Self, cast
 
-from rankwise.launch.agent.output import IDLE_SECONDS, STDERR, STDOUT, TAIL_LINES, Lines, Terminal
+from rankwise.launch.agent.output import LINE_WAIT_SECONDS, STDERR, STDOUT, TAIL_LINES, Lines, Terminal
 from rankwise.launch.messages import Message, MessageError, decode, encode
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rankwise.launch.agent.signals import PendingSignals
     from rankwise.launch.hosts.host_list import Host
 
-LEAVE_SECONDS = 5.0
+SESSION_EXIT_SECONDS = 5.0
 """How long a host may take to exit once its stdin is closed."""
 
 
@@ -51,7 +51,7 @@ class MessageExtractor:
         self._message = re.compile(re.escape(self._mark) + rb"([^\n]*)\n")
         self._held = b""
 
-    def take(self, data: bytes) -> tuple[bytes, list[Message]]:
+    def split(self, data: bytes) -> tuple[bytes, list[Message]]:
         """Return the output of the ranks in ``data`` and in data held back before, and the messages in it.
 
         Raises:
@@ -108,7 +108,7 @@ class SshSession:
             self._stdin.write(line(message))
             self._stdin.flush()
 
-    def take(self) -> Message | None:
+    def pop_message(self) -> Message | None:
         """Return the message that the host waits for the answer to."""
         taken, self.message = self.message, None
         return taken
@@ -158,10 +158,10 @@ class SshSession:
             return False
         number, has_data = self._streams[source], bool(data)
         if number == STDOUT:
-            data, messages = self._extractor.take(data)
+            data, messages = self._extractor.split(data)
             if messages:
                 self.message, self.has_answered = messages[-1], True
-        self._lines[number].take(data)
+        self._lines[number].add(data)
         return has_data
 
 
@@ -184,7 +184,7 @@ class SshSessions:
             if not session.has_answered:
                 # It may be connecting to a host that never answers.
                 session.process.terminate()
-        deadline = time.monotonic() + LEAVE_SECONDS
+        deadline = time.monotonic() + SESSION_EXIT_SECONDS
         while self.running:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -223,9 +223,9 @@ class SshSessions:
         Raises:
             MessageError: a host has sent an invalid message.
         """
-        unfinished = [one for one in self.all if one.show_rest(after_seconds=IDLE_SECONDS)]
+        unfinished = [one for one in self.all if one.show_rest(after_seconds=LINE_WAIT_SECONDS)]
         if unfinished:
-            timeout_seconds = IDLE_SECONDS if timeout_seconds is None else min(IDLE_SECONDS, timeout_seconds)
+            timeout_seconds = LINE_WAIT_SECONDS if timeout_seconds is None else min(LINE_WAIT_SECONDS, timeout_seconds)
         sessions = {source: one for one in self.running for source in one.sources}
         poll = select.poll()
         for source in (self._signals.fileno(), *sessions):

@@ -30,7 +30,7 @@ FOLDER_PREFIX = "rankwise-"
 """Prefix of the name of every job's temporary folder."""
 REQUEST_SECONDS = 1.0
 """How long the launcher waits for a request: it also supervises ranks."""
-ANSWER_SECONDS = 20.0
+CONTROL_ANSWER_SECONDS = 20.0
 LONGEST_REQUEST_BYTES = 2**16
 _SOCKET = "control"
 _ABOUT = "job.json"
@@ -154,7 +154,7 @@ def _of_this_version(job: RunningJob, command: str) -> RunningJob:
     return job
 
 
-def ask(job: RunningJob, request: dict[str, Any], timeout_seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
+def ask(job: RunningJob, request: dict[str, Any], timeout_seconds: float = CONTROL_ANSWER_SECONDS) -> dict[str, Any]:
     """Ask a launcher, and return its answer.
 
     Raises:

@@ -46,14 +46,14 @@ def stacks_here(
         return answers
     joined = {rank for rank in unanswered if process_probe.is_introduced(store, rank)}
 
-    def see(rank: int) -> dict[str, Any]:
+    def probe(rank: int) -> dict[str, Any]:
         pid, path = unanswered[rank], stack_files.get(rank, "")
         state = process_probe.state_of(pid, process_probe.HELD if rank in joined else NOT_JOINED)
         stack = process_probe.stack_of(pid, path, partial(send_signal, rank))
         return {"silent": state, "stack": stack, "host": hostname}
 
     with ThreadPoolExecutor(MOST_AT_ONCE) as threads:
-        return {**answers, **dict(zip(unanswered, threads.map(see, unanswered), strict=True))}
+        return {**answers, **dict(zip(unanswered, threads.map(probe, unanswered), strict=True))}
 
 
 def merged_stacks(parts: Iterable[Answers]) -> Answers:

@@ -151,7 +151,7 @@ def advice_for(error: str) -> str | None:
     return next((advice for words, advice in WHAT_TO_DO if words in error), None)
 
 
-# -- who shows the reports -----------------------------------------------------------------------------
+# -- where the reports are shown -----------------------------------------------------------------------------
 
 
 class Reporter(Protocol):
