@@ -165,7 +165,7 @@ class OwnCalls:
         args, kwargs = tree_unflatten(list(arguments.leaves), arguments.tree)
         values = [one.movedim(dim, 0) for one, dim in arguments.rows]
         meter.current.resume(meter.current.part, samples=share.num)
-        self._session.batches.take(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
+        self._session.batches.begin_batch(CurrentBatch(0, 0, 0, share.num, share.num_global, share.start, values))
         draws.before(module, args, kwargs)
         try:
             result = self._calls.on_rows(module, args, kwargs, rows=arguments.rows, watch=watch)

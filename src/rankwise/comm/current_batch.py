@@ -81,7 +81,7 @@ class BatchesInUse:
         """The last batch of a loader, even if its loop was left early."""
         return next(reversed(self.in_use.values()), None)
 
-    def take(
+    def begin_batch(
         self, batch: CurrentBatch, failure_note: str | None = None, share_note: tuple[int, str] | None = None
     ) -> None:
         """Note the batch that a loader is about to yield, and the note for errors raised meanwhile."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When backward runs and when an optimizer steps: the only wrap of torch's backward, and its only hooks on all steps.
 
-Who follows steps is called in one order, whenever it began to:
+Followers of steps are called in one order, whenever they began to follow:
 
-1. Before a step: the meter of steps, then followers by their phase, those of one phase in the order they came.
+1. Before a step: the meter of steps, then followers by their phase, then in the order in which they began.
 2. The script's hooks on the optimizer; a closure runs inside the step. The update that ranks of a host divide is
    innermost: after these hooks before the step, and before them after it.
 3. After a step: the meter, then followers in the same order as before it.
@@ -73,7 +73,7 @@ class _Entry(NamedTuple):
 
 
 class _Followed(NamedTuple):
-    """An optimizer that has stepped, how many groups it had, and who follows it."""
+    """An optimizer that has stepped, how many groups it had, and its followers."""
 
     optimizer: ref[Optimizer]
     num_groups: int
@@ -88,15 +88,15 @@ _known: dict[int, _Followed] = {}
 _handles: list[RemovableHandle] = []
 
 
-class _Here(threading.local):
+class _StepsOfThread(threading.local):
     """The steps that this thread is in: some step in backward, and some call another optimizer's."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, _Followed]] = []
-        """In which part of the step each has begun, and who follows it."""
+        """In which part of the step each has begun, and its followers."""
 
 
-_here = _Here()
+_here = _StepsOfThread()
 _AT_IMPORT: Callable[..., None] = torch.autograd.backward
 _torchs_backward: Callable[..., None] | None = None
 """What was there in place of :func:`_backward`, while that is in place."""

@@ -344,7 +344,7 @@ class DataLoader(StepSource, EpochPosition):
             else:
                 taken, failure_note = self._in_hand(position, fetched, full_part)
                 meter.current.resume(part, samples=taken.num)
-                session.batches.take(taken, failure_note, share_note)
+                session.batches.begin_batch(taken, failure_note, share_note)
             position = fetched.stop
             self._cursor.advance(iteration, position)
             in_hand = None if session is None else session.batches.current

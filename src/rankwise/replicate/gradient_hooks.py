@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     Hooks = dict[int, Callable[..., Any]]
 
-NUM_FIRST = 4
-EVERY = 64
-SCALE = -8.0
+NUM_FIRST_WATCHED = 4
+WATCH_EVERY = 64
+LINEARITY_FACTOR = -8.0
 """A power of two, so that a linear hook multiplies its result exactly."""
 _KEPT = "keep such changes linear, as scaling and masking are, or make them after backward() has returned"
 
@@ -274,7 +274,7 @@ class ModuleHooks:
 
     def before_forward(self, model: nn.Module, _inputs: object) -> None:
         """Look for new hooks before the first forward passes, and now and then later. Called by torch."""
-        if self._num_forwards < NUM_FIRST or self._num_forwards % EVERY == 0:
+        if self._num_forwards < NUM_FIRST_WATCHED or self._num_forwards % WATCH_EVERY == 0:
             _watch(model, is_in_stages=self._is_in_stages)
         self._num_forwards += 1
 
@@ -329,7 +329,7 @@ def _is_linear(call: Callable[[Sequence[Any]], Any], given: Sequence[Any], resul
 def _times(given: object) -> Any:
     if isinstance(given, tuple | list):
         return tuple(_times(one) for one in given)
-    return given * SCALE if isinstance(given, torch.Tensor) else given
+    return given * LINEARITY_FACTOR if isinstance(given, torch.Tensor) else given
 
 
 def _tensors(given: object) -> list[torch.Tensor]:

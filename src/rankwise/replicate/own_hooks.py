@@ -85,8 +85,8 @@ def remove_own_hooks(model: nn.Module) -> None:
     tables = {name: table for name, table in vars(model).items() if isinstance(table, dict)}
     for name, table in tables.items():
         for key in [key for key, hook in table.items() if isinstance(hook, OwnHook)]:
-            for beside in [other for other in tables if other.startswith(name)]:
-                tables[beside].pop(key, None)
+            for related in [other for other in tables if other.startswith(name)]:
+                tables[related].pop(key, None)
 
 
 class _PlainState:
@@ -106,9 +106,9 @@ class _PlainState:
         plain = {name: value for name, value in state.items() if value is not self}
         for name, table in state.items():
             own = [key for key, hook in table.items() if isinstance(hook, OwnHook)] if isinstance(table, dict) else []
-            # torch keeps further tables beside a table of hooks, of the arguments that some take.
-            for beside in [one for one in plain if own and one.startswith(name)]:
-                plain[beside] = _without(plain[beside], own)
+            # torch keeps further tables for a table of hooks, of the arguments that some take.
+            for related in [one for one in plain if own and one.startswith(name)]:
+                plain[related] = _without(plain[related], own)
         return plain
 
 
