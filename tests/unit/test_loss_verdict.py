@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-from rankwise.replicate.loss.reports import REPORT_LENGTH, GlobalLoss, Mode, Verdict, combine, report_of, verdict_of
+from rankwise.replicate.loss.reports import REPORT_LENGTH, GlobalLoss, LossVerdict, Mode, combine, report_of, verdict_of
 from rankwise.replicate.loss.terms import Term
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def total(divisor: float = 0.0, *, num_rows: int = 2, is_share: bool = False, is
     )
 
 
-def combined(*verdicts: Verdict) -> GlobalLoss:
+def combined(*verdicts: LossVerdict) -> GlobalLoss:
     reports = [report + [0.0] * (REPORT_LENGTH - len(report)) for report in map(report_of, verdicts)]
     return combine([sum(numbers) for numbers in zip(*reports, strict=True)])
 
@@ -73,12 +73,12 @@ def test_operations_decide_the_mode(terms: list[Term], mode: Mode) -> None:
     ],
 )
 def test_a_sum_over_a_number_is_read_by_all_ranks_numbers(of_ranks: list[Term], reading: str) -> None:
-    loss = combined(*(Verdict(Mode.TERMS, (one,)) for one in of_ranks))
+    loss = combined(*(LossVerdict(Mode.TERMS, (one,)) for one in of_ranks))
     assert [term.reading for term in loss.terms] == [reading]
 
 
 def test_ranks_without_samples_leave_the_others_as_they_are() -> None:
-    nothing, several = Verdict(Mode.NOTHING), Verdict(Mode.TERMS, (mean(4.0), total()))
+    nothing, several = LossVerdict(Mode.NOTHING), LossVerdict(Mode.TERMS, (mean(4.0), total()))
     with_nothing, without = combined(several, nothing, several), combined(several, several)
     assert with_nothing == without
     assert with_nothing.num_active == 2
@@ -89,13 +89,13 @@ def test_ranks_without_samples_leave_the_others_as_they_are() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Verdict(Mode.SUM, (total(),)),
-        Verdict(Mode.SAMPLES),
-        Verdict(Mode.TERMS, (mean(),)),
-        Verdict(Mode.TERMS, (total(), mean())),
+        LossVerdict(Mode.SUM, (total(),)),
+        LossVerdict(Mode.SAMPLES),
+        LossVerdict(Mode.TERMS, (mean(),)),
+        LossVerdict(Mode.TERMS, (total(), mean())),
     ],
 )
-def test_losses_of_other_kinds_are_unlike(other: Verdict) -> None:
-    own = Verdict(Mode.TERMS, (mean(), total()))
+def test_losses_of_other_kinds_are_unlike(other: LossVerdict) -> None:
+    own = LossVerdict(Mode.TERMS, (mean(), total()))
     assert combined(own, own).is_alike
     assert not combined(own, other, own).is_alike

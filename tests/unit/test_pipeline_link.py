@@ -33,7 +33,7 @@ class Stuck:
 
 
 def test_a_transfer_is_aborted_once_its_rank_is_known_to_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "LONG_SECONDS", 0.01)
+    monkeypatch.setattr(link, "TRANSFER_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(collective_timeout, "FIRST_CHECK_SECONDS", 0.0)
     with following(Left(3, 0, 0)) as detector:
         stuck = Stuck()

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from rankwise.errors import ConfigurationError
-from rankwise.pipeline.executor import MeasuredStep, Span, micro_batch_sizes, num_samples, split_leaves, write_picture
+from rankwise.pipeline.executor import (
+    ActionSpan,
+    MeasuredStep,
+    micro_batch_sizes,
+    num_samples,
+    split_leaves,
+    write_picture,
+)
 from rankwise.pipeline.pipeline import checked_count
 from rankwise.pipeline.plan import block_costs
 from rankwise.pipeline.schedule import (
@@ -371,10 +378,10 @@ def test_numbers_of_micro_batches_that_a_schedule_cannot_run_are_refused_with_th
 
 def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
     spans = (
-        Span(0, FORWARD, 0, 0, 0.0, 0.1),
-        Span(1, FORWARD, 1, 0, 0.1, 0.2),
-        Span(1, BACKWARD, 1, 0, 0.2, 0.4),
-        Span(0, BACKWARD, 0, 0, 0.4, 0.6),
+        ActionSpan(0, FORWARD, 0, 0, 0.0, 0.1),
+        ActionSpan(1, FORWARD, 1, 0, 0.1, 0.2),
+        ActionSpan(1, BACKWARD, 1, 0, 0.2, 0.4),
+        ActionSpan(0, BACKWARD, 0, 0, 0.4, 0.6),
     )
     step = MeasuredStep("1f1b", 2, spans)
     assert step.bubble == pytest.approx(0.5)
@@ -390,7 +397,7 @@ def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
         "1f1b: 2 stages on 2 ranks, 1 micro-batches, 600 ms, bubble 50%", "forward", "backward",
         "rank 0", "0", "0", "rank 1", "0", "0", "0 s", "150 ms", "300 ms", "450 ms", "600 ms",
     ]  # fmt: skip
-    longer = MeasuredStep("1f1b", 1, (Span(0, FORWARD, 0, 0, 0.0, 3.14),))
+    longer = MeasuredStep("1f1b", 1, (ActionSpan(0, FORWARD, 0, 0, 0.0, 3.14),))
     assert "3.14 s, bubble" in longer.title
     with pytest.raises(ConfigurationError, match="does not exist"):
         write_picture(step, tmp_path / "none" / "schedule.svg")
@@ -400,7 +407,7 @@ def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
 
 def test_a_picture_has_its_colors_inside(tmp_path: Path) -> None:
     path = tmp_path / "schedule.svg"
-    write_picture(MeasuredStep("1f1b", 1, (Span(0, FORWARD, 0, 0, 0.0, 1.0),)), path)
+    write_picture(MeasuredStep("1f1b", 1, (ActionSpan(0, FORWARD, 0, 0, 0.0, 1.0),)), path)
     picture = path.read_text()
     light, dark = picture.partition("</style>")[0].split("@media (prefers-color-scheme: dark)")
     for rule in (".forward { fill: #", ".backward { fill: #", ".exchange { fill: #", ".optimizer { fill: #"):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ActionSpan:
     """When a rank ran one forward or backward, in seconds since the step began."""
 
     rank: int
@@ -157,7 +157,10 @@ class MicroBatch:
 
 @dataclass(eq=False)
 class StepRun:
-    """One step, from its first action to its last."""
+    """One step, from its first action to its last.
+
+    Its many fields are the parts of the step, and by stage and micro-batch what is under way between two actions.
+    """
 
     micro_batches: Sequence[MicroBatch]
     link: PipelineLink
@@ -373,7 +376,7 @@ class MeasuredStep:
 
     schedule: str
     num_stages: int
-    spans: tuple[Span, ...]
+    spans: tuple[ActionSpan, ...]
 
     @property
     def seconds(self) -> float:

@@ -132,9 +132,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-LONG_SECONDS = 0.5
+TRANSFER_CHECK_SECONDS = 0.5
 """A wait is checked after this time."""
-LONGER_SECONDS = 60.0
+GLOO_EXTRA_SECONDS = 60.0
 """Gloo waits longer than the failure detector, whose error says more, by this time."""
 
 
@@ -143,7 +143,7 @@ class Waiter:
 
     def __init__(self, detector: FailureDetector) -> None:
         self._detector = detector
-        self._limit = timedelta(seconds=detector.timeout_seconds + LONGER_SECONDS)
+        self._limit = timedelta(seconds=detector.timeout_seconds + GLOO_EXTRA_SECONDS)
         self._wait: _Wait | None = None
         self._has_ended: threading.Event | None = None
 
@@ -184,7 +184,7 @@ class Waiter:
     def check(self) -> None:
         """Watch a long wait with the failure detector until it is over. Called by: the thread."""
         own = self._wait
-        if own is None or time.monotonic() - own.since < LONG_SECONDS:
+        if own is None or time.monotonic() - own.since < TRANSFER_CHECK_SECONDS:
             return
         try:
             with CollectiveWait(self._detector, own.ticket) as wait:
@@ -208,7 +208,7 @@ class _Wait:
 
 
 def _poll(waiter_reference: ref[Waiter], has_ended: threading.Event) -> None:
-    while not has_ended.wait(LONG_SECONDS):
+    while not has_ended.wait(TRANSFER_CHECK_SECONDS):
         waiter = waiter_reference()
         if waiter is None:
             return
@@ -219,4 +219,4 @@ def _poll(waiter_reference: ref[Waiter], has_ended: threading.Event) -> None:
 def _end(has_ended: threading.Event, poller: threading.Thread) -> None:
     has_ended.set()
     if poller is not threading.current_thread():
-        poller.join(LONG_SECONDS)
+        poller.join(TRANSFER_CHECK_SECONDS)

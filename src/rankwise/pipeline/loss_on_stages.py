@@ -24,11 +24,11 @@ from rankwise.replicate.loss.loss_on_ranks import model_numbers
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
     REPORT_LENGTH,
+    LossVerdict,
     LossWords,
     Mode,
     RowLengthsInSteps,
     TermReadings,
-    Verdict,
     combine,
     report_of,
     verdict_of,
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from rankwise.replicate.loss.terms import Term
 
 _OF_PIPELINE = "loss of the pipeline"
-_WORDS = LossWords("the pipeline", "micro-batch", "for all micro-batches", "pass weight= to rankwise.pipeline()")
+_WORDS = LossWords(
+    "the pipeline", "micro-batch", "does not have the same terms for all micro-batches", "pass weight= to pipeline()"
+)
 LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INSTEAD = (
     "micro-batches are averaged by samples, which differs from the result of one device; return one mean "
@@ -256,7 +258,7 @@ class MicroBatchLosses(LossModel):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the parameters of this rank's stages. Called by: every rank, in the order of other strategies' calls."""
         super().__init__(next(model_numbers), parameters)
-        self.verdict = Verdict(Mode.SAMPLES)
+        self.verdict = LossVerdict(Mode.SAMPLES)
         """On the latest loss."""
         self.rows: RowLengths | None = None
         """Of the latest loss, where padding may count in it."""
@@ -334,7 +336,7 @@ class MicroBatchLosses(LossModel):
         return 1.0 if multiple is None else multiple
 
 
-def _amounts(verdict: Verdict, *, has_penalty: bool) -> tuple[Amount, ...] | None:
+def _amounts(verdict: LossVerdict, *, has_penalty: bool) -> tuple[Amount, ...] | None:
     """Return the number each term of a loss is a mean over; ``None`` if one factor cannot scale all of them."""
     if verdict.mode is Mode.MEAN:
         return (verdict.terms[0].amount,)

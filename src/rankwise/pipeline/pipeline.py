@@ -138,25 +138,14 @@ def pipeline(
         do="pass the same on every rank, with a model created the same way",
         error=ConfigurationError,
     )
-    with all_ranks_succeed("rankwise.pipeline()"):
-        args, kwargs = first_part(example, num_micro_batches)
-        if not plan.can_run:
-            args, kwargs = tree_map_only(torch.Tensor, lambda leaf: leaf.to(plan.device), (args, kwargs))
-        program = plan.trace(args, kwargs)
-    costs = _measured(plan, program, args, kwargs) if names is None and plan.num_stages > 1 else None
-    with all_ranks_succeed("rankwise.pipeline()"):
-        plan.settle(program, names, costs)
+    _settle(plan, example, num_micro_batches, names)
     if session.exchange is not None:
         check_same_model(model)
         _start_equal(model)
     place = axes.coordinate(session.world.rank, "pp")
-    before = [ref(parameter) for parameter in model.parameters()]
-    empty = hold_own_stages(plan, place)
-    kept = {id(parameter) for parameter in model.parameters()}
-    replaced = [one for one in before if id(one()) not in kept]
+    first = hold_own_stages(plan, place)
     piped = StagedModel(plan.own_parameters(place))
     register(model, cast("Any", piped))
-    first = FirstSteps(exchange_along("pp"), replaced, empty)
     step = Pipeline(plan, loss_fn, num_micro_batches, weight, place=place, first=first, piped=piped)
     cover_all_stages(model, plan.device, session)
     log(f"pipeline: {type(model).__name__} in {plan.num_stages} stages, {chosen.name}\n{step}")
@@ -226,6 +215,18 @@ def checked_count(micro_batches: int | None, schedule: PipelineSchedule, num_ran
     return count
 
 
+def _settle(plan: StagePlan, example: object, num_micro_batches: int, names: Sequence[str] | None) -> None:
+    """Decide the stages, by what the model does with an example. Called by: every rank."""
+    with all_ranks_succeed("rankwise.pipeline()"):
+        args, kwargs = first_part(example, num_micro_batches)
+        if not plan.can_run:
+            args, kwargs = tree_map_only(torch.Tensor, lambda leaf: leaf.to(plan.device), (args, kwargs))
+        program = plan.trace(args, kwargs)
+    costs = _measured(plan, program, args, kwargs) if names is None and plan.num_stages > 1 else None
+    with all_ranks_succeed("rankwise.pipeline()"):
+        plan.settle(program, names, costs)
+
+
 def _measured(plan: StagePlan, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, float]:
     """Return the cost of each block, measured on rank 0. Called by: every rank."""
     session = current()
@@ -279,13 +280,13 @@ class RefuseForward:
         )
 
 
-def hold_own_stages(plan: StagePlan, place: int) -> list[tuple[str, torch.Tensor, int]]:
-    """Keep only the stages of the rank at ``place``, on its device.
+def hold_own_stages(plan: StagePlan, place: int) -> FirstSteps:
+    """Keep only the stages of the rank at ``place``, on its device; return what checks the first steps.
 
-    Returns:
-        Tensors that were on the meta device and must be filled: name, tensor, version.
+    Called by: every rank.
     """
     model = plan.model
+    before = [ref(parameter) for parameter in model.parameters()]
     new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     empty: list[tuple[str, torch.Tensor, int]] = []
     for name, table, key, tensor in list(tensor_places(model)):
@@ -302,7 +303,8 @@ def hold_own_stages(plan: StagePlan, place: int) -> list[tuple[str, torch.Tensor
     if plan.num_ranks > 1:
         model.register_forward_pre_hook(RefuseForward())
         model.register_load_state_dict_pre_hook(_leave_others)
-    return empty
+    kept = {id(parameter) for parameter in model.parameters()}
+    return FirstSteps(exchange_along("pp"), [one for one in before if id(one()) not in kept], empty)
 
 
 def find_unfilled(model: nn.Module, empty: list[tuple[str, torch.Tensor, int]]) -> str | None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rankwise.replicate.random_numbers.scope import PlannedDraw
 
 
-REPETITIONS = 3
+TIMED_CALLS = 3
 
 
 def block_costs(program: Program, model: nn.Module, leaves: Sequence[Any], device: torch.device) -> dict[str, float]:
@@ -74,7 +74,7 @@ def _timed(
     fastest = float("inf")
     result: Any = None
     values, spec = tree_flatten((args, kwargs))
-    for _ in range(REPETITIONS):
+    for _ in range(TIMED_CALLS):
         own = [_as_input(value) for value in values]
         own_args, own_kwargs = tree_unflatten([_not_leaf(value) for value in own], spec)
         start = now(device)
@@ -163,7 +163,10 @@ class StagedModel:
 
 @dataclass(eq=False)
 class StagePlan:
-    """A model, and the stages of its parts."""
+    """A model, and the stages of its parts.
+
+    Its many fields are what is decided once, from an example, and what is kept of the model to read it in every step.
+    """
 
     model: nn.Module
     schedule: PipelineSchedule
@@ -366,7 +369,7 @@ class StagePlan:
         }
 
     def _mode(self) -> tuple[Any, ...]:
-        """Return the state that a program depends on besides the arguments."""
+        """Return the state that a program depends on, other than the arguments."""
         kind = self.device.type
         return (
             torch.is_grad_enabled(),

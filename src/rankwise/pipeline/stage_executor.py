@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from rankwise.comm.session import Session
-    from rankwise.pipeline.stages import Stage, TracedCall
+    from rankwise.pipeline.stages import ProgramCall, Stage
     from rankwise.replicate.random_numbers.scope import DrawScope
 
 
@@ -83,7 +83,7 @@ class BoundStage:
         self,
         leaves: Sequence[Any],
         received: Sequence[torch.Tensor],
-        before_call: Callable[[TracedCall], None] | None = None,
+        before_call: Callable[[ProgramCall], None] | None = None,
     ) -> tuple[list[torch.Tensor], HeldActivations]:
         """Return the values for the next stage, and those that backward needs.
 
@@ -289,7 +289,7 @@ class StageDraws:
     @contextmanager
     def drawing(
         self, bound: BoundStage, leaves: Sequence[Any], received: Sequence[torch.Tensor], first: int, num: int
-    ) -> Generator[Callable[[TracedCall], None] | None]:
+    ) -> Generator[Callable[[ProgramCall], None] | None]:
         """Draw for ``num`` samples of the batch, from ``first`` on, in the block.
 
         Yields:
@@ -311,7 +311,7 @@ class StageDraws:
             if before is not None:
                 torch.set_rng_state(before)
 
-    def _skip(self, scope: DrawScope, call: TracedCall, start: int | None) -> None:
+    def _skip(self, scope: DrawScope, call: ProgramCall, start: int | None) -> None:
         """Leave out the draws of other stages before a call."""
         scope.made.extend([_ELSEWHERE] * (call.first_draw - len(scope.made)))
         if scope.part is not None:

@@ -46,7 +46,7 @@ class TensorKind:
 
 
 @dataclass(eq=False, slots=True)
-class TracedCall:
+class ProgramCall:
     """One call of a block, or of a function between blocks."""
 
     target: str | Callable[..., Any]
@@ -91,7 +91,7 @@ class TracedCall:
 class Program:
     """A forward pass, for inputs of one shape."""
 
-    calls: list[TracedCall] = field(default_factory=list[TracedCall])
+    calls: list[ProgramCall] = field(default_factory=list[ProgramCall])
     inputs: dict[int, int] = field(default_factory=dict[int, int])
     """From the number of a value to its leaf of ``(args, kwargs)``."""
     states: dict[int, str] = field(default_factory=dict[int, str])
@@ -154,7 +154,7 @@ class Stage:
     """One stage of a program."""
 
     number: int
-    calls: list[TracedCall] = field(default_factory=list[TracedCall])
+    calls: list[ProgramCall] = field(default_factory=list[ProgramCall])
     drops: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     """By call: values that are not needed after it."""
     receives: tuple[int, ...] = ()

@@ -18,9 +18,9 @@ from rankwise.health.event_log import Failed, post
 from rankwise.log import warn
 from rankwise.meter import note_layout
 from rankwise.pipeline.executor import (
+    ActionSpan,
     MeasuredStep,
     MicroBatch,
-    Span,
     StepRun,
     arguments_of,
     check_rows,
@@ -43,7 +43,7 @@ from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.loss.batch_statistics import FollowedLoss
 from rankwise.replicate.loss.graph import amount_of, check_weight, ratio
-from rankwise.replicate.loss.hooks import forget_losses, look_at_losses
+from rankwise.replicate.loss.hooks import forget_losses, warn_unless_finite
 from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
 from rankwise.torch_private.dtensor import own_part
@@ -185,7 +185,7 @@ class Pipeline:
             run, programs = self._prepared((args, kwargs), sizes, None, [0.0] * len(sizes))
             for program, size in zip(programs, sizes, strict=True):
                 check_rows(program.output_shapes(), size)
-            with self._telling_others():
+            with self._notifying_others():
                 run.run(predicting_order(self._plan.schedule.name, self._plan.num_ranks, len(sizes))[self._place])
             outputs = [tree_leaves(run.outputs[number]) for number in sorted(run.outputs)]
             return self._shared(programs[0], outputs, samples)
@@ -318,14 +318,14 @@ class Pipeline:
         if run is not None:
             began = self._begin_measuring()
             scale_of = self._losses.scale if self._losses is not None and is_read else None
-            with torch.enable_grad(), self._telling_others():
+            with torch.enable_grad(), self._notifying_others():
                 run.run(order[self._place], scale_of=scale_of, spans=self._spans)
             if self._spans is not None:
                 self._measured = self._gathered(order, began)
             if self._along is not None:
                 self._along.detector.recorder.note_step(self._num_begun)
         if run is not None and run.losses:
-            look_at_losses(
+            warn_unless_finite(
                 current_or_none(),
                 run.losses,
                 parts=[(one.first, one.num_samples) for one in run.micro_batches],
@@ -334,7 +334,7 @@ class Pipeline:
         losses = [] if run is None else run.losses
         step, loss = StepWeight(1.0, total, total, None), None
         if is_read:
-            with self._telling_others():
+            with self._notifying_others():
                 step, loss = self._loss.agree(losses)
         if self._loss_fn.statistic is not None:
             self._loss.warn_of_statistic(self._loss_fn.statistic)
@@ -343,15 +343,15 @@ class Pipeline:
         return self._loss.value(losses) if loss is None else loss, step
 
     @contextmanager
-    def _telling_others(self) -> Generator[None]:
+    def _notifying_others(self) -> Generator[None]:
         """If the block raises, notify the ranks that wait for the rest of the step."""
         try:
             yield
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"
             session = current()
-            hears_of_it = session.store is not None and session.detector is not None and session.detector.error is None
-            if hears_of_it and isinstance(error, Exception):
+            can_notify = session.store is not None and session.detector is not None and session.detector.error is None
+            if can_notify and isinstance(error, Exception):
                 world, text = session.world, "".join(traceback.format_exception(error))
                 post(cast("Store", session.store), Failed(world.rank, type(error).__name__, text, world.hostname))
             raise
@@ -440,7 +440,7 @@ class Pipeline:
         times[: len(own)] = torch.tensor(own, dtype=torch.float64)
         all_times = times[None] if self._along is None else self._along.all_gather(times, what="times of a step")
         spans = [
-            Span(rank, action.kind, action.stage, action.micro_batch, start, end)
+            ActionSpan(rank, action.kind, action.stage, action.micro_batch, start, end)
             for rank, (actions, of_rank) in enumerate(zip(order, all_times.tolist(), strict=True))
             for action, (start, end) in zip([one for one in actions if one.computes], of_rank, strict=False)
         ]

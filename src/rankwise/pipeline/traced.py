@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from rankwise.comm.current_batch import CurrentBatch
 from rankwise.errors import ConfigurationError
-from rankwise.pipeline.stages import TARGET_WORDS, Program, Ref, TensorKind, TracedCall
+from rankwise.pipeline.stages import TARGET_WORDS, Program, ProgramCall, Ref, TensorKind
 from rankwise.replicate.loss.batch_statistics import StatisticsTracer
 from rankwise.replicate.random_numbers.batch_tracer import MeetingTracer, is_random
 from rankwise.replicate.random_numbers.sample_layout import KnownLayout, SampleLayout
@@ -237,7 +237,7 @@ class _Recorder(TorchFunctionMode):
         stored = [self._stored(leaf, target) for leaf in leaves]
         is_whole = isinstance(result, torch.Tensor)
         tensors = [(index, leaf) for index, leaf in enumerate(tree_leaves(result)) if isinstance(leaf, torch.Tensor)]
-        call = TracedCall(
+        call = ProgramCall(
             target=target,
             leaves=stored,
             spec=spec,
@@ -284,7 +284,7 @@ class _Recorder(TorchFunctionMode):
         """Record ``to_local`` of a parameter, which torch does not report as a function call."""
         leaves, spec = tree_flatten(((Ref(state),), {}))
         number = self.number(tensor)
-        call = TracedCall(
+        call = ProgramCall(
             _own_part_of, leaves, spec, (state,), ((0, number),), True, (), torch.is_grad_enabled(), False
         )
         self.program.calls.append(call)

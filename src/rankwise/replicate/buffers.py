@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
 
 
-SMALL_BYTES = 2**18
+SMALL_BUFFERS_BYTES = 2**18
 """Up to this size, sending all buffers takes no longer than finding out which have changed."""
 
 BufferSlot = tuple[nn.Module, str]
@@ -73,7 +73,7 @@ class BufferSync:
         unlike, suspects = (set[BufferSlot](), []) if self._diverged is None else self._diverged.compare(buffers)
         self._unseen |= unlike
         to_send = buffers
-        if sum(buffer.nbytes for buffer in buffers.values()) > SMALL_BYTES:
+        if sum(buffer.nbytes for buffer in buffers.values()) > SMALL_BUFFERS_BYTES:
             to_send = self._changed_on_any_rank(buffers)
         with torch.no_grad():
             broadcast_tensors(to_send.values(), self._exchange, what="buffers of rank 0")
@@ -188,11 +188,11 @@ def count_registrations() -> Registrations:
     return counts
 
 
-CHECKSUMS = "checksums of buffers"
+BUFFER_CHECKSUMS = "checksums of buffers"
 """What ranks exchange, in errors."""
-EVERY = 64
+BUFFER_CHECKS_EVERY = 64
 """How many training forward passes apart ranks compare, after the first ones."""
-PATIENT_EVERY = 1024
+PATIENT_BUFFER_CHECKS_EVERY = 1024
 """The same while something differs."""
 
 
@@ -232,7 +232,7 @@ class DivergedBuffers:
         self._model = model
         self._model_name = model_name
         self._exchange = exchange
-        self._schedule = CheckSchedule(0, EVERY)
+        self._schedule = CheckSchedule(0, BUFFER_CHECKS_EVERY)
         self._checksum = ChecksumOfAll()
         self.is_close = False
         """Whether ranks compare each buffer around the forward pass under way. The same on all of them."""
@@ -255,7 +255,7 @@ class DivergedBuffers:
             compared = list(_compared(buffers).values())
             checksum = self._checksum.now_or_next(compared) if self._num_forwards and compared else None
             if checksum is not None:
-                rows = numbers_of_all(self._exchange, [checksum], CHECKSUMS)
+                rows = numbers_of_all(self._exchange, [checksum], BUFFER_CHECKSUMS)
                 self.is_close = any(row != rows[0] for row in rows)
         return set(), []
 
@@ -265,9 +265,9 @@ class DivergedBuffers:
         in_forward = [one != self._before.get(place, 0) for place, one in zip(compared, after, strict=True)]
         since = [one != now[place] for place, one in zip(compared, after, strict=True)]
         own = [int(self._had_samples), *map(int, in_forward), *map(int, since), *after, *now.values()]
-        rows = numbers_of_all(self._exchange, own, CHECKSUMS)
+        rows = numbers_of_all(self._exchange, own, BUFFER_CHECKSUMS)
         # Before the difference is known to be more than rounding, and after the warning, there is no hurry.
-        self._schedule.be_patient(PATIENT_EVERY)
+        self._schedule.be_patient(PATIENT_BUFFER_CHECKS_EVERY)
         unlike: set[BufferSlot] = set()
         suspects: list[Suspect] = []
         for number, place in enumerate(compared):

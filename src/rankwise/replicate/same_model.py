@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.protocol import Exchange
 
 
-CHUNK_BYTES = 64 * 2**20
+BROADCAST_CHUNK_BYTES = 64 * 2**20
 
 
 def check_same_model(model: nn.Module) -> None:
@@ -92,7 +92,7 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         for tensor in same:
             chunk.append(tensor)
             size_bytes += tensor.nbytes
-            if size_bytes >= CHUNK_BYTES:
+            if size_bytes >= BROADCAST_CHUNK_BYTES:
                 yield chunk
                 chunk, size_bytes = [], 0
         if chunk:
@@ -192,7 +192,7 @@ class SameForward:
         self._name = name
         self._count = 0
 
-    def meet(self, model: nn.Module, inputs: object = None) -> None:
+    def wait_for_all(self, model: nn.Module, inputs: object = None) -> None:
         """Wait for every rank to reach this forward.
 
         Called by: every rank that shares the model.
@@ -207,9 +207,9 @@ class SameForward:
         if self._exchange is None:
             return
         self._count += 1
-        said = [f"forward {self._count} of a {self._name}"]
-        said.append(f"{'with' if torch.is_grad_enabled() else 'without'} gradients")
+        call = [f"forward {self._count} of a {self._name}"]
+        call.append(f"{'with' if torch.is_grad_enabled() else 'without'} gradients")
         if inputs is not None:
-            said.append("in training" if model.training else "in evaluation")
-            said += [described(one) for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
-        self._exchange.barrier(", ".join(said))
+            call.append("in training" if model.training else "in evaluation")
+            call += [described(one) for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+        self._exchange.barrier(", ".join(call))

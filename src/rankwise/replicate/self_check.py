@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rankwise.comm.session import Session
 
 WIDTH = 3
-_TOLERANCE = 1e-9
-_TOLERANCE_SINGLE = 1e-4
+_TRIAL_TOLERANCE = 1e-9
+_TRIAL_TOLERANCE_SINGLE = 1e-4
 _checked: set[tuple[str, str]] = set()
 
 
@@ -159,7 +159,7 @@ def _bench(session: Session | None) -> Bench:
 
 
 def _compare(strategy: str, compared: Iterable[Compared], bench: Bench) -> None:
-    limit = _TOLERANCE if bench.dtype == torch.float64 else _TOLERANCE_SINGLE
+    limit = _TRIAL_TOLERANCE if bench.dtype == torch.float64 else _TRIAL_TOLERANCE_SINGLE
     wrong: list[str] = []
     for name, found, expected in compared:
         if found is None:

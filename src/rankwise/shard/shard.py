@@ -243,7 +243,7 @@ class _ForwardHooks:
         """Notify the other ranks of the call. Called by torch."""
         if in_backward():
             return
-        self.same.meet(model)
+        self.same.wait_for_all(model)
         self.sync.forget_broken()
         self.was_meta.check(model)
         if not torch.is_grad_enabled():

@@ -82,7 +82,7 @@ class ForwardChecks:
         self._differing = []
         if in_backward():
             return
-        self._same.meet(model, (args, kwargs))
+        self._same.wait_for_all(model, (args, kwargs))
         self._prepare(model)
         if self._before:
             check_no_optimizer_holds(self._before, "tensor_parallel")

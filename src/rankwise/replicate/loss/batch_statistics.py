@@ -223,7 +223,7 @@ class StatisticsTracer(MeetingTracer):
         return _statistic_of(call, is_term=False) if is_along else None
 
     def _reduces_chosen(self, call: TracedCall) -> bool:
-        """Return whether an operation reduces rows that were chosen by their values, of which nobody knows how many."""
+        """Return whether an operation reduces rows that were chosen by their values, whose number is not known."""
         if not call.tensors or identity_of(call.tensors[0]) not in self._lost:
             return False
         dims = tree_leaves(call.given.get("dim", call.args[1] if len(call.args) > 1 else None))

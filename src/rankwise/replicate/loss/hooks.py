@@ -27,7 +27,7 @@ from rankwise.health.flight_recorder import user_call_site, words
 from rankwise.log import warn
 from rankwise.replicate.loss.batch_statistics import FirstBatches
 from rankwise.replicate.loss.graph import clear_, is_zero, multiplied, ratio
-from rankwise.replicate.loss.reports import Mode, Verdict, as_one_sum, verdict_of, words_of_model
+from rankwise.replicate.loss.reports import LossVerdict, Mode, as_one_sum, verdict_of, words_of_model
 from rankwise.replicate.loss.terms import LossReader, are_of_single_samples
 from rankwise.torch_private.autograd import in_backward
 from rankwise.world.device import streams
@@ -152,7 +152,7 @@ def _weighted_backward(
     try:
         for one in subscribers:
             one.expect(verdict, reader.calls.get(one.number), session, is_empty=reader.is_empty)
-        look_at_losses(session, roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
+        warn_unless_finite(session, roots, [*map(_AMOUNT, verdict.terms), *map(_EXPECTED, reached)])
         for one in reached:
             if one.is_empty or one.declared.reports_at_start:
                 one.report_at_start()
@@ -187,7 +187,7 @@ def _read(
     *,
     has_gradients: bool,
     subscribers: Sequence[LossOnRanks],
-) -> tuple[Verdict, LossReader, list[LossOnRanks]]:
+) -> tuple[LossVerdict, LossReader, list[LossOnRanks]]:
     """Return the verdict on a loss, what was read, and the models it comes from; warn if it cannot be read."""
     statistic = None if first_batches is None else first_batches.statistic(roots)
     reader = LossReader(subscribers)
@@ -200,7 +200,7 @@ def _read(
             reached.append(one)
             is_given = is_given or one.declared.is_given
             reads_amounts = reads_amounts or one.declared.device is None
-    verdict = Verdict(Mode.SAMPLES)
+    verdict = LossVerdict(Mode.SAMPLES)
     if not reached or is_given:
         for one in reached:
             one.check_calls(reader.unlike.get(one.number))
@@ -225,7 +225,7 @@ def _num_given() -> int:
     return 0 if batch is None else batch.num or 0
 
 
-def _followed(verdict: Verdict, reached: Sequence[LossOnRanks]) -> Verdict:
+def _followed(verdict: LossVerdict, reached: Sequence[LossOnRanks]) -> LossVerdict:
     """Return the verdict that the models of a loss follow; warn if the result differs from that of one rank."""
     for term in verdict.terms:
         if term.is_odd and term.kind == "mean":
@@ -322,7 +322,7 @@ class _Seen:
 _seen = _Seen()
 
 
-def look_at_losses(
+def warn_unless_finite(
     session: Session | None,
     losses: Sequence[torch.Tensor],
     amounts: Collection[Amount | None] = (),
@@ -360,7 +360,7 @@ def look_at_losses(
 
 
 def forget_losses() -> None:
-    """Look at losses again. Called when the world is left."""
+    """Check losses again. Called when the world is left."""
     _seen.num, _seen.is_over = 0, False
 
 

@@ -22,8 +22,8 @@ from rankwise.replicate.loss.graph import check_weight, is_zero
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
     LossReports,
+    LossVerdict,
     Mode,
-    Verdict,
     as_expected,
     report_of,
 )
@@ -48,10 +48,10 @@ _COUNTED_IN = {
     Mode.MEAN: "the number that the mean in the loss is over",
     Mode.SUM: "nothing, because the loss is a sum",
 }
-STEPS_HEARD = 3
+WAITING_STEPS = 3
 """How many of the first steps wait for the reports of the other ranks, whatever their losses are."""
-_SAMPLES = Verdict(Mode.SAMPLES)
-_NOTHING = Verdict(Mode.NOTHING)
+_SAMPLES = LossVerdict(Mode.SAMPLES)
+_NOTHING = LossVerdict(Mode.NOTHING)
 
 
 model_numbers = itertools.count()
@@ -96,7 +96,7 @@ class _Step:
     """A number for its batch; 0 if it is not known."""
     is_expected: bool = False
     """Whether its loss has been read."""
-    verdict: Verdict = _SAMPLES
+    verdict: LossVerdict = _SAMPLES
     rows: RowLengths | None = None
     """Of the reduced tensors, if their rows are the samples."""
     place: CallSite | None = None
@@ -105,7 +105,7 @@ class _Step:
     """How many backwards of the model there have been, for errors that are found later."""
     is_reported: bool = False
     """Whether this rank's report has been sent."""
-    is_heard: bool = False
+    is_received: bool = False
     """Whether those of all ranks have been received."""
     combined: GlobalLoss | None = None
     """The losses of all ranks, as far as they are known."""
@@ -128,7 +128,7 @@ class _EarlierSteps:
     def __init__(self) -> None:
         self.unsettled: _Step | None = None
         """The step before, if its reports have not been received."""
-        self._num_heard = 0
+        self._num_received = 0
         self._kind: _Kind | None = None
         """Of the step before."""
         self._followers: dict[_Kind | None, _Kind | None] = {}
@@ -140,11 +140,11 @@ class _EarlierSteps:
         Up to the step before all ranks had losses of one kind: if one of them has another now, it waits.
         """
         kind = step.kind()
-        return kind is not None and kind == self._followers.get(self._kind) and self._num_heard >= STEPS_HEARD
+        return kind is not None and kind == self._followers.get(self._kind) and self._num_received >= WAITING_STEPS
 
-    def note_heard(self) -> None:
+    def note_received(self) -> None:
         """Note that the reports of all ranks have been received."""
-        self._num_heard += 1
+        self._num_received += 1
 
     def add(self, step: _Step, *, is_settled: bool) -> None:
         """Note a step that has ended, whose reports are compared already, or before the next one."""
@@ -270,7 +270,7 @@ class LossOnRanks(LossModel):
     # -- one step ----------------------------------------------------------------------------------
 
     def expect(
-        self, verdict: Verdict, call: ForwardCall | None, session: Session | None, *, is_empty: bool | None
+        self, verdict: LossVerdict, call: ForwardCall | None, session: Session | None, *, is_empty: bool | None
     ) -> None:
         """Store the verdict on the loss whose backward is about to run.
 
@@ -292,7 +292,7 @@ class LossOnRanks(LossModel):
             is_empty = expected is not None and is_zero(expected)
         if is_empty and self._accumulation.counted_in == _COUNTED_IN[Mode.SUM]:
             # All ranks may be without samples in the last microstep: the earlier ones tell that this is a sum.
-            verdict, is_empty = Verdict(Mode.SUM), False
+            verdict, is_empty = LossVerdict(Mode.SUM), False
         step.verdict = _SAMPLES if self.declared.is_given else _NOTHING if is_empty else verdict
         mode = step.verdict.mode
         self.is_sum, self.is_empty = mode is Mode.SUM, mode is Mode.NOTHING
@@ -386,8 +386,8 @@ class LossOnRanks(LossModel):
                 terms = tuple(term._replace(amount=sums[2 + number]) for number, term in enumerate(combined.terms))
                 combined = combined._replace(weight=sums[0], terms=terms)
             step.combined = combined
-            step.is_heard = True
-            self._earlier.note_heard()
+            step.is_received = True
+            self._earlier.note_received()
         return step.combined
 
     def is_sum_on_ranks(self) -> bool:
@@ -401,7 +401,7 @@ class LossOnRanks(LossModel):
         Called by: every rank, at the end of a backward that has reduced gradients.
         """
         step, guard = self.step, None if self.reports is None else self.reports.guard
-        if self.declared.is_queued and not step.is_heard and self._earlier.are_like(step):
+        if self.declared.is_queued and not step.is_received and self._earlier.are_like(step):
             if guard is not None:
                 guard.end_step()
             self._earlier.add(step, is_settled=False)

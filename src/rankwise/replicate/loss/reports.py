@@ -64,17 +64,17 @@ class Mode(IntEnum):
     """A rank without samples, whose loss is not read."""
 
 
-class Verdict(NamedTuple):
+class LossVerdict(NamedTuple):
     """What this rank makes of its loss."""
 
     mode: Mode
     terms: tuple[Term, ...] = ()
 
-    def read(self) -> Verdict:
+    def read(self) -> LossVerdict:
         """Return the same with Python numbers only. Waits for the device that others are on."""
         for term in self.terms:
             if isinstance(term.amount, torch.Tensor):
-                return Verdict(self.mode, tuple(term._replace(amount=float(term.amount)) for term in self.terms))
+                return LossVerdict(self.mode, tuple(term._replace(amount=float(term.amount)) for term in self.terms))
         return self
 
     @property
@@ -83,27 +83,27 @@ class Verdict(NamedTuple):
         return next((term for term in self.terms if term.kind == "unknown"), None)
 
 
-def verdict_of(terms: Sequence[Term]) -> Verdict:
+def verdict_of(terms: Sequence[Term]) -> LossVerdict:
     """Decide by the operations alone, never by values: those differ between ranks."""
     if len(terms) == 1 and terms[0].kind == "mean":  # as most losses
-        return Verdict(Mode.MEAN, tuple(terms))
+        return LossVerdict(Mode.MEAN, tuple(terms))
     shared = tuple(term for term in terms if term.kind != "same")
     if not shared or any(term.kind == "unknown" for term in shared):
-        return Verdict(Mode.SAMPLES, shared)
+        return LossVerdict(Mode.SAMPLES, shared)
     has_constants = any(term.has_constants for term in shared)
     if len(shared) == 1 and shared[0].kind == "mean":
-        return Verdict(Mode.MEAN, shared)
+        return LossVerdict(Mode.MEAN, shared)
     if len(shared) == len(terms) and all(term.kind == "sum" for term in shared) and not has_constants:
-        return Verdict(Mode.SUM, shared)
+        return LossVerdict(Mode.SUM, shared)
     if len(shared) > MOST_TERMS:
-        return Verdict(Mode.SAMPLES, shared)
-    return Verdict(Mode.TERMS, shared)
+        return LossVerdict(Mode.SAMPLES, shared)
+    return LossVerdict(Mode.TERMS, shared)
 
 
-def as_one_sum(verdict: Verdict) -> Verdict:
+def as_one_sum(verdict: LossVerdict) -> LossVerdict:
     """Return a loss of several terms as one sum if they are sums times constants; else averaged by samples."""
     is_sum = all(term.kind == "sum" and not term.divisor and not term.is_odd for term in verdict.terms)
-    return Verdict(Mode.SUM if is_sum else Mode.SAMPLES, verdict.terms)
+    return LossVerdict(Mode.SUM if is_sum else Mode.SAMPLES, verdict.terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class RowLengthsInSteps:
 
 
 def report_of(
-    verdict: Verdict, weight: Amount = 0.0, num_samples: float = 0.0, rows: RowLengths | None = None
+    verdict: LossVerdict, weight: Amount = 0.0, num_samples: float = 0.0, rows: RowLengths | None = None
 ) -> list[float]:
     """Return this rank's report of its loss: at most REPORT_LENGTH numbers, to be followed by zeros.
 
@@ -261,7 +261,7 @@ def combine(sums: Sequence[float]) -> GlobalLoss:
     return GlobalLoss(weight, num_samples, active, is_alike, mode, code, tuple(terms), elements, rows)
 
 
-def as_expected(verdict: Verdict, sums: torch.Tensor) -> GlobalLoss:
+def as_expected(verdict: LossVerdict, sums: torch.Tensor) -> GlobalLoss:
     """Return a loss on all ranks, if all of them have this rank's terms, none of which needs to be compared.
 
     Args:
@@ -309,17 +309,17 @@ class LossWords(NamedTuple):
     """The model, or the pipeline."""
     part: str
     """What computes a part of it: a rank, or a micro-batch."""
-    all_parts: str
-    """Where the parts are, such as ``"on all ranks"``."""
+    unlike: str
+    """What is wrong if the parts have different terms."""
     do: str
     """How to give the number that the loss is a mean over."""
 
     def unlike_terms(self, terms: Sequence[Term]) -> ConfigurationError:
         """Return the error for parts with other terms than ``terms``, those of this rank."""
         return ConfigurationError(
-            f"The loss of {self.whose} does not have the same terms {self.all_parts}.",
+            f"The loss of {self.whose} {self.unlike}.",
             evidence="on this rank: " + (", ".join(f"{one.kind} ({one.operation})" for one in terms) or "none"),
-            do=f"compute every term {self.all_parts}, also where there are no samples for it: (loss * mask).sum() / "
+            do=f"compute every term on every {self.part}, also where it has no samples for it: (loss * mask).sum() / "
             f"mask.sum().clamp_min(1); or {self.do}",
         )
 
@@ -348,7 +348,7 @@ def words_of_model(name: str) -> LossWords:
         "pass the number that the loss averages over, which is len(x) for the mean of one term per sample, to "
         "rankwise.weight(model, amount)"
     )
-    return LossWords(name, "rank", "on all ranks", do)
+    return LossWords(name, "rank", "does not have the same terms on all ranks", do)
 
 
 class TermReadings:
@@ -442,7 +442,7 @@ class LossReports:
         # Weights of 1: the channel's weighted sum is then the plain sum, to the last bit.
         self._channel.start(1.0, 1.0, ())
 
-    def receive(self, verdict: Verdict, rows: RowLengths | None, place: CallSite | None) -> GlobalLoss:
+    def receive(self, verdict: LossVerdict, rows: RowLengths | None, place: CallSite | None) -> GlobalLoss:
         """Wait for the reports of all ranks of a step, and check them.
 
         Args:
