@@ -87,7 +87,7 @@ def test_a_progress_bar_stays_in_its_line(shown: Shown) -> None:
 
 
 def test_a_line_without_end_is_shown_before_it_fills_the_memory(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "IDLE_SECONDS", 1000.0)
+    monkeypatch.setattr(output, "LINE_WAIT_SECONDS", 1000.0)
     reader = shown.pipe_stdout()
     carrier = Output()
     stdin, stdout, stderr = carrier.open_rank(1, 2)

@@ -55,7 +55,7 @@ class Job:
     def answer(self, place: int, *nodes: int, text: str = "runs") -> None:
         """Answer one of the requests so far."""
         for node in nodes:
-            self.others.take(answer_of(self.requests[place], node, text))
+            self.others.keep(answer_of(self.requests[place], node, text))
 
 
 def test_requests_and_answers_survive_the_way() -> None:
