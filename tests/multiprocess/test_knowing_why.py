@@ -23,7 +23,7 @@ from rankwise.comm.session import current
 from rankwise.errors import CollectiveMismatch, PeerMissing
 from rankwise.health import collective_timeout, process_probe
 from rankwise.health.collective_timeout import CollectiveWait
-from rankwise.launch.inspect.stacks_and_steps import merged_stacks, stacks_as_json, stacks_here
+from rankwise.launch.inspect.stacks import merged_stacks, stacks_as_json, stacks_here
 from rankwise.replicate.loss.reports import channel_length
 
 if TYPE_CHECKING:

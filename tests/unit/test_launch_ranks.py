@@ -19,7 +19,7 @@ from rankwise.launch.agent.ranks import STOPPED_SECONDS, LocalRanks
 from rankwise.launch.fork_server.fork_server import ForkServer
 from rankwise.launch.messages import RankExited, RanksCleared, RankStarted, StartAttempt, encode
 from rankwise.launch.options import LaunchOptions
-from rankwise.launch.rendezvous_and_secret import JobAddress
+from rankwise.launch.rendezvous import JobAddress
 from rankwise.launch.report import failure
 
 if TYPE_CHECKING:

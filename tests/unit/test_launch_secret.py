@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankwise.errors import ConfigurationError
-from rankwise.launch.rendezvous_and_secret import SECRET_BYTES, SECRET_NAME, secret_shared_by_machines
+from rankwise.launch.auth import SECRET_BYTES, SECRET_NAME, secret_shared_by_machines
 
 if TYPE_CHECKING:
     from pathlib import Path

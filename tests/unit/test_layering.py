@@ -55,7 +55,7 @@ FACES = (
     "launch.hosts.host_list",
     "launch.hosts.ssh",
     "launch.inspect.control_socket",
-    "launch.inspect.stacks_and_steps",
+    "launch.inspect.stacks",
     "launch.messages",
     "launch.options",
     "launch.report.failure_report",

@@ -12,7 +12,7 @@ import pytest
 
 from rankwise.cli.top import table
 from rankwise.insight.step_record import LoggedValue, RecordFile, Step, row_of
-from rankwise.launch.inspect.stacks_and_steps import line_of, paces, steps_as_json
+from rankwise.launch.inspect.stacks import line_of, paces, steps_as_json
 from rankwise.meter import DATA, EXCHANGE, PARTS
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from rankwise.launch.messages import (
     refusal,
 )
 from rankwise.launch.options import LaunchOptions
-from rankwise.launch.rendezvous_and_secret import listen_towards
+from rankwise.launch.rendezvous import listen_towards
 from rankwise.version import VERSION
 
 if TYPE_CHECKING:

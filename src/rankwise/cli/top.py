@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rankwise.cli.arguments import Command
 from rankwise.errors import LaunchError, fold_ranks
 from rankwise.launch.inspect import control_socket
-from rankwise.launch.inspect.stacks_and_steps import line_of, num_hosts, number_text, unanswered_line
+from rankwise.launch.inspect.stacks import line_of, num_hosts, number_text, unanswered_line
 
 if TYPE_CHECKING:
     import argparse

@@ -30,7 +30,7 @@ from rankwise.comm.same_state import (
 from rankwise.comm.session import current_or_none
 from rankwise.comm.step_hooks import Follower, Phase, follow
 from rankwise.errors import ReplicasDiffer, fold_values
-from rankwise.launch.report.unjoined_and_same_file import OTHER_LIBRARIES, has_gradients
+from rankwise.launch.report.ranks_alone import OTHER_LIBRARIES, has_gradients
 from rankwise.log import warn
 from rankwise.store import opening
 from rankwise.tensors.checksum import ChecksumOfAll, combined, settings_checksum, settings_of, summary_of

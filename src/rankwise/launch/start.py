@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rankwise.launch.controller.server import JobServer
     from rankwise.launch.fork_server.entrypoint import Target
     from rankwise.launch.fork_server.fork_server import ForkServer
-    from rankwise.launch.rendezvous_and_secret import JobAddress
+    from rankwise.launch.rendezvous import JobAddress
     from rankwise.launch.report.failure_report import Reporter
     from rankwise.world.device.kinds import DeviceKind
 
@@ -186,7 +186,7 @@ def _take_part(
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.inspection import InspectService  # noqa: PLC0415
     from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
-    from rankwise.launch.rendezvous_and_secret import find  # noqa: PLC0415
+    from rankwise.launch.rendezvous import find  # noqa: PLC0415
 
     num_ranks, instances = _ranks_here(options)
     job = find(options) if job_address is None else job_address

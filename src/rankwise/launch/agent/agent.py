@@ -23,7 +23,7 @@ from rankwise.launch.agent.signals import Interrupted
 from rankwise.launch.agent.stragglers import Stragglers
 from rankwise.launch.controller.coordinator import RETURN_SECONDS
 from rankwise.launch.controller.link import ControllerLost
-from rankwise.launch.inspect.stacks_and_steps import line_of
+from rankwise.launch.inspect.stacks import line_of
 from rankwise.launch.messages import (
     EndJob,
     InspectAnswer,

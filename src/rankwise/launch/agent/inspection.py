@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import LaunchError
 from rankwise.launch.controller.link import ControllerLost
-from rankwise.launch.inspect.stacks_and_steps import (
+from rankwise.launch.inspect.stacks import (
     merged_stacks,
     paces,
     stacks_as_json,

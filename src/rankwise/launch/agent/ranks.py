@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rankwise.launch.agent.output import Output
     from rankwise.launch.fork_server.fork_server import ForkServer
     from rankwise.launch.options import LaunchOptions
-    from rankwise.launch.rendezvous_and_secret import JobAddress
+    from rankwise.launch.rendezvous import JobAddress
 
 LONGEST_LINE = 2000
 """How much of a line written by a failed rank is shown."""

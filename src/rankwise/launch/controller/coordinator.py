@@ -39,7 +39,7 @@ from rankwise.launch.messages import (
 )
 from rankwise.launch.report import failure
 from rankwise.launch.report.exit_code import shell_code
-from rankwise.launch.report.unjoined_and_same_file import alone_reminder
+from rankwise.launch.report.ranks_alone import alone_reminder
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -27,7 +27,7 @@ from rankwise.launch.fork_server import torch_env
 from rankwise.launch.fork_server.entrypoint import run_as_main
 from rankwise.launch.report import failure
 from rankwise.launch.report.failure import alone_note, note_script_end
-from rankwise.launch.report.unjoined_and_same_file import forget_if_joined, watch_files, watch_steps
+from rankwise.launch.report.ranks_alone import forget_if_joined, watch_files, watch_steps
 from rankwise.world.environments.process import REPORT_OFF
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from rankwise.launch.agent.signals import HANDLED, end_quietly
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.hosts.ssh_sessions import line, mark
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, Message, Ready, SignalHost, decode, refusal
-from rankwise.launch.rendezvous_and_secret import LOOPBACK, JobAddress, listen_towards
+from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
 from rankwise.launch.report.exit_code import shell_code
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch

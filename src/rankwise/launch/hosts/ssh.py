@@ -21,7 +21,7 @@ from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch.agent.signals import Interrupted, PendingSignals, end_quietly
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, MessageError, Ready, Refuse, SignalHost, error_of
-from rankwise.launch.rendezvous_and_secret import ANY_PORT, draw_secret
+from rankwise.launch.rendezvous import ANY_PORT, draw_secret
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
