@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch.agent.signals import Interrupted, PendingSignals, end_quietly
+from rankwise.launch.auth import draw_secret
 from rankwise.launch.hosts.ssh_sessions import SshSession, SshSessions
 from rankwise.launch.messages import EndJob, HostHere, HostSpec, MessageError, Ready, Refuse, SignalHost, error_of
-from rankwise.launch.rendezvous import ANY_PORT, draw_secret
+from rankwise.launch.rendezvous import ANY_PORT
 from rankwise.version import VERSION
 from rankwise.world.device import kinds
 
