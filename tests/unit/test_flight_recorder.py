@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rankwise.health import flight_recorder
+from rankwise.health import call_site
 from rankwise.health.event_log import StatusPoll
 from rankwise.health.flight_recorder import EVERYONE, LENGTH, FlightRecorder
 
@@ -30,7 +30,7 @@ def test_a_collective_is_noted_with_the_users_line() -> None:
     recorder = FlightRecorder()
     ticket = recorder.begin("barrier()")
     line = _line_of('ticket = recorder.begin("barrier()")')
-    assert flight_recorder.words(ticket.site) == f"{HERE}:{line} in test_a_collective_is_noted_with_the_users_line"
+    assert call_site.words(ticket.site) == f"{HERE}:{line} in test_a_collective_is_noted_with_the_users_line"
 
 
 def test_a_line_in_a_library_is_not_the_users() -> None:
@@ -39,7 +39,7 @@ def test_a_line_in_a_library_is_not_the_users() -> None:
     thread = threading.Thread(target=lambda: setattr(called_back, "ticket", recorder.begin("x")))
     thread.start()
     thread.join()
-    assert flight_recorder.words(called_back.ticket.site).endswith("in <lambda>"), (
+    assert call_site.words(called_back.ticket.site).endswith("in <lambda>"), (
         "of the thread's frames, threading.py is not"
     )
 
@@ -103,6 +103,6 @@ def test_the_stack_is_reported_on_request(stacks: str, sequence: int, *, is_told
 
 def test_a_stack_is_never_longer_than_it_may_be() -> None:
     def deeper(number: int) -> list[str]:
-        return deeper(number - 1) if number else flight_recorder.stack_of_thread(threading.get_ident())
+        return deeper(number - 1) if number else call_site.stack_of_thread(threading.get_ident())
 
-    assert len(deeper(100)) == flight_recorder.LONGEST_STACK
+    assert len(deeper(100)) == call_site.LONGEST_STACK

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.batch_tracer import (
     MeetingTracer,
     TracedCall,

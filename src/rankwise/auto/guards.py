@@ -230,8 +230,8 @@ class _Reads:
             self.obstacle = f"{title} is compiled by torch.jit"
             return
         tables = own_parameters(part), own_buffers(part), own_modules(part), *hook_tables(part)
-        self.watched.views += [table.values() for table in tables if table]
-        self.watched.empty += [table for table in tables if not table]
+        self.watched.views.extend(table.values() for table in tables if table)
+        self.watched.empty.extend(table for table in tables if not table)
         for key, one in chain.from_iterable(table.items() for table in tables[:3]):
             facts = [fact(one) for fact in OF_PARAMETER] if isinstance(one, torch.Tensor) else []
             self._note(f"{name}.{key}", Is(one), *facts)
@@ -374,7 +374,7 @@ class _Reads:
             if is_small(value):
                 self.watched.contents.append((values_of, value))
                 return Is(value), values_of(value)
-            self.watched.tensors += [] if value.is_inference() else [value]
+            self.watched.tensors.extend(() if value.is_inference() else (value,))
             return Is(value), 0 if value.is_inference() else version_of(value)
         if any(value is one for one in SHARED_GENERATORS):
             return Is(value)  # their states go with each call that draws
@@ -408,7 +408,7 @@ class _Reads:
             self._look_into(name, value, "[{}]", root)
         elif isinstance(value, list | tuple | deque):
             fact = Is(kind), len(value)
-            self.watched.views += [] if isinstance(value, tuple) else [value]
+            self.watched.views.extend(() if isinstance(value, tuple) else (value,))
             self._look_at_items(name, value, root)
         elif isinstance(value, set | frozenset):
             fact = Is(kind), frozenset(plain(one) or Is(one) for one in value)
@@ -426,7 +426,7 @@ class _Reads:
 
     def _look_into(self, name: str, names: Mapping[Any, Any], words: str, root: _Root) -> None:
         kind: Any = dict if isinstance(names, dict) else MappingProxyType
-        self.watched.views += [kind.keys(names), kind.values(names)]
+        self.watched.views.extend((kind.keys(names), kind.values(names)))
         for number, (key, one) in enumerate(list(kind.items(names))):
             shown = f"{type(key).__name__} {number}" if plain(key) is None else key if words == ".{}" else repr(key)
             self._pending.append((name + words.format(shown), one, root))

@@ -16,7 +16,7 @@ from torch.autograd import functional
 
 from rankwise.auto.code_reads import is_of_script
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import responsible_module, user_call_site, words
+from rankwise.health.call_site import responsible_module, user_call_site, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

@@ -29,8 +29,9 @@ from rankwise.auto.shipping import (
     loaded_tree,
 )
 from rankwise.errors import RankwiseError
+from rankwise.health.call_site import user_call_site
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
-from rankwise.health.flight_recorder import Ticket, user_call_site
+from rankwise.health.flight_recorder import Ticket
 from rankwise.health.process_probe import process_of, this_process
 from rankwise.torch_private.modules import BatchNorm
 from rankwise.torch_private.tensors import TreeSpec, tree_flatten, tree_leaves

@@ -36,7 +36,7 @@ from rankwise.auto.rows import OwnArguments, Share
 from rankwise.auto.settings import GeneratorStates
 from rankwise.auto.split import ResultChanged, first_line, whole_outputs
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.source import draws_forgotten
 from rankwise.torch_private.tensors import tree_flatten
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from rankwise import meter
 from rankwise.errors import PeerMissing, RankwiseError
 from rankwise.health import diagnosis, process_probe
+from rankwise.health.call_site import user_call_site
 from rankwise.health.event_log import ProcessEnded, TimedOut, post
 from rankwise.health.failure_detector import EXPLANATION_SECONDS
-from rankwise.health.flight_recorder import Ticket, user_call_site
+from rankwise.health.flight_recorder import Ticket
 from rankwise.log import warn
 from rankwise.meter import EXCHANGE, SCRIPT
 from rankwise.store.client import StoreLost

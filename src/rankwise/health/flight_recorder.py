@@ -4,8 +4,6 @@
 Always on, in memory; read when a wait is too long, or on request. The latest one is also kept in a file that
 outlives the process. The file is memory-mapped, so that an entry takes about a microsecond and the kernel keeps it
 however the process exits. Written by the rank, read by the launcher.
-
-Call sites are read from frames, none of which is kept: a frame would keep the user's tensors alive.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import contextlib
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 import zlib
@@ -23,18 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rankwise.health import call_site
 from rankwise.torch_private.autograd import in_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
-    from types import CodeType, FrameType
+    from collections.abc import Generator, Iterable
 
     import torch
 
+    from rankwise.health.call_site import CallSite
     from rankwise.health.event_log import StatusPoll
-
-    CallSite = tuple[CodeType, int]
-    """A function in the user's code, and the line in it."""
 
 
 LENGTH = 64
@@ -177,10 +172,10 @@ class FlightRecorder:
         self.sent_bytes += sent_bytes
         self.last = number = self.last + 1
         self._counts[exchange_id] = sequence = self._counts[exchange_id] + 1
-        site = user_call_site()
+        site = call_site.user_call_site()
         if site is None and in_backward():
             # On GPUs hooks run in a thread of torch's, while the training thread is inside backward().
-            site = user_call_site(self._thread_id)
+            site = call_site.user_call_site(self._thread_id)
         ticket = Ticket(number, what, exchange_id, sequence, site, purpose=self._purpose)
         self.recent.append(ticket)
         if self._last_collective is not None:
@@ -218,7 +213,7 @@ class FlightRecorder:
         if known is None:
             if len(self._noted) >= MOST_NOTED:
                 self._noted.clear()
-            note = f"{ticket.words} at {words(ticket.site)}".encode(errors="replace")
+            note = f"{ticket.words} at {call_site.words(ticket.site)}".encode(errors="replace")
             known = self._noted[key] = note, site
         return known[0]
 
@@ -248,17 +243,17 @@ class FlightRecorder:
             "blocked": None if own is None else self._as_blocked(own),
             "what": None if latest is None else latest.words,
             "is_over": latest is None or latest.ended is not None,
-            "at": site_of_thread(thread_id) if latest is None or waiting is None else _at(latest, thread_id),
+            "at": call_site.site_of_thread(thread_id) if latest is None or waiting is None else _at(latest, thread_id),
             "seconds": 0.0 if latest is None else now - (latest.ended or latest.since),
         }
         for ticket in recent:
             if self._names[ticket.exchange_id] == exchange and ticket.sequence == sequence:
-                report["entry"] = [ticket.what, words(ticket.site)]
+                report["entry"] = [ticket.what, call_site.words(ticket.site)]
         report["digests"] = {
             t.sequence: zlib.crc32(t.what.encode()) for t in recent if self._names[t.exchange_id] == exchange
         }
         if asked.stacks == "all" or (asked.stacks == "missing" and count < sequence):
-            report["stack"] = stack_of_thread(thread_id)
+            report["stack"] = call_site.stack_of_thread(thread_id)
         return report
 
     def _as_blocked(self, ticket: Ticket) -> dict[str, Any]:
@@ -279,112 +274,9 @@ def _name_of(members: frozenset[int] | None, number: int) -> str:
 
 def _at(ticket: Ticket, thread_id: int) -> str:
     # Hooks may run on a torch thread, which has no user code: the training thread is inside backward().
-    return words(ticket.site) if ticket.site is not None else site_of_thread(thread_id)
+    return call_site.words(ticket.site) if ticket.site is not None else call_site.site_of_thread(thread_id)
 
 
 def with_kind(what: str, tensor: torch.Tensor) -> str:
     """Add dtype and shape of what a rank sends to a description without them."""
     return what if "[" in what else f"{what}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-# -- where in the user's code a thread is ---------------------------------------------------------------
-
-LONGEST_STACK = 16
-"""How many frames of a stack are reported."""
-INNERMOST = 3
-"""How many innermost frames are reported whatever code they belong to: the user's code waits in them."""
-LONGEST_NAMES = 10_000
-
-_LIBRARIES = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    f"{Path(os.__file__).parent}{os.sep}",
-    "<frozen ",
-    "<__",
-    "<eval_with_key>",
-)
-"""Prefixes of file names that are not the user's: rankwise's, Python's, and code compiled from no file."""
-FOR_OTHERS = frozenset((sys.stdlib_module_names - {"__main__"}) | {"numpy"})
-"""Modules that open files for others."""
-_INSTALLED = ("/site-packages/", "/dist-packages/")
-_is_library: dict[str, bool] = {}
-
-
-def user_call_site(thread_id: int | None = None) -> CallSite | None:
-    """Return the innermost line of the user's code that led to this call, or that a thread is in, if there is one.
-
-    Takes about a microsecond: it is called for every collective.
-    """
-    # The only ways to see one's callers without a traceback, and to see another thread.
-    frame = sys._getframe(1) if thread_id is None else sys._current_frames().get(thread_id)  # noqa: SLF001
-    known = _is_library
-    while frame is not None:
-        code = frame.f_code
-        name = code.co_filename
-        is_library = known.get(name)
-        if is_library is None:
-            is_library = _in_library(name)
-        if not is_library:
-            return code, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-def site_of_thread(thread_id: int) -> str:
-    """Return where a thread is, as ``train.py:33 in load``: the innermost line of the user's code."""
-    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread
-    if frame is None:
-        return "nothing any more"
-    return words(user_call_site(thread_id) or (frame.f_code, frame.f_lineno))
-
-
-def stack_of_thread(thread_id: int) -> list[str]:
-    """Return the frames of a thread, innermost last: the user's, and the last few whatever code they belong to."""
-    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - the only way to see another thread
-    found: list[str] = []
-    depth = 0
-    while frame is not None and len(found) < LONGEST_STACK:
-        name = frame.f_code.co_filename
-        if depth < INNERMOST or not _in_library(name):
-            found.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_qualname}")
-        depth += 1
-        frame = frame.f_back
-    return found[::-1]
-
-
-def innermost_of_user(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code in a stack of :func:`stack_of_thread`; else its innermost frame."""
-    return next((frame for frame in reversed(stack) if not _in_library(frame.partition(":")[0])), stack[-1])
-
-
-def responsible_module(means: tuple[str, ...], for_others: frozenset[str] = FOR_OTHERS) -> str:
-    """Return the name of the nearest module on the stack that acts for itself; empty if there is none.
-
-    Args:
-        means: beginnings of the names of modules that are passed over.
-        for_others: packages that are passed over, since they open files or start programs for their callers.
-    """
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to see one's callers without a traceback
-    while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        if not name.startswith(means) and name.partition(".")[0] not in for_others:
-            return name
-        frame = frame.f_back
-    return ""
-
-
-def words(site: CallSite | None) -> str:
-    """Return a call site as ``train.py:33 in load``."""
-    if site is None:
-        return "?"
-    code, line = site
-    return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
-
-
-def _in_library(name: str) -> bool:
-    found = _is_library.get(name)
-    if found is None:
-        if len(_is_library) > LONGEST_NAMES:  # code generated at run time, each piece with its own name
-            _is_library.clear()
-        found = name.startswith(_LIBRARIES) or any(folder in name for folder in _INSTALLED)
-        _is_library[name] = found
-    return found

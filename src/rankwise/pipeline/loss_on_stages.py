@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from rankwise.comm.session import current
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.replicate.loss.graph import forward_call, mark_output, plain, ratio
 from rankwise.replicate.loss.hooks import warn_once
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rankwise.comm.backends.protocol import Amount, Exchange
-    from rankwise.health.flight_recorder import CallSite
+    from rankwise.health.call_site import CallSite
     from rankwise.pipeline.executor import MicroBatch
     from rankwise.replicate.loss.batch_statistics import Statistic
     from rankwise.replicate.loss.reports import GlobalLoss, RowLengths

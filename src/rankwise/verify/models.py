@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 from rankwise.comm.session import current, current_or_none
-from rankwise.health.flight_recorder import responsible_module
+from rankwise.health.call_site import responsible_module
 from rankwise.verify import sketches
 
 if TYPE_CHECKING:

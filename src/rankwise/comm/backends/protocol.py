@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from rankwise.health import collective_mismatch
+from rankwise.health.call_site import user_call_site, words
 from rankwise.health.collective_mismatch import CollectiveCall
-from rankwise.health.flight_recorder import user_call_site, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

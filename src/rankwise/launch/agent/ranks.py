@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankwise.health import flight_recorder, process_probe
+from rankwise.health import call_site, flight_recorder, process_probe
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.agent.output import descriptors_closed
 from rankwise.launch.messages import RankEnds, RankExited, RanksCleared, RankStart, RankStarted, StartAttempt
@@ -184,7 +184,7 @@ class LocalRanks:
             def locate_one(rank: int = rank, pid: int = pid) -> None:
                 stack = process_probe.stack_of(pid, files[rank], partial(self.send_signal, rank))
                 if stack:
-                    known.located_at[rank] = flight_recorder.innermost_of_user(stack)
+                    known.located_at[rank] = call_site.innermost_of_user(stack)
 
             threading.Thread(target=locate_one, name="rankwise-locate", daemon=True).start()
 

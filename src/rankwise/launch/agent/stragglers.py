@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import LaunchError, RankwiseError, fold_ranks
 from rankwise.health import diagnosis
+from rankwise.health.call_site import innermost_of_user
 from rankwise.health.collective_timeout import NOTICE_SECONDS
-from rankwise.health.flight_recorder import innermost_of_user
 from rankwise.world.processes import all_stats
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.comm.session import has_joined
-from rankwise.health.flight_recorder import FOR_OTHERS, responsible_module
+from rankwise.health.call_site import FOR_OTHERS, responsible_module
 from rankwise.log import warn
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MOST_FILES = 10_000
 """How many files of one rank are tracked."""
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 _LOCKS = (".lock", ".lck")
-_MEANS = ("rankwise.launch.", "rankwise.torch_private.", "rankwise.health.flight_recorder")
+_MEANS = ("rankwise.launch.", "rankwise.torch_private.", "rankwise.health.call_site")
 """Modules by which opened files are noticed."""
 
 

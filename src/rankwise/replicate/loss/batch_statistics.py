@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rankwise.comm.current_batch import CurrentBatch
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.batch_tracer import (
     OF_OTHER_VALUES,
     KnownLayout,

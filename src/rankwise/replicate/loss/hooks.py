@@ -23,7 +23,7 @@ import torch
 from rankwise.comm import step_hooks
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.replicate.loss.batch_statistics import FirstBatches
 from rankwise.replicate.loss.graph import clear_, is_zero, multiplied, ratio

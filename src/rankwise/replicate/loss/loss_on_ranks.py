@@ -17,7 +17,7 @@ import torch
 
 from rankwise.comm.current_batch import batch_in_hand
 from rankwise.errors import CollectiveMismatch, ConfigurationError
-from rankwise.health.flight_recorder import user_call_site
+from rankwise.health.call_site import user_call_site
 from rankwise.replicate.loss.graph import check_weight, is_zero
 from rankwise.replicate.loss.reports import (
     MOST_TERMS,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Amount, Exchange
     from rankwise.comm.session import Session
-    from rankwise.health.flight_recorder import CallSite
+    from rankwise.health.call_site import CallSite
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.replicate.loss.reports import GlobalLoss, RowLengths, TermReading
     from rankwise.replicate.no_sync_and_weight import Microsteps

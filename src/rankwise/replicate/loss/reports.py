@@ -23,7 +23,7 @@ import torch
 from rankwise.comm.backends.protocol import ChannelSize
 from rankwise.comm.current_batch import check_same_batch
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.loss.graph import plain
 from rankwise.replicate.state_guard.guard import NUM_NUMBERS
 from rankwise.tensors.checksum import are_equal
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rankwise.comm.backends.protocol import Amount, Exchange
-    from rankwise.health.flight_recorder import CallSite
+    from rankwise.health.call_site import CallSite
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.replicate.loss.terms import Term
     from rankwise.replicate.state_guard.guard import StateGuard

@@ -19,7 +19,7 @@ import torch
 from rankwise.comm.current_batch import CurrentBatch
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.draw_warnings import SinglesInBlock, notice_in_block, permutes_a_part
 from rankwise.replicate.random_numbers.kernels import install
 from rankwise.replicate.random_numbers.scope import DrawScope, check_randomness, enter, leave

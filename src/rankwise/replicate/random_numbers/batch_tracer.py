@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.draw_warnings import warn_of_own_rows
 from rankwise.replicate.random_numbers.sample_layout import (
     OWN_ROWS,

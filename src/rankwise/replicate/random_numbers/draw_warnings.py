@@ -15,7 +15,7 @@ from torch import nn
 
 from rankwise.comm.session import current_or_none
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.torch_private.compiler import OWN_RANDOMNESS_OFF
 

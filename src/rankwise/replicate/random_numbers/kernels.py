@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.counter import bits, kept
 from rankwise.replicate.random_numbers.draw_warnings import forget_notices, notice, warn_of_rejection
 from rankwise.replicate.random_numbers.scope import current_scope, drawing, integer_kernels, is_apart, is_drawing

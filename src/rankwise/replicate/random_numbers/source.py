@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankwise.errors import ConfigurationError
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.replicate.random_numbers.counter import SAMPLERS, mixed
 from rankwise.replicate.random_numbers.sample_layout import OWN_ROWS
 from rankwise.replicate.random_numbers.scope import drawing, is_apart, take_key

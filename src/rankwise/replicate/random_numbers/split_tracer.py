@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.health.flight_recorder import user_call_site, words
+from rankwise.health.call_site import user_call_site, words
 from rankwise.log import warn
 from rankwise.replicate.random_numbers.batch_tracer import (
     FILLING,
