@@ -15,6 +15,7 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import math
 import os
 import runpy
 import select
@@ -26,10 +27,12 @@ import tempfile
 import time
 import types
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+T = TypeVar("T", IO[str], socket.socket)
 
 MARK = "RANKWISE_TEST_MARK"
 """A variable of 32 letters that every process of a command has in ``/proc/PID/environ``, whoever its parent is."""
@@ -168,6 +171,15 @@ def _input(wanted: IO[str] | int, sent: contextlib.ExitStack) -> tuple[IO[str] |
     return None, wanted if isinstance(wanted, int) else wanted.fileno()
 
 
+def _readable(ones: Iterable[T], timeout: float | None) -> list[T]:
+    """Return those that can be read without waiting, once one can; ``select.select`` refuses descriptors above 1023."""
+    numbered = {one.fileno(): one for one in ones}
+    polled = select.poll()
+    for number in numbered:
+        polled.register(number, select.POLLIN)
+    return [numbered[number] for number, _ in polled.poll(None if timeout is None else math.ceil(timeout * 1000))]
+
+
 class Running:
     """A command that runs: what :class:`subprocess.Popen` offers of it, as far as tests need that."""
 
@@ -189,14 +201,14 @@ class Running:
 
     def poll(self) -> int | None:
         """Return the exit code, if it has ended."""
-        if self.returncode is None and select.select([self._ending], [], [], 0)[0]:
+        if self.returncode is None and _readable([self._ending], 0):
             self.returncode = int(self._ending.recv(20))
             self._ending.close()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code once it has ended."""
-        if self.returncode is None and not select.select([self._ending], [], [], timeout)[0]:
+        if self.returncode is None and not _readable([self._ending], timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         code = self.poll()
         assert code is not None
@@ -215,7 +227,7 @@ class Running:
         open_ones = {stream for stream in found if stream is not None and not stream.closed}
         while open_ones:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            readable = select.select([*open_ones], [], [], left)[0]
+            readable = _readable(open_ones, left)
             if not readable:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             for one in readable:
