@@ -27,6 +27,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.insight.run_records import read_run
 from rankwise.insight.step_table import table_of
 from rankwise.testing import run_ranks
+from rankwise.world.device.accelerator import random_state, set_random_state
 from rankwise.world.device.choice import choose_backend, choose_device
 
 if TYPE_CHECKING:
@@ -103,6 +104,19 @@ class _NotesTheDevice:
 def test_the_device_is_set_before_torchs_group_opens() -> None:
     # Not bound: its tensors travel through host memory.
     assert on_standin(_NotesTheDevice(), 3) == [(rank, rank, None) for rank in range(3)]
+
+
+def _state_under_a_default_device(world: World) -> tuple[str, bool]:
+    with torch.device(world.device):
+        state = random_state(world.device)
+        drawn = torch.rand(3)
+        set_random_state(world.device, state)
+        return state.device.type, bool((torch.rand(3) == drawn).all())
+
+
+def test_the_state_of_a_generator_is_on_the_cpu_whatever_the_default_device_is() -> None:
+    # CUDA's generators take no other.
+    assert on_standin(_state_under_a_default_device, 1) == [("cpu", True)]
 
 
 def _choices(_: World) -> dict[str, str]:

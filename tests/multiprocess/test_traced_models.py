@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.jit.trace`` of a replicated model, on which TensorBoard's ``add_graph`` is built."""
+"""``torch.jit.trace`` of a replicated model, on which TensorBoard's ``add_graph`` is built, and ``torch.export``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def _trained(_: World, traces: bool) -> list[float]:
         graphs: list[Any] = [torch.jit.trace(model, x), torch.jit.script(copy.deepcopy(model))]
         for traced in graphs:
             torch.testing.assert_close(traced(x), copy.deepcopy(model)(x), rtol=0, atol=0)
+        # While torch runs the model to export it, it says that it compiles.
+        with torch.no_grad():
+            exported = torch.export.export(model, (x,)).module()
+            torch.testing.assert_close(exported(x), model(x), rtol=0, atol=1e-12)
         model.train()
     torch.manual_seed(1)
     for batch in rw.DataLoader(data, global_batch_size=8):

@@ -201,5 +201,5 @@ def test_a_missing_script_is_reported_before_any_rank_starts(capsys: pytest.Capt
 def test_a_missing_command_is_reported_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["horovodrun", "-np", "2", "train.sh", "--lr", "1"]) == 2
     error = capsys.readouterr().err
-    assert "Command 'train.sh' was not found." in error
+    assert "ConfigurationError: Command 'train.sh' was not found." in error
     assert "./" in error

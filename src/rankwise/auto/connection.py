@@ -80,7 +80,7 @@ class SharedBytes:
         start, shape, strides, dtype = place
         count = math.prod(shape)
         if not count:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=_LINE_BYTES + start)
         return flat.as_strided(shape, strides)
 
@@ -193,7 +193,7 @@ class Connection:
             return
         self._send_pickled((message, places, False, None))
         for (_, shape, strides, dtype), one in zip(places, tensors, strict=True):
-            flat = torch.empty(one.numel(), dtype=dtype)
+            flat = torch.empty(one.numel(), dtype=dtype, device="cpu")
             flat.as_strided(shape, strides).copy_(one.detach())
             self._send_all(memory_of(flat))
 
@@ -221,7 +221,7 @@ class Connection:
             return message, [self._received.at(place) for place in places]
         tensors: list[torch.Tensor] = []
         for _, shape, strides, dtype in places:
-            flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
+            flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device="cpu")
             self._fill(memory_of(flat))
             tensors.append(flat.as_strided(shape, strides))
         return message, tensors

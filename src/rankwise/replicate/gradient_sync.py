@@ -473,7 +473,12 @@ class SyncAfterForward(OwnHook):
         """Note a forward call. Called by torch."""
         if torch.compiler.is_compiling():
             _note_between_graphs(self, module, args, kwargs, output)
-            return
+        else:
+            self.note(module, args, kwargs, output)
+
+    @skipped
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Note a forward call that really runs. While ``torch.export`` runs a model, torch says that it compiles."""
         if torch.jit.is_tracing() or not torch.is_grad_enabled():
             return
         sync = self._sync
@@ -494,4 +499,4 @@ class SyncAfterForward(OwnHook):
             one.register_hook(partial(sync.begin, amount))
 
 
-_note_between_graphs = between_graphs(SyncAfterForward.__call__)
+_note_between_graphs = between_graphs(SyncAfterForward.note)

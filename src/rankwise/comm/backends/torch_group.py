@@ -421,6 +421,10 @@ class HalfChannel(_Channel):
         self._received = self._rows[:0]
         self._unsummed = unsummed
 
+    def can_claim(self) -> bool:
+        """Return whether nothing is pending or unsummed, and nothing must be compared first."""
+        return super().can_claim() and self not in self._unsummed
+
     def claim(self) -> None:
         """Wait for a collective that an error interrupted."""
         self.finish()

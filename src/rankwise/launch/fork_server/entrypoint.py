@@ -332,7 +332,7 @@ def find_command(name: str, arguments: Sequence[str]) -> RankCommand:
     found = shutil.which(name)
     if found is None:
         raise ConfigurationError(
-            f"RankCommand {name!r} was not found.",
+            f"Command {name!r} was not found.",
             evidence=f"searched {os.environ.get('PATH', '')}",
             do="for a script in this folder write ./ before its name; it must be executable (chmod +x)",
         )

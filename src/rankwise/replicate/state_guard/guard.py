@@ -139,7 +139,7 @@ class StateGuard:
             return None
         numbers: list[int] = []
         if step >= self._settings.next:
-            self._facts = [(fact, fact.number()) for fact in shared_facts.values() if self._reads_facts]
+            self._facts = [(fact, fact.number()) for fact in list(shared_facts.values()) if self._reads_facts]
             numbers = [
                 *(number or 0 for _, number in self._facts),
                 self._used.checksum(),
@@ -172,7 +172,7 @@ class StateGuard:
         """
         self._has_ended = True
         self._unaveraged.note_backward()
-        for fact in shared_facts.values() if self._reads_facts else ():
+        for fact in list(shared_facts.values()) if self._reads_facts else ():
             if isinstance(fact.repair, Repair) and fact.repair.is_expected():
                 fact.repair.apply(self._exchange, is_expected=True)
         settings = self._num_steps >= self._settings.next

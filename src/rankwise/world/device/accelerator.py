@@ -147,7 +147,7 @@ def random_state(device: str | torch.device) -> torch.Tensor:
         return torch.get_rng_state()
     module = torch.get_device_module(where)
     state = module.get_rng_state() if kind_named(where.type).is_shared else module.get_rng_state(where)
-    return torch.as_tensor(state)
+    return torch.as_tensor(state, device="cpu")  # not on the default device, which the script may have set
 
 
 def set_random_state(device: str | torch.device, state: torch.Tensor) -> None:
