@@ -61,7 +61,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!rankwise\b).*"),
     ("py:class", r".*\.[A-Z]"),  # type variables
-    ("py:class", r".*\.(Session|Sized|Weights)"),  # in signatures, but nothing that a script makes
+    ("py:class", r".*\.(Commits|Session|Sized|Weights)"),  # in signatures, but nothing that a script makes
     ("py:class", r".*\.groups\.Group"),  # documented under another name, so that plain Group is rankwise's own
 ]
 
