@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 SLOT_BYTES = 2**20
 DUP_SLOT_BYTES = 2**16
 CHANNEL_BYTES = 2**22
+"""Of which a core's cache fits a few: the others travel between hosts meanwhile."""
+HOST_CHANNEL_BYTES = 2**25
+"""On one host nothing moves while backward runs: fewer channels have fewer waits, and two fit an arena."""
 FLAT_BYTES = 2**16
 """Up to this size ranks of several hosts all exchange directly: two levels would take longer."""
 LARGE_BYTES = 2**20
@@ -197,8 +200,10 @@ class SharedMemory:
         )
 
     def channel_bytes(self, device: torch.device) -> int:
-        """Return a size of which a core's cache fits a few."""
-        return CHANNEL_BYTES if device.type == "cpu" else self._torch_group.channel_bytes(device)
+        """Return how large a channel should be."""
+        if device.type != "cpu":
+            return self._torch_group.channel_bytes(device)
+        return HOST_CHANNEL_BYTES if self._cross_host is None else CHANNEL_BYTES
 
     def channels(self, sizes: Sequence[ChannelSize], what: str = "gradients") -> list[BucketChannel]:
         """Return a channel for each size; through torch's group for a GPU, or if memory is short."""
