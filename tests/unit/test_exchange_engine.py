@@ -198,22 +198,22 @@ def test_where_the_kernel_does_not_count_no_core_is_contended(tmp_path: Path) ->
     assert not any(contention.is_contended(number * READING_SECONDS) for number in range(1, 10))
 
 
-_NEXT_TO_OTHERS = """
+_NEXT_TO_ANOTHER = """
 import os, time
 from rankwise.comm.backends.engine import Contention
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-others = [os.fork() for _ in range(2)]
-while not all(others):
-    pass  # a neighbour, until it is killed
+this = os.getpid()
+other = os.fork()
+if not other:
+    while os.getppid() == this:
+        pass
+    os._exit(0)
 contention = Contention()
 while not contention.is_contended(time.monotonic()):
     pass
-for other in others:
-    os.kill(other, 9)
-    os.waitpid(other, 0)
 """
 
 
-def test_neighbours_that_always_work_are_noticed() -> None:
-    subprocess.run([sys.executable, "-c", _NEXT_TO_OTHERS], check=True, timeout=60)
+def test_a_neighbour_that_always_works_is_noticed() -> None:
+    subprocess.run([sys.executable, "-c", _NEXT_TO_ANOTHER], check=True, timeout=60)
