@@ -23,6 +23,7 @@ BENCHMARKS = (
     "loss_reading.py",
     "random_numbers.py",
     "exchange_step.py",
+    "step_with_workers.py",
     "one_copy_memory.py",
     "moved_step.py",
     "flight_recorder.py",

@@ -4,13 +4,16 @@
 No thread moves tensors in the background: an operation is a generator that yields what it waits for. While a
 rank waits for one, it advances all, so that ranks may wait for them in different orders.
 
-Sleeping is built on Linux's futex(2), called through the C library: Python offers no call for it. The kernel checks
-the word and puts the caller to sleep in one step, so no wake-up is lost.
+A rank that waits looks a few times before it sleeps, unless others want its core. It never yields:
+sched_yield(2) gives up the rest of a time slice, and the next ones too if it is called again. Sleeping is built on
+Linux's futex(2), called through the C library: Python offers no call for it. The kernel checks the word and puts the
+caller to sleep in one step, so no wake-up is lost.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import threading
@@ -33,11 +36,17 @@ if TYPE_CHECKING:
 
 
 SPIN_SECONDS = 50e-6
-YIELD_SECONDS = 150e-6
+"""How long a rank that waits keeps looking, if it has its core to itself: as long as being woken takes."""
 ENGINE_CHECK_SECONDS = 0.1
 """How long a rank sleeps before it checks whether the one it waits for is alive."""
 OTHERS_SECONDS = 0.001
 """The same, if it has other operations to advance meanwhile."""
+CONTENDED_SHARE = 0.05
+"""From which share of time on that a thread does not get its core the core is contended: next to one that always works
+it is half. Threads of torch that wake now and then take less than a hundredth."""
+READING_SECONDS = 0.05
+"""How often the kernel is asked, at most: a reading takes 10 us."""
+_STATISTICS = "/proc/self/schedstat"
 
 _SYSCALL_NUMBERS = {"x86_64": 202}
 _WAIT = 0
@@ -156,6 +165,40 @@ class Operation:
         self.error = error
 
 
+class Contention:
+    """Whether others want the core of this process: loader workers, more ranks than cores, other jobs.
+
+    The kernel counts how long the main thread was ready to run while another thread had its core. So nothing needs to
+    know how many workers a loader has, who started them, and whether they have anything to do.
+    """
+
+    def __init__(self, statistics: str = _STATISTICS) -> None:
+        self._statistics = statistics
+        self._read_at = -math.inf
+        self._delay = 0.0
+        self._is_contended = False
+
+    def is_contended(self, now: float) -> bool:
+        """Return whether others wanted this core lately, as of ``now`` in seconds of a clock that never goes back."""
+        elapsed = now - self._read_at
+        if elapsed >= READING_SECONDS:
+            delay = self._read()
+            self._is_contended = delay - self._delay > CONTENDED_SHARE * elapsed
+            self._read_at, self._delay = now, delay
+        return self._is_contended
+
+    def _read(self) -> float:
+        """Return for how many seconds the main thread has waited for a core so far; always 0 where none counts them."""
+        try:
+            descriptor = os.open(self._statistics, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return 0.0
+        try:
+            return int(os.read(descriptor, 128).split()[1]) * 1e-9
+        finally:
+            os.close(descriptor)
+
+
 class Engine:
     """All operations of this rank."""
 
@@ -166,9 +209,7 @@ class Engine:
         self._failed: list[Operation] = [] if moves_with is None else moves_with._failed  # noqa: SLF001 - its own kind
         """Those whose error has not been raised."""
         self._moving = threading.RLock() if moves_with is None else moves_with._moving  # noqa: SLF001 - its own kind
-        # If there are more ranks than cores, a rank that spins takes the core of one that works.
-        crowded = len(peers) > len(os.sched_getaffinity(0))
-        self._spin_seconds = 0.0 if crowded else SPIN_SECONDS
+        self._contention = Contention() if moves_with is None else moves_with._contention  # noqa: SLF001 - its own kind
 
     def subset(self, ranks: Sequence[int]) -> Engine:
         """Return an engine for operations of some ranks of this host, which also advances this engine's operations."""
@@ -226,6 +267,7 @@ class Engine:
 
     def _is_done(self, operation: Operation, seconds: float) -> bool:
         start = time.monotonic()
+        spin_seconds = None
         while True:
             self.advance()
             if operation.is_done or self._failed:
@@ -235,12 +277,11 @@ class Engine:
             spent = time.monotonic() - start
             if spent >= seconds:
                 return False
-            if spent < self._spin_seconds:
-                continue
-            if spent < self._spin_seconds + YIELD_SECONDS:
-                os.sched_yield()
-                continue
-            self._sleep(operation, seconds - spent)
+            if spin_seconds is None:
+                # A rank that spins takes the core of a process that works.
+                spin_seconds = 0.0 if self._contention.is_contended(start) else SPIN_SECONDS
+            if spent >= spin_seconds:
+                self._sleep(operation, seconds - spent)
 
     def _raise_failure(self, operation: Operation) -> None:
         """Raise the error of ``operation`` or, while it is pending, of another one that it may depend on."""
