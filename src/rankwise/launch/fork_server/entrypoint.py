@@ -76,6 +76,7 @@ class Runnable(Protocol):
     @property
     def names(self) -> frozenset[str]:
         """Names that it uses, and modules that it imports: what is worth importing before ranks are forked."""
+        ...
 
     def run(self) -> None:
         """Run; exceptions propagate."""
