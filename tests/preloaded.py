@@ -62,7 +62,7 @@ def _use_huge_pages() -> None:
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), MADV_COLLAPSE)
 
 
-fork_server._preload()
+fork_server._bind_public_names()
 for _name in MODULES:
     importlib.import_module(_name)
 for _name in PACKAGES:

@@ -245,14 +245,14 @@ def test_a_script_keeps_an_option_of_its_own(
     assert given == [(str(script), after)]
 
 
-def test_a_mistake_does_not_wait_for_torch() -> None:
+def test_a_mistake_does_not_wait_for_torch_nor_for_other_commands() -> None:
     """With the public names left aside, whose import is not the command's."""
     program = (
         "import sys, types; package = types.ModuleType('rankwise'); "
         f"package.__path__ = [{str(Path(rankwise.__file__).parent)!r}]; "
         "sys.modules['rankwise'] = package; "
         "from rankwise.cli import main; code = main(['run', 'nowhere.py']); "
-        "print(code, 'torch' in sys.modules)"
+        "print(code, 'torch' in sys.modules, 'rankwise.cli.doctor' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout == "2 False\n"
+    assert ended.stdout == "2 False False\n"

@@ -112,3 +112,25 @@ def test_a_class_that_is_here_already_stays_as_it_is() -> None:
     file.seek(0)
     assert type(call.load(file)) is Local
     assert Local.method is before
+
+
+class _Trained:
+    def train(self) -> object:
+        return rw.shard
+
+
+def _joins() -> object:
+    return rw.join, _Trained
+
+
+def test_the_names_that_a_function_uses_include_those_of_its_own_module() -> None:
+    @functools.wraps(_joins)
+    def decorated() -> None:
+        return None
+
+    for fn in (_joins, decorated, functools.partial(_joins), _Trained().train):
+        assert {"rankwise", "shard"} <= call.names_used(fn)
+    assert "join" in call.names_used(_joins)
+    assert "join" not in call.names_used(_Trained().train)
+    assert call.names_used(print) == frozenset()
+    assert "rankwise.errors" in call.names_used(test_only_a_function_can_be_launched)

@@ -28,6 +28,12 @@ class AutoScript:
         """Return the command line."""
         return str(self.target)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """What the script uses, and what :meth:`run` imports."""
+        own = ("auto.module_calls", "auto.rows", "auto.calls", "auto.connection", "auto.servers", "comm.join")
+        return self.target.names.union(f"rankwise.{module}" for module in own)
+
     def run(self) -> None:
         """Run it on rank zero, and serve on the other ranks. Called by: every rank."""
         # In the rank only: the command line imports no torch.

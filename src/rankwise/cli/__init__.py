@@ -7,10 +7,10 @@ The only place that prints. Does not import torch: a mistake in a command is rep
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from rankwise.cli import doctor, horovodrun, report, run, top, verify
 from rankwise.cli.arguments import equivalents
 from rankwise.errors import RankwiseError
 from rankwise.version import VERSION
@@ -18,19 +18,21 @@ from rankwise.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS = (
-    run.RUN,
-    report.REPORT,
-    report.SHOW,
-    top.TOP,
-    verify.COMMAND,
-    doctor.DOCTOR,
-    doctor.ENV,
-    top.STACKS,
-    run.SUBMIT,
-    horovodrun.COMMAND,
-)
-"""In the order of ``--help``."""
+    from rankwise.cli.arguments import Command
+
+COMMANDS = {
+    "run": ("run", "RUN"),
+    "report": ("report", "REPORT"),
+    "show": ("report", "SHOW"),
+    "top": ("top", "TOP"),
+    "verify": ("verify", "COMMAND"),
+    "doctor": ("doctor", "DOCTOR"),
+    "env": ("doctor", "ENV"),
+    "stacks": ("top", "STACKS"),
+    "submit": ("run", "SUBMIT"),
+    "horovodrun": ("horovodrun", "COMMAND"),
+}
+"""Module and name of each command, in the order of ``--help``."""
 USAGE_ERROR = 2
 """Exit code if nothing was started."""
 
@@ -50,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = _parser()
+    # To import the others takes as long as to start Python.
+    parser = _parser(words[:1] if words and words[0] in COMMANDS else tuple(COMMANDS))
     if words and words[0].endswith(".py"):
         parser.error(f"{words[0]} is not a command; to run it: rankwise run {words[0]}")
     options, unknown = parser.parse_known_args(words)
@@ -60,7 +63,13 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _command(name: str) -> Command:
+    module, constant = COMMANDS[name]
+    command: Command = getattr(importlib.import_module(f"rankwise.cli.{module}"), constant)
+    return command
+
+
+def _parser(names: Sequence[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rankwise",
         description="One PyTorch training script on any number of ranks.",
@@ -68,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rankwise {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for command in map(_command, names):
         known = commands.add_parser(
             command.name,
             help=command.help,

@@ -94,6 +94,7 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     # A rank also returns through here: code around this call runs once in each of them.
     server = fork_server(
         partial(run_rank, target=target, notify_pipe=notify_write_end),
+        names=target.names,
         folder=folder,
         notify_pipe=notify_read_end,
         expects_restarts=options.can_restart,

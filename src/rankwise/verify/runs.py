@@ -184,6 +184,11 @@ class Recorded:
     def __str__(self) -> str:
         return str(self.target)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that the script uses."""
+        return self.target.names
+
     def run(self) -> None:
         """Record the script as it runs."""
         place = None if self.plan.auto else read_process()

@@ -49,6 +49,11 @@ class Script:
     def __str__(self) -> str:
         return self.path
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that it uses."""
+        return names_in(self.code)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Module:
@@ -58,6 +63,8 @@ class Module:
     arguments: tuple[str, ...]
     local_rank_option: str | None = None
     """As for a script."""
+    names: frozenset[str] = frozenset()
+    """The names that it uses, if it is a file of Python."""
 
     def __str__(self) -> str:
         return f"-m {self.name}"
@@ -65,6 +72,11 @@ class Module:
 
 class Runnable(Protocol):
     """A target that runs itself in a rank: a function, sent by the process that launches it."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names that it uses, and modules that it imports: what is worth importing before ranks are forked."""
+        ...
 
     def run(self) -> None:
         """Run; exceptions propagate."""
@@ -126,12 +138,18 @@ def find_module(name: str, arguments: Sequence[str]) -> Module:
             evidence=f"searched the working directory {Path.cwd()} and the installed packages",
             do="for a script use its path, without -m" if name.endswith(".py") else None,
         )
-    option = None
+    option, names = None, frozenset[str]()
     if spec.origin is not None and spec.origin.endswith(".py"):
         source = Path(spec.origin).read_bytes()
-        _compile(source, spec.origin)
+        names = names_in(_compile(source, spec.origin))
         option = _local_rank_option(source, arguments)
-    return Module(name=name, arguments=tuple(arguments), local_rank_option=option)
+    return Module(name=name, arguments=tuple(arguments), local_rank_option=option, names=names)
+
+
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names that ``code`` and the functions in it read or import; those of modules with their dots."""
+    inner = (names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 def run_as_main(target: Target) -> None:

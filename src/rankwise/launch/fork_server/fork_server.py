@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -55,6 +56,9 @@ LAST_RESORT_SECONDS = 4
 """After how long the server stops waiting for a killed process that the kernel does not release."""
 WAIT_SECONDS = 0.5
 """How long the launcher waits for the server before it checks whether it was interrupted."""
+
+SAFE_TO_IMPORT = ("rankwise.", "torch.distributed.")
+"""Names of modules that neither touch a device nor start a thread begin with one of these."""
 
 _SLURM_STEP = "SLURM_STEP_ID"
 
@@ -127,7 +131,12 @@ class ForkServer:
 
 
 def fork_server(
-    run_rank: Callable[[RankStart], int], *, folder: str, notify_pipe: int, expects_restarts: bool = False
+    run_rank: Callable[[RankStart], int],
+    *,
+    names: frozenset[str],
+    folder: str,
+    notify_pipe: int,
+    expects_restarts: bool = False,
 ) -> ForkServer:
     """Fork the fork server off this process, which must have no threads yet.
 
@@ -136,6 +145,7 @@ def fork_server(
 
     Args:
         run_rank: what each rank does; it is in memory before the fork, so nothing is pickled.
+        names: those that the ranks use, as far as is known.
         folder: the job's temporary folder, which the server, the last to exit, removes.
         notify_pipe: the launcher's descriptor that must not remain open here.
         expects_restarts: whether the server uses idle time to import what ranks import while they train.
@@ -144,7 +154,7 @@ def fork_server(
         LaunchError: the machine allows no more processes; the folder is then removed.
     """
     # Before the fork: imported after it, the two processes would copy each other's memory.
-    _preload()
+    _preload(names)
     keep_modules()
     gc.freeze()
     gc.enable()  # the caller imported with it disabled
@@ -169,6 +179,7 @@ def fork_server(
         return ForkServer(ours, pid)
     ours.close()
     os.close(notify_pipe)
+    forget_finalizers()
     start = _ForkServerProcess(theirs, folder, expects_restarts=expects_restarts).serve()
     sys.exit(run_rank(start))
 
@@ -317,19 +328,36 @@ def _wake(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: without a handler, a signal would not wake the loop."""
 
 
-def _preload() -> None:
-    """Import once what every rank needs. None of it touches a device or starts a thread."""
+def _preload(names: frozenset[str]) -> None:
+    """Import once what every rank needs, and of rankwise what it uses: all of it takes as long as torch itself.
+
+    None of it touches a device or starts a thread. What a script uses without naming it, each rank imports.
+    """
     importlib.import_module("torch.distributed")
+    if any(name.partition(".")[0] == "rankwise" for name in names):
+        _bind_public_names(names)
+    for name in sorted(names):
+        if name.startswith(SAFE_TO_IMPORT):
+            # A script may catch that it does not exist.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
+def _bind_public_names(names: frozenset[str] | None = None) -> None:
+    """Import public names of rankwise: all of them, or those in ``names``."""
     rankwise = importlib.import_module("rankwise")
     for name in rankwise.__all__:
-        getattr(rankwise, name)
-    meter.listener()
+        if names is None or name in names:
+            getattr(rankwise, name)
+    if names is None or "join" in names:
+        meter.listener()
 
 
 def _preload_for_restarts() -> None:
-    """Import what torch's optimizers import on first use: a second of each rank's start."""
+    """Import the rest of rankwise, and what torch's optimizers import on first use: a second of each rank's start."""
     from rankwise.torch_private.compiler import import_compiler  # noqa: PLC0415 - torch itself comes with _preload()
 
+    _bind_public_names()
     import_compiler()
 
 
@@ -370,6 +398,16 @@ class _KeptModules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: it ran long ago. Called by Python."""
+
+
+def forget_finalizers() -> None:
+    """Have this process, and those forked from it, not call at exit what its libraries have registered until now.
+
+    Torch has each of its operators unregistered: 0.05 s of processor time per rank.
+    """
+    # No public name lists them; without it, they are called.
+    for finalizer in list(vars(weakref.finalize).get("_registry", ())):
+        finalizer.atexit = False
 
 
 def leave_libraries_alone() -> None:

@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from rankwise.comm import session
 from rankwise.errors import RankFailed, rank_prefix
+from rankwise.launch.fork_server.entrypoint import names_in
 from rankwise.launch.messages import receive_packet, send_packet
 from rankwise.launch.report.failure import text_of, trim
 
@@ -67,21 +68,25 @@ class CallerContext:
     name: str
     """Of the function, for people."""
     options: LaunchOptions
+    names: frozenset[str]
+    """Names that the function uses."""
     argv: list[str]
     path: list[str]
     sources: dict[str, list[str]]
     """Source lines of notebook cells, by their names in tracebacks."""
 
 
-def caller_context(name: str, options: LaunchOptions) -> CallerContext:
-    """Return this process's part of a call."""
+def caller_context(name: str, fn: object, options: LaunchOptions) -> CallerContext:
+    """Return this process's part of a call of ``fn``."""
     typed = {
         filename: list(entry[2])
         for filename, entry in list(linecache.cache.items())
         if len(entry) == 4 and not Path(filename).exists()  # noqa: PLR2004 - an entry that has been read
     }
     # getattr: an embedded interpreter may have none.
-    return CallerContext(name=name, options=options, argv=[*getattr(sys, "argv", [])], path=[*sys.path], sources=typed)
+    argv = [*getattr(sys, "argv", [])]
+    names = names_used(fn)
+    return CallerContext(name=name, options=options, names=names, argv=argv, path=[*sys.path], sources=typed)
 
 
 def write(context: CallerContext, call: FunctionCall) -> IO[bytes]:
@@ -140,6 +145,11 @@ class Function:
     def __str__(self) -> str:
         """Return the function's name."""
         return self.context.name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names that the function uses."""
+        return self.context.names
 
     def run(self) -> None:
         """Call the function as this process's ``__main__`` would."""
@@ -299,6 +309,32 @@ def plain_function(fn: Any) -> Any:
             fn = fn.__wrapped__
         else:
             return fn
+
+
+def names_used(fn: object) -> frozenset[str]:
+    """Return the names that a function uses, and the modules they are from.
+
+    Follows functions and classes of the function's own module: they are not run.
+    """
+    found: set[str] = set()
+    followed: list[object] = []
+    left: list[object] = [fn]
+    while left:
+        one = plain_function(left.pop())
+        if any(one is other for other in followed):
+            continue
+        followed.append(one)
+        if isinstance(one, type):
+            left += vars(one).values()
+        elif isinstance(one, FunctionType):
+            names = names_in(one.__code__)
+            globals_used = [one.__globals__[name] for name in names & one.__globals__.keys()]
+            found |= names
+            found |= {value.__name__ for value in globals_used if isinstance(value, ModuleType)}
+            parts = [value for value in globals_used if isinstance(value, FunctionType | type)]
+            found |= {value.__module__ for value in parts}
+            left += [value for value in parts if value.__module__ == one.__module__]
+    return frozenset(found)
 
 
 def _variables_of(fn: object) -> Iterator[tuple[str, object]]:

@@ -237,7 +237,7 @@ def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
     name = getattr(plain_function(call.fn), "__qualname__", type(call.fn).__name__)
     with LauncherProcess() as process:
         try:
-            file = write(caller_context(name, options), call)
+            file = write(caller_context(name, call.fn, options), call)
         except OSError as error:
             raise LaunchError(
                 f"{name} and its arguments could not be written to {tempfile.gettempdir()}: {error.strerror}.",

@@ -211,7 +211,8 @@ def main(caller_descriptor: int, lifeline: int) -> int:
     with tempfile.TemporaryFile(prefix="rankwise-") as file:
         dump((reporter.last_report, reporter.failed), file)
         send(caller, {"kind": "ended", "exit_code": exit_code, "blamed": reporter.blamed}, file)
-    return exit_code
+    # Every rank has exited and everything is sent: Python's own shutdown would only keep the caller waiting.
+    os._exit(exit_code)
 
 
 def _end_with(lifeline: int) -> None:
