@@ -44,8 +44,9 @@ from rankwise.replicate.strategy_registry import (
     check_unregistered,
     register,
 )
+from rankwise.shard.block_exchange import exchange_blocks
 from rankwise.shard.blocks import Blocks, block_names, grouped, recompute_block
-from rankwise.shard.sharded_gradients import ShardSync, WatchedAllGather, WatchedReduceScatter
+from rankwise.shard.sharded_gradients import ShardSync
 from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.torch_private.autograd import in_backward, is_view
 from rankwise.torch_private.compiler import uncompiled
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
-    from rankwise.health.failure_detector import FailureDetector
     from rankwise.replicate.self_check import Bench, Compared
     from rankwise.world.mesh import Axes
 
@@ -177,6 +177,7 @@ def shard(
     )
     for block in recomputed:
         recompute_block(model.get_submodule(block))
+    exchange_blocks(model, name, session, policy.reduce_dtype)
     _follow(model, name, axes, weight, before)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
@@ -191,9 +192,8 @@ def _follow(
 ) -> None:
     """Follow every forward and backward of a sharded model, which had the parameters ``before``."""
     session = current()
-    if session.exchange is not None:
-        _watch_waits(model, session.exchange.detector, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
+    along = exchange_along("dp_shard")
     own = None if session.exchange is None else _own_group(session, session.exchange, axes)
     sync = ShardSync(model, name, own, session)
     sync.loss.expect_weights(by_forward=weight is not None)
@@ -201,7 +201,6 @@ def _follow(
     install(session)
     register(model, ref(sync))
     session.preemption.unless(WeakMethod(sync.is_mid_step))
-    along = exchange_along("dp_shard")
     within_group = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
     use_whole_tensors(session, within_group)
     buffers = None if within_group is None else _follow_buffers(model, name, sync, within_group)
@@ -431,16 +430,6 @@ def _without_views(_: nn.Module, __: object, output: object) -> object:
 
 def _is_followed_view(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and is_view(value)
-
-
-def _watch_waits(model: nn.Module, detector: FailureDetector, ranks: Sequence[int]) -> None:
-    """Have the waits of every block name a peer that fails. Called by: every rank."""
-    exchange_id = detector.recorder.new_exchange_id(ranks)
-    name = type(model).__name__
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(WatchedAllGather(detector, exchange_id, f"parameters of {name}"))
-            module.set_custom_reduce_scatter(WatchedReduceScatter(detector, exchange_id, f"gradients of {name}"))
 
 
 _TRIAL_STEPS = ((0, 1), (2,))
