@@ -40,7 +40,9 @@ _is_renamed = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single" if _is_renamed else "reduce_scatter_tensor")
 
 
-def exchange_blocks(model: nn.Module, name: str, session: Session, reduce_dtype: torch.dtype | None) -> None:
+def exchange_blocks(
+    model: nn.Module, name: str, session: Session, reduce_dtype: torch.dtype | None
+) -> SharedMemory | None:
     """Have the blocks of a sharded model exchanged in shared memory, and their waits name a peer that fails.
 
     Called by: every rank.
@@ -50,9 +52,12 @@ def exchange_blocks(model: nn.Module, name: str, session: Session, reduce_dtype:
         name: of the model, before torch renamed it.
         session: the open one.
         reduce_dtype: of the gradients while they are reduced; ``None``: their own.
+
+    Returns:
+        The exchange whose memory they pass through; ``None`` for torch's group.
     """
     if session.exchange is None or session.axes is None:
-        return
+        return None
     detector = session.exchange.detector
     exchange_id = detector.recorder.new_exchange_id(session.axes.ranks_along(session.world.rank, "dp_shard"))
     along = exchange_along("dp_shard")
@@ -64,6 +69,7 @@ def exchange_blocks(model: nn.Module, name: str, session: Session, reduce_dtype:
             what = f"{block} of {name}" if block else name
             module.set_custom_all_gather(BlockGather(detector, exchange_id, f"parameters of {what}", gather_slots))
             module.set_custom_reduce_scatter(BlockReduce(detector, exchange_id, f"gradients of {what}", reduce_slots))
+    return along if isinstance(along, SharedMemory) and gather_slots is not None else None
 
 
 def _slots(along: SharedMemory, gather_bytes: int, reduce_bytes: int) -> tuple[GatherSlots | None, ReduceSlots | None]:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.shared_memory import SharedMemory
     from rankwise.comm.session import Session
     from rankwise.replicate.self_check import Bench, Compared
     from rankwise.world.mesh import Axes
@@ -177,8 +178,8 @@ def shard(
     )
     for block in recomputed:
         recompute_block(model.get_submodule(block))
-    exchange_blocks(model, name, session, policy.reduce_dtype)
-    _follow(model, name, axes, weight, before)
+    shared = exchange_blocks(model, name, session, policy.reduce_dtype)
+    _follow(model, name, _exchange_of_weights(session, axes, shared), weight, before)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
@@ -186,15 +187,17 @@ def shard(
 def _follow(
     model: nn.Module,
     name: str,
-    axes: Axes,
+    own: Exchange | None,
     weight: Callable[..., float | torch.Tensor] | None,
     before: list[ref[nn.Parameter]],
 ) -> None:
-    """Follow every forward and backward of a sharded model, which had the parameters ``before``."""
+    """Follow every forward and backward of a sharded model, which had the parameters ``before``.
+
+    ``own`` is for its weights.
+    """
     session = current()
     was_meta = FromMeta("shard", model, session.world.device)
     along = exchange_along("dp_shard")
-    own = None if session.exchange is None else _own_group(session, session.exchange, axes)
     sync = ShardSync(model, name, own, session)
     sync.loss.expect_weights(by_forward=weight is not None)
     subscribe(sync.loss, session)
@@ -360,15 +363,26 @@ def _start_equal(model: nn.Module, exchange: Exchange) -> None:
             broadcast_tensors(parts, along, what="parts of parameters of data rank 0")
 
 
-def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
-    """Return a group of torch's of the ranks of this worker group, for all sharded models. Called by: every rank."""
+def _exchange_of_weights(session: Session, axes: Axes, shared: SharedMemory | None) -> Exchange | None:
+    """Return an exchange of the ranks of this worker group, for the weights of sharded models. Called by: every rank.
+
+    Args:
+        session: the open one.
+        axes: of its mesh.
+        shared: that of the ranks along ``dp_shard``, if the blocks pass through its memory.
+    """
+    if session.exchange is None:
+        return None
+    if shared is not None and axes.dp_replicate == axes.tp == 1:
+        return shared
+    # Ranks also wait in collectives of torch, in which they would not answer in shared memory.
     known = session.parts.get(_WEIGHTS)
-    if isinstance(known, TorchGroup):
+    if known is not None:
         return known
     group = dist.new_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"torch.distributed.new_group() returned {group!r} for a group of all ranks")
-    detector = exchange.detector
+    exchange, detector = session.exchange, session.exchange.detector
     own = TorchGroup(detector, exchange.rank, exchange.world_size, group, detector.recorder.new_exchange_id())
     if axes.worker_groups > 1:
         own = own.split(axes.groups_along(*_WITHIN_GROUP))

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Amount, BucketChannel
-    from rankwise.comm.backends.torch_group import TorchGroup
+    from rankwise.comm.backends.protocol import Amount, BucketChannel, Exchange
     from rankwise.comm.session import Session
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.torch_private.fsdp import FSDPParamGroup
@@ -56,13 +55,13 @@ class ShardSync:
 
     strategy = "shard"
 
-    def __init__(self, model: nn.Module, name: str, exchange: TorchGroup | None, session: Session) -> None:
+    def __init__(self, model: nn.Module, name: str, exchange: Exchange | None, session: Session) -> None:
         """Follow the blocks of ``model``.
 
         Args:
             model: sharded already.
             name: of the model, before torch renamed it.
-            exchange: the model's own, of torch: it progresses while this rank computes or waits in torch.
+            exchange: for its weights; of torch, unless this rank waits in no collective of torch's.
             session: the open one.
         """
         self._on_mean: Callable[[float], None] | None = None
