@@ -83,10 +83,7 @@ def open_rings(along: Exchange | None, pairs: Iterable[tuple[int, int]], sent_by
 
 
 class PipelineLink:
-    """Sends and receives to the other ranks of a pipeline, watched by the failure detector.
-
-    Its many fields are torch's group and the rings of shared memory, and what is under way on them.
-    """
+    """Sends and receives to the other ranks of a pipeline, watched by the failure detector."""
 
     def __init__(
         self,
