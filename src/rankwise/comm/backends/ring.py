@@ -34,21 +34,29 @@ class _Ring:
         self._bytes = memory.mapping.tensor(start + _control_bytes(), [capacity], torch.uint8)
         self._position = 0
         self._waiting: deque[torch.Tensor] = deque()
-        self._operation: Operation | None = None
+        self._num_moved = 0
+        """How many tensors have been sent or received."""
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor can be sent, the same at both ends."""
         return rounded_up(tensor.nbytes, LINE_BYTES) <= self._capacity
 
-    def _next_end(self, num_bytes: int) -> int:
-        """Return where the next tensor ends, of so many bytes."""
-        size = rounded_up(num_bytes, LINE_BYTES)
+    def _next_end(self) -> int:
+        """Return where the tensor ends that is next to move."""
+        size = rounded_up(len(self._waiting[0]), LINE_BYTES)
         left = self._capacity - self._position % self._capacity
         return self._position + size + (left if left < size else 0)
 
-    def _piece(self, end: int, num_bytes: int) -> torch.Tensor:
+    def _piece(self, end: int) -> torch.Tensor:
+        num_bytes = len(self._waiting[0])
         first = (end - rounded_up(num_bytes, LINE_BYTES)) % self._capacity
         return self._bytes[first : first + num_bytes]
+
+    def _note_moved(self, end: int) -> None:
+        self._position = end
+        self._counters.post(end)
+        self._waiting.popleft()
+        self._num_moved += 1
 
 
 class RingSender(_Ring):
@@ -56,28 +64,30 @@ class RingSender(_Ring):
 
     def __init__(self, memory: HostMemory, start: int, capacity: int, *, peer: int) -> None:
         super().__init__(memory, start, capacity, peer=peer, is_sender=True)
+        self._operation: Operation | None = None
+        """The latest, which is done when all is sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a contiguous tensor that fits; where there is no room yet, while this rank waits. It may not change."""
         self._waiting.append(bytes_of(tensor))
-        if self._operation is None or self._operation.is_done:
-            self._operation = self._engine.start(self._send_all())
+        self._operation = self._engine.start(self._send_until(self._num_moved + len(self._waiting)))
 
     def finish(self, ticket: Ticket) -> None:
         """Wait until all is sent."""
         if self._operation is not None:
             self._engine.wait(self._operation, ticket)
 
-    def _send_all(self) -> Generator[Awaited]:
-        while self._waiting:
-            data = self._waiting[0]
-            end = self._next_end(len(data))
+    def _send_until(self, number: int) -> Generator[Awaited]:
+        while self._num_moved < number:
             # What is skipped is free once all before it is received.
-            yield self._other, min(end - self._capacity, self._position)
-            self._piece(end, len(data)).copy_(data)
-            self._position = end
-            self._counters.post(end)
-            self._waiting.popleft()
+            end = self._next_end()
+            needed = min(end - self._capacity, self._position)
+            if not self._other.reach(needed):
+                # Another operation may send the same tensor meanwhile.
+                yield self._other, needed
+                continue
+            self._piece(end).copy_(self._waiting[0])
+            self._note_moved(end)
 
 
 class RingReceiver(_Ring):
@@ -85,12 +95,11 @@ class RingReceiver(_Ring):
 
     def __init__(self, memory: HostMemory, start: int, capacity: int, *, peer: int) -> None:
         super().__init__(memory, start, capacity, peer=peer, is_sender=False)
-        self._num_received = 0
 
     def receive(self, tensor: torch.Tensor) -> int:
         """Receive into a contiguous tensor; return a number to wait for."""
         self._waiting.append(bytes_of(tensor))
-        return self._num_received + len(self._waiting)
+        return self._num_moved + len(self._waiting)
 
     def wait(self, number: int, ticket: Ticket) -> None:
         """Wait until a tensor is received, and those before it.
@@ -98,19 +107,17 @@ class RingReceiver(_Ring):
         Raises:
             PeerFailed, PeerMissing: the sender has failed, or does not send.
         """
-        if self._num_received < number:
+        if self._num_moved < number:
             self._engine.wait(self._engine.start(self._receive_until(number)), ticket)
 
     def _receive_until(self, number: int) -> Generator[Awaited]:
-        while self._num_received < number:
-            data = self._waiting[0]
-            end = self._next_end(len(data))
-            yield self._other, end
-            data.copy_(self._piece(end, len(data)))
-            self._position = end
-            self._counters.post(end)
-            self._num_received += 1
-            self._waiting.popleft()
+        while self._num_moved < number:
+            end = self._next_end()
+            if not self._other.reach(end):
+                yield self._other, end
+                continue
+            self._waiting[0].copy_(self._piece(end))
+            self._note_moved(end)
 
 
 class _Other:
