@@ -23,6 +23,8 @@ from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.testing import run_ranks
 
 if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
     from rankwise.world.facts import World
 
 
@@ -100,7 +102,7 @@ def _train_with_every_schedule(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_training_is_that_of_one_device_with_every_schedule(num_ranks: int) -> None:
+def test_training_is_that_of_one_device_with_every_schedule(run_ranks: RunRanks, num_ranks: int) -> None:
     results = [result.get() for result in run_ranks(_train_with_every_schedule, num_ranks)]
     names = sorted(name for name, _ in Skipping().named_parameters())
     for schedule in SCHEDULES:
@@ -109,6 +111,26 @@ def test_training_is_that_of_one_device_with_every_schedule(num_ranks: int) -> N
         assert sorted(held) == names, "every parameter is on exactly one rank"
         numbers = [number for result in results for number in result[schedule][2]]
         assert len(numbers) == len(set(numbers)) == len(names) - 2, "optimizers number parameters alike; never has none"
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 3))
+
+
+def _train_on_more_than_the_example(world: World) -> float:
+    """Send more than fits the memory between the stages, between steps that fit."""
+    model, one = built(Wide), built(Wide)
+    step = pipeline(model, mean_square, example=drawn(2, 4), micro_batches=2, split=["2"])
+    for samples in (2, 2000, 3):
+        x, y = drawn(samples, 4, seed=samples), drawn(samples, 3, seed=1)
+        step(x, y)
+        mean_square(one(x), y).backward()
+    return difference(model, one)
+
+
+def test_batches_may_be_larger_than_the_example() -> None:
+    assert max(result.get() for result in run_ranks(_train_on_more_than_the_example, 2)) <= TOLERANCE
 
 
 def _train_images(world: World) -> list[float]:

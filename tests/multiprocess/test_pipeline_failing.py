@@ -16,6 +16,8 @@ from rankwise.pipeline.pipeline import pipeline
 from rankwise.testing import RankDied, kill_self, run_ranks
 
 if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
     from rankwise.world.facts import World
 
 FAILING_SECONDS = 8.0
@@ -48,7 +50,7 @@ def _fail(world: World, how: str) -> None:
         raise
 
 
-def test_a_rank_that_fails_ends_the_step_on_every_rank() -> None:
+def test_a_rank_that_fails_ends_the_step_on_every_rank(run_ranks: RunRanks) -> None:
     *others, failed = run_ranks(_fail, 3, "raise")
     assert isinstance(failed.error, ValueError)
     assert any("in the forward of stage 2, micro-batch 0" in note for note in failed.error.__notes__)
@@ -81,7 +83,7 @@ def test_a_step_that_broke_off_cannot_be_skipped() -> None:
     assert "was aborted" in str(skipping.error)
 
 
-def test_a_rank_that_dies_ends_the_step_on_every_rank() -> None:
+def test_a_rank_that_dies_ends_the_step_on_every_rank(run_ranks: RunRanks) -> None:
     *others, dead = run_ranks(_fail, 3, "die")
     assert isinstance(dead.error, RankDied)
     for result in others:

@@ -13,16 +13,18 @@ import torch
 from replicas import TOLERANCE, batches, built, largest_difference, part
 from sharded_models import Block, Deep
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rankwise import testing
-from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing
 from rankwise.replicate.device_mesh import mesh, submesh
 from rankwise.replicate.no_sync_and_weight import no_sync, weight
 from rankwise.shard.shard import shard
 
 if TYPE_CHECKING:
+    from on_ranks import RunRanks
+
     from rankwise.world.facts import World
 
 SIZES = (8, 7, 3, 2, 1)
@@ -81,9 +83,11 @@ def train(world: World, sizes: dict[str, int], options: dict[str, Any]) -> tuple
         (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
     ],
 )
-def test_training_is_as_on_one_device(world_size: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+def test_training_is_as_on_one_device(
+    run_ranks: RunRanks, world_size: int, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
     expected, norms = plain_training()
-    for result in testing.run_ranks(train, world_size, sizes, options):
+    for result in run_ranks(train, world_size, sizes, options):
         parameters, own_norms, keys, is_deep, largest_part = result.get()
         assert largest_difference(parameters, expected) <= TOLERANCE
         assert own_norms == pytest.approx(norms, rel=1e-10)
@@ -307,6 +311,108 @@ def test_a_rank_that_fails_in_a_block_is_named_by_the_one_that_waits_for_its_par
     assert isinstance(failing.error, ZeroDivisionError)
     assert isinstance(waiting.error, PeerFailed)
     assert waiting.error.rank == odd
+
+
+def is_killed_in_a_block(world: World) -> None:
+    model = shard(built(Deep), blocks=["layers.*"])
+    ((x, _),) = batches((4,))
+    model(x).sum().backward()
+    if world.rank == 1:
+        model.layers[1].register_forward_pre_hook(lambda *_: testing.kill_self())
+    model(x).sum().backward()
+
+
+def test_a_rank_that_is_killed_in_a_block_is_named_by_the_others() -> None:
+    first, killed, last = testing.run_ranks(is_killed_in_a_block, 3)
+    assert isinstance(killed.error, testing.RankDied)
+    for result in (first, last):
+        assert isinstance(result.error, PeerMissing)
+        assert "rank 1 exited" in str(result.error)
+
+
+class TakesEitherFirst(nn.Module):
+    """Two blocks of one size, in an order that a rank can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in "ab"])
+        self.first = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1 - self.first](self.layers[self.first](x))
+
+
+def runs_blocks_in_another_order(world: World) -> None:
+    model = shard(built(TakesEitherFirst), blocks=["layers.*"])
+    ((x, _),) = batches((4,))
+    model(x).sum().backward()
+    model.first = world.rank
+    model(x).sum().backward()
+
+
+def test_blocks_that_run_in_another_order_on_a_rank_are_named() -> None:
+    for result in testing.run_ranks(runs_blocks_in_another_order, 2):
+        assert isinstance(result.error, CollectiveMismatch)
+        for rank in range(2):
+            assert f"rank {rank}: parameters of layers.{rank} of TakesEitherFirst" in str(result.error)
+
+
+def gathers_ahead(world: World, ahead: int) -> dict[str, torch.Tensor]:
+    """Train with blocks that are gathered before they are needed, as torch's FSDPModule can."""
+    model = shard(built(Long), blocks=["layers.*"])
+    layers: list[Any] = list(model.layers)
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + ahead])
+        layer.set_modules_to_backward_prefetch(layers[max(number - ahead, 0) : number][::-1])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for x, y in batches((8, 4, 8)):
+        xs, ys = part(x, world.rank, world.world_size), part(y, world.rank, world.world_size)
+        (model(xs) - ys).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+class Long(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(5)])
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_blocks_gathered_ahead_change_no_bit(ahead: int) -> None:
+    expected = testing.run_ranks(gathers_ahead, 2, 0)
+    for early, plain in zip(testing.run_ranks(gathers_ahead, 2, ahead), expected, strict=True):
+        assert largest_difference(early.get(), plain.get()) == 0
+
+
+class TwoBlocks(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(128, 128), nn.Linear(128, 128))
+
+
+def computes_in_a_wider_dtype(world: World) -> dict[str, torch.Tensor | None]:
+    """The parameters of a block, gathered in float64, are larger than the memory that is kept for them."""
+    model = built(TwoBlocks).float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64, output_dtype=torch.float64)
+    shard(model, blocks=["0", "1"], mixed_precision=policy)
+    x = torch.eye(128, dtype=torch.float64)
+    model(part(x, world.rank, world.world_size)).square().mean().backward()
+    return gradients(model)
+
+
+def test_blocks_that_are_gathered_in_a_wider_dtype_are_exact() -> None:
+    model = built(TwoBlocks).float().double()
+    model(torch.eye(128, dtype=torch.float64)).square().mean().backward()
+    for result in testing.run_ranks(computes_in_a_wider_dtype, 2):
+        for name, gradient in result.get().items():
+            torch.testing.assert_close(gradient, gradients(model)[name].float())
 
 
 class GivesViews(nn.Module):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends and receives between the ranks of a pipeline, with waits that end when a peer fails.
 
-A wait of Gloo cannot be polled, and one that times out closes the connection. So each wait is one call, and a thread
-asks the failure detector about long waits and aborts them for a reason. On a device the stream waits, and what is
-queued there is followed. Used by executor.
+Ranks of one host send through memory that they share, others through torch's group. A wait of Gloo cannot be polled,
+and one that times out closes the connection. So each wait is one call, and a thread asks the failure detector about
+long waits and aborts them for a reason. On a device the stream waits, and what is queued there is followed. Used by
+executor.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from weakref import finalize, ref
 import torch
 import torch.distributed as dist
 
-from rankwise.errors import fold_ranks
+from rankwise.comm.backends.mapping import PAGE_BYTES, rounded_up
+from rankwise.comm.backends.ring import RingReceiver, RingSender, ring_bytes
+from rankwise.comm.backends.shared_memory import SharedMemory
+from rankwise.errors import fold_ranks, fold_values
 from rankwise.health.collective_timeout import SLICE_SECONDS, CollectiveWait
 from rankwise.health.queued_collectives import order_stream
+from rankwise.log import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from rankwise.comm.backends.protocol import Exchange
     from rankwise.health.failure_detector import FailureDetector
     from rankwise.health.flight_recorder import Ticket
 
@@ -35,13 +41,49 @@ if TYPE_CHECKING:
 class Transfer:
     """A send or a receive under way."""
 
-    work: dist.Work
+    work: dist.Work | _Receiving
     rank: int
     """The other rank, in the world."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Receiving:
+    """A receive through shared memory."""
+
+    ring: RingReceiver
+    number: int
+
+
+Rings = tuple[dict[int, "RingSender"], dict[int, "RingReceiver"]]
+"""To each rank along the pipeline that this rank sends to, and from each that it receives from."""
+NO_RINGS: Rings = ({}, {})
+LEAST_RING_BYTES = 2**20
+NUM_IN_RING = 2
+"""How many micro-batches of the example's size fit: a stage may be ahead by one."""
+
+
+def open_rings(along: Exchange | None, pairs: Iterable[tuple[int, int]], sent_bytes: int) -> Rings:
+    """Open a ring for each (sender, receiver) along the pipeline, if its ranks are on one host.
+
+    Called by: every rank of ``along``, with the same ``pairs``. ``sent_bytes`` is what a stage sends for a micro-batch.
+    """
+    if not isinstance(along, SharedMemory) or len(along.hosts) > 1:
+        return NO_RINGS
+    capacity = rounded_up(max(NUM_IN_RING * sent_bytes, LEAST_RING_BYTES), PAGE_BYTES)
+    places = {pair: PAGE_BYTES + number * ring_bytes(capacity) for number, pair in enumerate(sorted(pairs))}
+    own_parts = [(start, ring_bytes(capacity)) for (sender, _), start in places.items() if sender == along.rank]
+    end = PAGE_BYTES + len(places) * ring_bytes(capacity)
+    memory, reasons = along.host_memory(end, own_parts)
+    if memory is None:
+        warn(f"stages send through Gloo: no shared memory of {end / 2**20:.0f} MiB\n{fold_values(reasons)}")
+        return NO_RINGS
+    to = {b: RingSender(memory, at, capacity, peer=b) for (a, b), at in places.items() if a == along.rank}
+    from_ = {a: RingReceiver(memory, at, capacity, peer=a) for (a, b), at in places.items() if b == along.rank}
+    return to, from_
+
+
 class PipelineLink:
-    """torch's sends and receives to the other ranks of a pipeline, watched by the failure detector."""
+    """Sends and receives to the other ranks of a pipeline, watched by the failure detector."""
 
     def __init__(
         self,
@@ -49,12 +91,14 @@ class PipelineLink:
         ranks: Sequence[int],
         device: torch.device,
         detector: FailureDetector | None,
+        rings: Rings = NO_RINGS,
     ) -> None:
         self.device = device
         self._group = group
         self._ranks = list(ranks)
         self._detector = detector
         self._exchange_id = 0 if detector is None else detector.recorder.new_exchange_id(ranks)
+        self._to, self._from = rings
         self._ticket: Any = None
         self._sent: list[tuple[Transfer, torch.Tensor]] = []
         self._waiter: Waiter | None = None
@@ -66,12 +110,20 @@ class PipelineLink:
 
     def send(self, tensor: torch.Tensor, place: int) -> None:
         """Start sending to the rank at ``place`` along the pipeline."""
+        ring = self._to.get(place)
+        if ring is not None and ring.fits(tensor):
+            if tensor.numel():
+                ring.send(_flat(tensor))
+            return
         started = self._start(dist.isend, tensor, place)
         if started is not None:
             self._sent.append((started, tensor))
 
     def receive(self, tensor: torch.Tensor, place: int) -> Transfer | None:
         """Start receiving into ``tensor``."""
+        ring = self._from.get(place)
+        if ring is not None and ring.fits(tensor) and tensor.numel():
+            return Transfer(_Receiving(ring, ring.receive(_flat(tensor))), self._ranks[place])
         return self._start(dist.irecv, tensor, place)
 
     def _start(self, how: Callable[..., dist.Work | None], tensor: torch.Tensor, place: int) -> Transfer | None:
@@ -94,24 +146,31 @@ class PipelineLink:
     def wait(self, started: Iterable[Transfer | None]) -> None:
         """Wait for transfers; raise the error that the failure detector finds if they will not complete."""
         under_way = [one for one in started if one is not None]
-        if not under_way:
-            return
-        if self._detector is None:
-            for one in under_way:
-                one.work.wait()
-            return
-        if self._detector.queue is not None:
-            for one in under_way:
-                order_stream(self._detector, self._ticket, one.work)
-            return
         ranks = sorted({one.rank for one in under_way})
-        if self._waiter is None:
-            self._waiter = Waiter(self._detector)
+        works: list[dist.Work] = []
         try:
-            self._waiter.wait([one.work for one in under_way], self._ticket, partial(self._disconnect, ranks))
+            for one in under_way:
+                if isinstance(one.work, _Receiving):
+                    one.work.ring.wait(one.work.number, self._ticket)
+                else:
+                    works.append(one.work)
+            if works:
+                self._wait_for_torch(works, ranks)
         except Exception as error:
             error.add_note(f"waiting for {fold_ranks(ranks)}")
             raise
+
+    def _wait_for_torch(self, works: Sequence[dist.Work], ranks: Sequence[int]) -> None:
+        if self._detector is None:
+            for work in works:
+                work.wait()
+        elif self._detector.queue is not None:
+            for work in works:
+                order_stream(self._detector, self._ticket, work)
+        else:
+            if self._waiter is None:
+                self._waiter = Waiter(self._detector)
+            self._waiter.wait(works, self._ticket, partial(self._disconnect, ranks))
 
     def _disconnect(self, ranks: Sequence[int]) -> None:
         # A wait of Gloo that times out closes the connection, which ends every other wait for it.
@@ -123,6 +182,8 @@ class PipelineLink:
 
     def finish(self) -> None:
         """Wait for all sends."""
+        for ring in self._to.values():
+            ring.finish(self._ticket)
         self.wait([started for started, _ in self._sent])
         self._sent.clear()
 

@@ -131,8 +131,8 @@ class CopyLosses(NamedTuple):
             self.counted + counted,
             self.num_unlike + is_unlike,
             self.num_penalties + has_penalty,
-            _sum(self.amounts, amounts, MOST_TERMS),
-            _sum(self.reports, report, REPORT_LENGTH),
+            _sum(self.amounts, amounts),
+            _sum(self.reports, report),
         )
 
     @classmethod
@@ -351,9 +351,10 @@ def _is_scaled_mean(term: Term) -> bool:
     return term.is_odd and term.kind == "mean"
 
 
-def _sum(some: Sequence[Any], others: Sequence[Any], length: int) -> tuple[Any, ...]:
-    padded = [*others, *(0.0 for _ in range(length - len(others)))]
-    return tuple(one + other for one, other in zip(some, padded, strict=True))
+def _sum(some: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the sum of two rows of numbers, of which the second may be shorter."""
+    num = len(others)
+    return *(one + other for one, other in zip(some[:num], others, strict=True)), *some[num:]
 
 
 class LossOnStages:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -180,6 +181,8 @@ class StagePlan:
     stage_of: dict[str, int] = field(default_factory=dict[str, int])
     homes: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     """The stages of each parameter and buffer."""
+    sent_bytes: int = 0
+    """The most that a stage sends for a micro-batch of the example."""
     costs: dict[str, float] | None = None
     _modules: list[nn.Module] = field(init=False)
     _open: list[tuple[str, nn.Module]] = field(init=False)
@@ -201,6 +204,12 @@ class StagePlan:
     def num_stages(self) -> int:
         """How many stages there are."""
         return self.schedule.num_stages(self.num_ranks)
+
+    def neighbours(self) -> set[tuple[int, int]]:
+        """Return the pairs of ranks along the pipeline of which the first sends to the second."""
+        places = [self.schedule.rank_of(stage, self.num_ranks) for stage in range(self.num_stages)]
+        pairs = {(one, other) for one, other in pairwise(places) if one != other}
+        return pairs | {(other, one) for one, other in pairs}
 
     def trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         """Return the calls of the model for these arguments."""
@@ -250,6 +259,7 @@ class StagePlan:
             cuts = self._balanced(costs, tied)
         self.stage_of = stages_of_blocks(self.order, cuts)
         stages = cut(program, self.stage_of, self.num_stages)
+        self.sent_bytes = max(sum(program.kinds[value].nbytes for value in stage.sends) for stage in stages)
         state_names = [
             *(name for name, _ in self.model.named_parameters(remove_duplicate=False)),
             *(name for name, _ in self.model.named_buffers(remove_duplicate=False)),

@@ -7,6 +7,7 @@ Pure: programs, names and costs in, stages out. Recorded by traced, cut by plan,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,11 @@ class TensorKind:
     storage: int
     """Equal for views of the same memory."""
     is_plain: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(eq=False, slots=True)

@@ -32,7 +32,7 @@ from rankwise.pipeline.executor import (
     split_leaves,
     write_picture,
 )
-from rankwise.pipeline.link import PipelineLink
+from rankwise.pipeline.link import PipelineLink, open_rings
 from rankwise.pipeline.loss_on_stages import LossOnStages, MicroBatchLosses, StepWeight
 from rankwise.pipeline.schedule import Action, predicting_order, training_order
 from rankwise.pipeline.stage_executor import StageDraws
@@ -92,7 +92,8 @@ class Pipeline:
         self._last_place = plan.schedule.rank_of(plan.num_stages - 1, plan.num_ranks)
         self._along: Exchange | None = exchange_along("pp")
         group = submesh("pp").get_group() if axes.pp > 1 else None
-        self._link = PipelineLink(group, axes.ranks_along(world.rank, "pp"), plan.device, session.detector)
+        rings = open_rings(self._along, plan.neighbours(), plan.sent_bytes)
+        self._link = PipelineLink(group, axes.ranks_along(world.rank, "pp"), plan.device, session.detector, rings)
         copies = exchange_along("dp_replicate")
         named = {name: one for name, one in plan.model.named_parameters() if plan.holds(name, place)}
         what = f"gradients of {type(plan.model).__name__}"

@@ -44,8 +44,9 @@ from rankwise.replicate.strategy_registry import (
     check_unregistered,
     register,
 )
+from rankwise.shard.block_exchange import exchange_blocks
 from rankwise.shard.blocks import Blocks, block_names, grouped, recompute_block
-from rankwise.shard.sharded_gradients import ShardSync, WatchedAllGather, WatchedReduceScatter
+from rankwise.shard.sharded_gradients import ShardSync
 from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 from rankwise.torch_private.autograd import in_backward, is_view
 from rankwise.torch_private.compiler import uncompiled
@@ -59,8 +60,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from rankwise.comm.backends.protocol import Exchange
+    from rankwise.comm.backends.shared_memory import SharedMemory
     from rankwise.comm.session import Session
-    from rankwise.health.failure_detector import FailureDetector
     from rankwise.replicate.self_check import Bench, Compared
     from rankwise.world.mesh import Axes
 
@@ -177,7 +178,8 @@ def shard(
     )
     for block in recomputed:
         recompute_block(model.get_submodule(block))
-    _follow(model, name, axes, weight, before)
+    shared = exchange_blocks(model, name, session, policy.reduce_dtype)
+    _follow(model, name, _exchange_of_weights(session, axes, shared), weight, before)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model
 
@@ -185,23 +187,23 @@ def shard(
 def _follow(
     model: nn.Module,
     name: str,
-    axes: Axes,
+    own: Exchange | None,
     weight: Callable[..., float | torch.Tensor] | None,
     before: list[ref[nn.Parameter]],
 ) -> None:
-    """Follow every forward and backward of a sharded model, which had the parameters ``before``."""
+    """Follow every forward and backward of a sharded model, which had the parameters ``before``.
+
+    ``own`` is for its weights.
+    """
     session = current()
-    if session.exchange is not None:
-        _watch_waits(model, session.exchange.detector, axes.ranks_along(session.world.rank, "dp_shard"))
     was_meta = FromMeta("shard", model, session.world.device)
-    own = None if session.exchange is None else _own_group(session, session.exchange, axes)
+    along = exchange_along("dp_shard")
     sync = ShardSync(model, name, own, session)
     sync.loss.expect_weights(by_forward=weight is not None)
     subscribe(sync.loss, session)
     install(session)
     register(model, ref(sync))
     session.preemption.unless(WeakMethod(sync.is_mid_step))
-    along = exchange_along("dp_shard")
     within_group = None if session.exchange is None else exchange_along(*_WITHIN_GROUP)
     use_whole_tensors(session, within_group)
     buffers = None if within_group is None else _follow_buffers(model, name, sync, within_group)
@@ -361,15 +363,26 @@ def _start_equal(model: nn.Module, exchange: Exchange) -> None:
             broadcast_tensors(parts, along, what="parts of parameters of data rank 0")
 
 
-def _own_group(session: Session, exchange: Exchange, axes: Axes) -> TorchGroup:
-    """Return a group of torch's of the ranks of this worker group, for all sharded models. Called by: every rank."""
+def _exchange_of_weights(session: Session, axes: Axes, shared: SharedMemory | None) -> Exchange | None:
+    """Return an exchange of the ranks of this worker group, for the weights of sharded models. Called by: every rank.
+
+    Args:
+        session: the open one.
+        axes: of its mesh.
+        shared: that of the ranks along ``dp_shard``, if the blocks pass through its memory.
+    """
+    if session.exchange is None:
+        return None
+    if shared is not None and axes.dp_replicate == axes.tp == 1:
+        return shared
+    # Ranks also wait in collectives of torch, in which they would not answer in shared memory.
     known = session.parts.get(_WEIGHTS)
-    if isinstance(known, TorchGroup):
+    if known is not None:
         return known
     group = dist.new_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"torch.distributed.new_group() returned {group!r} for a group of all ranks")
-    detector = exchange.detector
+    exchange, detector = session.exchange, session.exchange.detector
     own = TorchGroup(detector, exchange.rank, exchange.world_size, group, detector.recorder.new_exchange_id())
     if axes.worker_groups > 1:
         own = own.split(axes.groups_along(*_WITHIN_GROUP))
@@ -431,16 +444,6 @@ def _without_views(_: nn.Module, __: object, output: object) -> object:
 
 def _is_followed_view(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and is_view(value)
-
-
-def _watch_waits(model: nn.Module, detector: FailureDetector, ranks: Sequence[int]) -> None:
-    """Have the waits of every block name a peer that fails. Called by: every rank."""
-    exchange_id = detector.recorder.new_exchange_id(ranks)
-    name = type(model).__name__
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(WatchedAllGather(detector, exchange_id, f"parameters of {name}"))
-            module.set_custom_reduce_scatter(WatchedReduceScatter(detector, exchange_id, f"gradients of {name}"))
 
 
 _TRIAL_STEPS = ((0, 1), (2,))

@@ -8,17 +8,14 @@ that a failed rank is named: its own waits do not notice a rank that has failed 
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
-from rankwise.comm.backends.torch_group import ALL_GATHER, follow
 from rankwise.replicate.bucket import power_near
 from rankwise.replicate.gradient_hooks import GradientHooks
 from rankwise.replicate.loss.graph import is_zero, mark_output, multiply_, ratio
@@ -28,8 +25,6 @@ from rankwise.replicate.split_tensors import refuse_second_derivatives
 from rankwise.replicate.state_guard.guard import StateGuard
 from rankwise.torch_private.autograd import run_after_backward
 from rankwise.torch_private.fsdp import (
-    AllGather,
-    ReduceScatter,
     call_before_reduction,
     forget_gradient,
     groups_of,
@@ -42,14 +37,12 @@ from rankwise.torch_private.fsdp import (
 from rankwise.world.device.kinds import is_accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Callable, MutableMapping
 
     from torch import nn
 
-    from rankwise.comm.backends.protocol import Amount, BucketChannel
-    from rankwise.comm.backends.torch_group import TorchGroup
+    from rankwise.comm.backends.protocol import Amount, BucketChannel, Exchange
     from rankwise.comm.session import Session
-    from rankwise.health.failure_detector import FailureDetector
     from rankwise.replicate.loss.graph import ForwardCall
     from rankwise.torch_private.fsdp import FSDPParamGroup
 
@@ -62,13 +55,13 @@ class ShardSync:
 
     strategy = "shard"
 
-    def __init__(self, model: nn.Module, name: str, exchange: TorchGroup | None, session: Session) -> None:
+    def __init__(self, model: nn.Module, name: str, exchange: Exchange | None, session: Session) -> None:
         """Follow the blocks of ``model``.
 
         Args:
             model: sharded already.
             name: of the model, before torch renamed it.
-            exchange: the model's own, of torch: it progresses while this rank computes or waits in torch.
+            exchange: for its weights; of torch, unless this rank waits in no collective of torch's.
             session: the open one.
         """
         self._on_mean: Callable[[float], None] | None = None
@@ -366,56 +359,3 @@ class ShardedAccumulation(Microsteps):
 def _multiply(gradient: torch.Tensor, factor: Amount) -> None:
     """Multiply in place. A factor of zero leaves nothing of the gradient, not even a NaN."""
     multiply_(gradient.to_local() if isinstance(gradient, DTensor) else gradient, factor)
-
-
-# Renamed in torch 2.13, which deprecates the names that 2.12 has.
-_is_renamed = hasattr(dist, "reduce_scatter_single")
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single" if _is_renamed else "reduce_scatter_tensor")
-
-
-class _Watched:
-    """The common part: memory from torch's allocator, and a collective that the failure detector follows."""
-
-    def __init__(self, detector: FailureDetector, exchange_id: int, what: str) -> None:
-        self._detector = detector
-        self._exchange_id = exchange_id
-        self._what = what
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for the result."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _wait(self, tensor: torch.Tensor, start: Callable[[], dist.Work | None]) -> None:
-        ticket = self._detector.ticket(self._what, self._exchange_id, tensor)
-        follow(self._detector, ticket, tensor, start).wait()
-
-
-class WatchedAllGather(_Watched, AllGather):
-    """torch's gathering of a block's parameters."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,  # noqa: ARG002, FBT001, FBT002 - torch's signature; what runs next needs it
-    ) -> None:
-        """Gather, and wait."""
-        gather = partial(ALL_GATHER, group=group, async_op=True)
-        self._wait(input_tensor, lambda: gather(output_tensor, input_tensor))
-
-
-class WatchedReduceScatter(_Watched, ReduceScatter):
-    """torch's reduction of a block's gradients."""
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - nothing is under way any more
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
-    ) -> None:
-        """Reduce, and wait."""
-        start = partial(_reduce_scatter, output_tensor, input_tensor, cast("Any", op), group=group, async_op=True)
-        self._wait(input_tensor, start)
