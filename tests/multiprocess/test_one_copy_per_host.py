@@ -9,11 +9,9 @@ import logging
 import os
 import pickle
 import resource
-import signal
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import rankwise as rw
-from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, PeerMissing, ReplicasDiffer
+from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, ReplicasDiffer
 from rankwise.health.fork_safety import threads_are_known
 from rankwise.replicate.one_copy.divided_step import INDEPENDENT
 from rankwise.testing import run_ranks

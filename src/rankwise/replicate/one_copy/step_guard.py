@@ -31,7 +31,7 @@ def guard_steps(
 
 
 def _guard(kind: Any, failed: Callable[[Optimizer, BaseException], None]) -> Callable[[], None]:
-    step = kind.step
+    step: Any = kind.step
     if not getattr(step, "hooked", False):
         # torch does this when it makes the first optimizer of a kind; later it would be around the guard.
         step = Optimizer.profile_hook_step(step)
