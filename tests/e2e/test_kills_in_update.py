@@ -16,3 +16,4 @@ def test_kills_at_random_moments_of_the_update_lose_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "AdamW: bit-equal at the end" in done.stdout
     assert done.stdout.count("ok ") == 5, done.stdout
+    assert " 0 wrong" in done.stdout

@@ -19,8 +19,8 @@ from torch import nn
 import rankwise as rw
 from rankwise.comm.backends.engine import Engine
 from rankwise.errors import PeerFailed, PeerMissing, RankwiseError, ReplicasDiffer
-from rankwise.replicate.one_copy.step_guard import guard_steps
 from rankwise.testing import run_ranks
+from rankwise.torch_private.step_guard import guard_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,7 +280,7 @@ def _steps_again(world: World) -> None:
     alone = built(Net)
     alone.load_state_dict(values)
     reference = torch.optim.AdamW(alone.parameters(), lr=0.05)
-    reference.load_state_dict(saved)
+    reference.load_state_dict(copy.deepcopy(saved))
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         other.grad = one.grad
     for one in (optimizer, reference):

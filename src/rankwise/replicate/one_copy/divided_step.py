@@ -41,10 +41,10 @@ from rankwise.replicate.one_copy.shared_parameters import (
     why_not_shared,
 )
 from rankwise.replicate.one_copy.shared_state import SharedState
-from rankwise.replicate.one_copy.step_guard import guard_steps
 from rankwise.replicate.state_guard.guard import VALUES_EVERY
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import put_innermost
+from rankwise.torch_private.step_guard import guard_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
