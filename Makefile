@@ -92,8 +92,9 @@ mutants: setup  ## put small mistakes into a copy of the code, one at a time, an
 faults: setup  ## scripts with one mistake each: does rankwise verify find it and its cause?
 	$(BIN)/python tests/faults/run.py $(ONLY)
 
-kills: setup  ## kill a training at random moments of its saves and restores: is nothing lost and the end bit-equal?
+kills: setup  ## kill a training at random moments of its saves, restores and updates: is nothing lost and the end bit-equal?
 	$(BIN)/python tests/faults/kills.py $(ONLY)
+	$(BIN)/python tests/faults/kills_in_update.py $(ONLY)
 
 kills-on-hosts: setup  ## the same on hosts that are network namespaces: ranks, launchers and hosts; needs root
 	$(BIN)/python tests/faults/kills_on_hosts.py $(ONLY)

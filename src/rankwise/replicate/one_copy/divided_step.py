@@ -5,6 +5,10 @@ Around each step the ranks meet twice: before it, when none of them reads the pa
 all are updated. A step that a rank leaves out, or takes of another optimizer, is an error on every rank; so is a
 difference between ranks, of which a part would be lost. Built on hooks of an optimizer, innermost, so that other hooks
 see all parameters before and after.
+
+A step is taken by all ranks of the host or by none: it counts once all have reached the meeting after it. If a rank
+fails before that, each of the others goes back to the values that the owners recorded before the first meeting, and
+shares no more.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 from rankwise.comm.agreement import same_on_all_ranks
-from rankwise.comm.backends.engine import Meeting
 from rankwise.comm.backends.mapping import PAGE_BYTES
 from rankwise.comm.backends.shared_memory import SharedMemory
 from rankwise.comm.same_state import CheckSchedule, Posted
 from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, follow, with_closure
-from rankwise.errors import CollectiveMismatch, ConfigurationError, ReplicasDiffer, fold_values
+from rankwise.errors import CollectiveMismatch, ConfigurationError, RankwiseError, ReplicasDiffer, fold_values
 from rankwise.log import log
+from rankwise.replicate.one_copy.agreed_meeting import AgreedMeeting
+from rankwise.replicate.one_copy.lost_state import lose_state
 from rankwise.replicate.one_copy.shared_parameters import (
     KINDS,
     Division,
@@ -39,6 +44,7 @@ from rankwise.replicate.one_copy.shared_state import SharedState
 from rankwise.replicate.state_guard.guard import VALUES_EVERY
 from rankwise.torch_private.compiler import uncompiled
 from rankwise.torch_private.modules import put_innermost
+from rankwise.torch_private.step_guard import guard_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +56,6 @@ if TYPE_CHECKING:
     from rankwise.comm.backends.engine import HostMemory
     from rankwise.comm.backends.protocol import Exchange
     from rankwise.comm.session import Session
-    from rankwise.errors import RankwiseError
     from rankwise.replicate.gradient_sync import GradientSync
 
 INDEPENDENT = (
@@ -69,12 +74,21 @@ class DividedSteps(Follower):
         self.exchange = exchange
         self._models: WeakKeyDictionary[nn.Module, SharedParameters] = WeakKeyDictionary()
         self._divided: WeakKeyDictionary[Optimizer, DividedOptimizer] = WeakKeyDictionary()
-        self.meeting = Meeting(memory, PAGE_BYTES, self._error_of_skipped_step)
+        self.meeting = AgreedMeeting(memory, PAGE_BYTES, self._error_of_skipped_step)
         self.posted = posted
         self._num_backwards = 0
         self._num_optimizers = 0
         self._awaited = ""
         self._unfollow = follow(self, Phase.DIVIDE)
+        here = ref(self)
+
+        def failed(optimizer: Optimizer, error: BaseException) -> None:
+            steps = here()
+            if steps is not None:
+                steps.note_failure(optimizer, error)
+
+        kinds = [kind for name in INDEPENDENT if (kind := getattr(torch.optim, name, None)) is not None]
+        self._unguard = guard_steps(kinds, failed)
         session.at_end(self.end)
 
     def add(self, model: nn.Module, parameters: SharedParameters) -> None:
@@ -144,17 +158,37 @@ class DividedSteps(Follower):
         self._awaited = what
         return self.meeting.meet(what, numbers)
 
+    def note_failure(self, optimizer: Optimizer, error: BaseException) -> None:
+        """Share no more if a step has raised that this rank had begun. Called by the guard of steps, and in a step."""
+        divided = self._divided.get(optimizer)
+        if divided is None or not divided.is_open or os.getpid() != self._process:
+            return
+        note = self._share_no_more()
+        if note:
+            error.add_note(note)
+
+    def _share_no_more(self) -> str:
+        """Leave every optimizer and parameter to this rank alone; return what that has undone."""
+        notes = [divided.end(optimizer) for optimizer, divided in list(self._divided.items())]
+        # No rank updates them any more: that takes a meeting of all.
+        for model in self._models.values():
+            model.keep_view()
+        self._divided.clear()
+        ask_again()
+        return " ".join(filter(None, notes))
+
     def end(self) -> None:
         """Leave every optimizer and parameter to this rank alone. Called when the world is left, in any way."""
         self._unfollow()
-        for optimizer, divided in list(self._divided.items()):
-            divided.end(optimizer)
-        for model in self._models.values():
-            model.keep_view()
+        self._unguard()
+        self._share_no_more()
 
 
 class DividedOptimizer:
-    """The steps of one optimizer."""
+    """The steps of one optimizer.
+
+    Its many fields are what it is divided into, and how far the step under way has come, for whatever ends it.
+    """
 
     def __init__(self, optimizer: Optimizer, steps: DividedSteps, number: int) -> None:
         self._optimizer = ref(optimizer)
@@ -167,7 +201,12 @@ class DividedOptimizer:
         self._due = CheckSchedule(0, VALUES_EVERY)
         self._division = Division.of(optimizer, [])
         self._is_begun = False
-        """Whether a step is under way."""
+        """Whether the optimizer has only what this rank owns."""
+        self._had_state = False
+        self._is_state_whole = True
+        """Whether this rank has the state of all parameters."""
+        self._first_meeting = self._last_meeting = 0
+        """Of the step under way: the numbers of the meetings before and after it; 0 where it has not come to it."""
         self._what = f"the step of optimizer {number} ({type(optimizer).__name__})"
         self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before),
@@ -204,13 +243,24 @@ class DividedOptimizer:
 
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer) -> None:
-        # An error may have interrupted the step before.
-        self._restore(optimizer)
+        if self.is_open:
+            # By a method that was bound before the guard: a scheduler that is older than the model's replicas.
+            error = RankwiseError(f"The last step of {type(optimizer).__name__} raised and was not completed.")
+            self._steps.note_failure(optimizer, error)
+            raise error
         if not self._division.is_of(optimizer) or not self._division.models:
             self._division = Division.of(optimizer, self._steps.models_of(_parameters_of(optimizer)))
-        models = self._division.models
-        if not models:
+        if not self._division.models:
             return
+        try:
+            self._open(optimizer)
+        except BaseException as error:
+            self._steps.note_failure(optimizer, error)
+            raise
+
+    def _open(self, optimizer: Optimizer) -> None:
+        """Meet the other ranks, compare with them, and divide the step."""
+        models = self._division.models
         moved = next((f"{name} of {model.model_name}" for model in models if (name := model.moved())), "")
         numbers = [model.written() for model in models]
         is_due = self._num_steps >= self._due.next
@@ -220,13 +270,18 @@ class DividedOptimizer:
             checksum_of(_gradients(models)) if is_due else 0,
             checksum_of(_state(optimizer, models)) if self._is_loaded else 0,
         ]
-        try:
-            rows = self._synchronize(_BEFORE, digests)
-        except BaseException as error:
-            self._fail_before(models, error)
-            raise
-        self._compare(rows, moved, optimizer, models)
+        self._had_state = digests[-1] != 0 if self._is_loaded else self._state.has_tensors
+        for model, of_model in zip(models, numbers, strict=True):
+            model.record(of_model)
+        self._first_meeting = self._steps.meeting.number + 1
+        rows = self._synchronize(_BEFORE, digests)
+        error = self._difference(rows, moved, optimizer, models)
+        if error is not None:
+            # No rank begins the step.
+            self._first_meeting = 0
+            raise error
         if moved:
+            self._first_meeting = 0
             self._steps.give_up(f"{moved} was given other memory")
             return
         for model, of_model in zip(models, numbers, strict=True):
@@ -246,6 +301,8 @@ class DividedOptimizer:
         """
         rows = self._steps.synchronize(self._what, [4 * self._number + phase, *numbers])
         if len({row[0] for row in rows}) > 1:
+            # All ranks raise this: none begins a step, or counts one as taken.
+            self._first_meeting, self._last_meeting = (0, 0) if phase == _BEFORE else (self._first_meeting, 0)
             raise CollectiveMismatch(
                 "The ranks of a host take steps of different optimizers.",
                 evidence=f"this rank is at {self._what}",
@@ -253,12 +310,12 @@ class DividedOptimizer:
             )
         return [row[1:] for row in rows]
 
-    def _compare(
+    def _difference(
         self, rows: Sequence[Sequence[int]], moved: str, optimizer: Optimizer, models: Sequence[SharedParameters]
-    ) -> None:
-        """Raise the same error on every rank of the host if ranks would not do the same."""
+    ) -> ReplicasDiffer | None:
+        """Return an error if ranks would not do the same; the same one on every rank of the host."""
         if len({row[0] for row in rows}) > 1:
-            raise ReplicasDiffer(
+            return ReplicasDiffer(
                 "A parameter was given other memory on some ranks of a host only.",
                 evidence=f"on this rank: {moved or 'none'}",
                 do="change parameters on every rank alike",
@@ -273,7 +330,8 @@ class DividedOptimizer:
                 held = self._steps.posted.gather(details_of(tensors()), partial(self._synchronize, _COMPARE, []))
                 error = kind.difference(held, self._what)
                 if error is not None:
-                    raise error
+                    return error
+        return None
 
     def _divide(self, optimizer: Optimizer) -> None:
         """Leave the optimizer what this rank owns."""
@@ -296,19 +354,21 @@ class DividedOptimizer:
         if not self._is_begun:
             return
         self._restore(optimizer)
-        division = self._division
-        is_new = self._state.share_new(optimizer, division.own)
         try:
+            is_new = self._state.share_new(optimizer, self._division.own)
+            self._last_meeting = self._steps.meeting.number + 1
             rows = self._synchronize(_AFTER, [int(is_new or self._is_loaded)])
+            if any(row[0] for row in rows):
+                self._share_state(optimizer)
         except BaseException as error:
-            self._fail_after(division.models, error)
+            self._steps.note_failure(optimizer, error)
             raise
+        self._first_meeting = self._last_meeting = 0
         self._is_loaded = False
-        if any(row[0] for row in rows):
-            self._share_state(optimizer)
-        increment_version([parameter for parameter in division.of_others if parameter.grad is not None])
+        increment_version([parameter for parameter in self._division.of_others if parameter.grad is not None])
 
     def _share_state(self, optimizer: Optimizer) -> None:
+        self._is_state_whole = False
         reasons = self._state.extend(optimizer, self._division.own, self._steps.exchange)
         if reasons:
             raise ConfigurationError(
@@ -318,6 +378,7 @@ class DividedOptimizer:
             )
         self._synchronize(_COMPARE, [])
         self._state.show_others(optimizer, self._division.parameters)
+        self._is_state_whole = True
 
     def _restore(self, optimizer: Optimizer) -> None:
         if not self._is_begun:
@@ -329,34 +390,50 @@ class DividedOptimizer:
         for model, numbers in zip(division.models, division.numbers, strict=True):
             model.close_after_update(numbers)
 
-    def _fail_before(self, models: Sequence[SharedParameters], error: BaseException) -> None:
-        """Keep the values from before the step, unless another rank may have begun it."""
-        meeting = self._steps.meeting
-        if not meeting.all_have_come():
-            for model in models:
-                model.make_copy()
-        # A rank that came in the meantime may have written while they were copied.
-        if meeting.all_have_come():
-            _lose(models, error)
-            return
-        for model in models:
-            model.use_copy()
+    # -- the end -----------------------------------------------------------------------------------
 
-    def _fail_after(self, models: Sequence[SharedParameters], error: BaseException) -> None:
-        """Keep the values from after the step, unless another rank has not ended it."""
-        if not self._steps.meeting.all_have_come():
-            _lose(models, error)
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is under way: this rank is about to meet the others before it, or has, and not yet after."""
+        return self._first_meeting > 0
 
     def take_own_copy(self, optimizer: Optimizer) -> None:
         """Give this rank its own copy of the state."""
         self._state.take_own_copy(optimizer, _parameters_of(optimizer))
 
-    def end(self, optimizer: Optimizer) -> None:
-        """Leave the optimizer to this rank alone."""
+    @torch.no_grad()
+    def end(self, optimizer: Optimizer) -> str:
+        """Leave the optimizer to this rank alone, its parameters as before the step under way or as after it.
+
+        Returns:
+            What has been undone, in words.
+        """
         self._restore(optimizer)
+        note = ""
+        if self._is_unfinished():
+            for model in self._division.models:
+                model.undo()
+            note = f"{self._what} was undone: the parameters are those from before it."
+            self._is_state_whole = False
         while self._hooks:
             self._hooks.pop().remove()
-        self._state.keep_view(optimizer, _parameters_of(optimizer))
+        parameters = _parameters_of(optimizer)
+        self._state.keep_view(optimizer, parameters)
+        if not self._is_state_whole and self._had_state:
+            lose_state(optimizer, parameters, self._what)
+            note += " The state of the optimizer is lost: load a checkpoint before the next step."
+        elif not self._is_state_whole:
+            for parameter in parameters:
+                optimizer.state.pop(parameter, None)
+        self._first_meeting = self._last_meeting = 0
+        return note.strip()
+
+    def _is_unfinished(self) -> bool:
+        """Return whether some rank may have begun the step under way, and it does not count as taken."""
+        meeting = self._steps.meeting
+        if not self._first_meeting or not meeting.took_place(self._first_meeting):
+            return False
+        return not self._last_meeting or not meeting.took_place(self._last_meeting)
 
 
 def why_not_divided(optimizer: Optimizer) -> str:
@@ -390,12 +467,6 @@ def _state(optimizer: Optimizer, models: Sequence[SharedParameters]) -> dict[str
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def _lose(models: Sequence[SharedParameters], error: BaseException) -> None:
-    for model in models:
-        model.lose_values()
-    error.add_note("Other ranks were updating the parameters: all of them are NaN now.")
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -461,7 +532,7 @@ def _share(model: nn.Module, sync: GradientSync, exchange: SharedMemory, session
         return "no host has more than one rank"
     own_host = _own_host(exchange)
     layout = ParameterLayout.of(sync.parameters, len(own_host), PAGE_BYTES)
-    memory, reasons = exchange.host_memory(layout.end, [layout.parts[own_host.index(exchange.rank)]])
+    memory, reasons = exchange.host_memory(sum(layout.record), layout.parts_of(own_host.index(exchange.rank)))
     if memory is None:
         return "there is too little shared memory\n" + fold_values(reasons)
     steps = session.once(_steps_of)
@@ -473,7 +544,8 @@ def _share(model: nn.Module, sync: GradientSync, exchange: SharedMemory, session
     shared.show()
     steps.add(model, shared)
     sync.report_backwards_to(steps.note_backward)
-    log(f"{name}: one copy of the parameters per host, {layout.end / 2**20:.1f} MiB for up to {most} ranks")
+    size = f"{layout.end / 2**20:.1f} MiB for up to {most} ranks, and as much to undo a step"
+    log(f"{name}: one copy of the parameters per host, {size}")
     return ""
 
 
@@ -481,7 +553,7 @@ def _steps_of(session: Session) -> DividedSteps | None:
     exchange = session.exchange
     if not isinstance(exchange, SharedMemory):
         return None
-    memory, _ = exchange.host_memory(PAGE_BYTES + Meeting.num_bytes(len(_own_host(exchange))), [])
+    memory, _ = exchange.host_memory(PAGE_BYTES + AgreedMeeting.num_bytes(len(_own_host(exchange))), [])
     if memory is None:
         return None
     posted = Posted.of(session, f"rankwise/one_copy/{memory.ranks[0]}", memory.ranks)

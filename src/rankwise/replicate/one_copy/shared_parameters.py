@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakSet
 
 import numpy as np
 import torch
 
-from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
+from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, WORD_BYTES, rounded_up
 from rankwise.errors import ReplicasDiffer, fold_values
 from rankwise.replicate.bucket import divide_by_size
 from rankwise.tensors.checksum import checksums_of_each, combined
@@ -42,6 +42,16 @@ class ParameterLayout:
     """By local rank, the start and length of what it owns."""
     end: int
 
+    @property
+    def record(self) -> tuple[int, int]:
+        """The start and length of the record that undoes a step, laid out as the parameters are."""
+        return self.end, self.end - self.parts[0][0]
+
+    def parts_of(self, local_rank: int) -> list[tuple[int, int]]:
+        """Return the starts and lengths of what a rank writes: what it owns, and its part of the record."""
+        start, length = self.parts[local_rank]
+        return [(start, length), (start + self.record[1], length)]
+
     @classmethod
     def of(cls, parameters: Sequence[torch.Tensor], num_owners: int, start: int) -> ParameterLayout:
         """Divide parameters about equally by their bytes, from byte ``start`` on."""
@@ -62,7 +72,8 @@ class ParameterLayout:
 class SharedParameters:
     """The parameters of one model, from ``replicate`` until the model is deleted or each rank takes its own copy.
 
-    Its many fields are the parameters and where each lies: in the shared memory, in the view, and in a copy.
+    Its many fields are the parameters and where each lies: in the shared memory, in the view, in the record, and in a
+    copy.
     """
 
     def __init__(
@@ -97,6 +108,14 @@ class SharedParameters:
         self._private = [_place(view, start, one) for start, one in zip(layout.starts, parameters, strict=True)]
         self._addresses = [one.data_ptr() for one in self._private]
         self._copies: list[torch.Tensor] | None = None
+        self._first = layout.parts[0][0]
+        start, num_bytes = layout.record
+        self._record = memory.mapping.tensor(start, [num_bytes // WORD_BYTES], torch.int64)
+        self._seen = view.tensor(layout.parts[0][0], [num_bytes // WORD_BYTES], torch.int64)
+        """All of the view."""
+        self._unrecorded = self._owned()
+        """What has changed since it was recorded."""
+        self._pieces = _Pieces([], [])
         for number in self._owned():
             self._shared[number].copy_(self.parameters[number].detach())
         _shared_by_this_process.add(self)
@@ -157,9 +176,53 @@ class SharedParameters:
 
     # -- while an optimizer updates them -----------------------------------------------------------
 
+    @torch.no_grad()
+    def record(self, written: Sequence[int]) -> None:
+        """Record the values of this rank's parameters before a step, as this rank sees them.
+
+        Called by: every rank of the host, before the meeting that precedes the step.
+
+        Args:
+            written: the numbers of the parameters that the script has written.
+        """
+        if written:
+            own = {number for number in written if self.owners[number] == self.local_rank}
+            self._unrecorded = sorted(own.union(self._unrecorded))
+        if self._pieces.numbers != self._unrecorded:
+            self._pieces = self._pieces_of(self._unrecorded)
+        for record, seen in self._pieces.pairs:
+            record.copy_(seen)
+        self._unrecorded = []
+
+    def _pieces_of(self, numbers: list[int]) -> _Pieces:
+        """Return the places of parameters in the record and in the view, as few and as large as possible."""
+        bounds: list[list[int]] = []
+        for number in sorted(numbers):
+            start = int(self._starts[number]) - self._first
+            end = rounded_up(int(self._ends[number]) - self._first, LINE_BYTES)
+            if bounds and bounds[-1][1] == start:
+                bounds[-1][1] = end
+            else:
+                bounds.append([start, end])
+        places = [slice(start // WORD_BYTES, end // WORD_BYTES) for start, end in bounds]
+        return _Pieces(numbers, [(self._record[place], self._seen[place]) for place in places])
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Have the values be those from before the step, in memory of this rank, at the same addresses.
+
+        Every rank of the host must have reached the meeting before the step, and not all of them the one after it:
+        then no rank writes the record any more.
+        """
+        if self._view is not None:
+            self._seen.copy_(self._record)
+            self._stop_sharing()
+
     def open_for_update(self, numbers: Sequence[int]) -> None:
         """Have parameters of this rank be the shared memory itself."""
         self._copies = None
+        # Optimizers leave alone what has no gradient.
+        self._unrecorded = [number for number in numbers if self.parameters[number].grad is not None]
         for number in numbers:
             self.parameters[number].data = self._shared[number]
 
@@ -178,13 +241,6 @@ class SharedParameters:
                 parameter.data = parameter.detach().clone()
         self._stop_sharing()
 
-    @torch.no_grad()
-    def lose_values(self) -> None:
-        """Replace every value by NaN, in memory of this rank: the shared values are partly updated."""
-        for parameter in self.parameters:
-            parameter.data = torch.full_like(parameter, torch.nan if parameter.is_floating_point() else 0)
-        self._stop_sharing()
-
     def keep_view(self) -> None:
         """Leave the parameters as they are, and share no more: no rank updates them any more."""
         self._stop_sharing()
@@ -193,12 +249,14 @@ class SharedParameters:
         self._view = None
         self._shared, self._private = [], []
         self._copies = None
+        self._pieces = _Pieces([], [])
+        self._record = self._seen = torch.empty(0, dtype=torch.int64)
 
     # -- copies ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def make_copy(self) -> None:
-        """Copy the values as they are, for :meth:`use_copy`: by a process about to be forked, or by this one."""
+        """Copy the values as they are, for :meth:`use_copy`. Called by a process about to be forked."""
         if self._view is None:
             return
         # What the script has written since the last step may have changed since the last copy.
@@ -211,6 +269,13 @@ class SharedParameters:
             for parameter, copied in zip(self.parameters, self._copies, strict=True):
                 parameter.data = copied
             self._stop_sharing()
+
+
+class _Pieces(NamedTuple):
+    """Where some parameters lie, each piece twice: in the record and in the view."""
+
+    numbers: list[int]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 _shared_by_this_process: WeakSet[SharedParameters] = WeakSet()

@@ -61,6 +61,11 @@ class SharedState:
         """Views, by the position of the parameter."""
         self._views: list[ViewPart] = []
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether any rank has state here."""
+        return bool(self._views)
+
     def share_new(self, optimizer: Optimizer, owned: Iterable[tuple[int, torch.Tensor]]) -> bool:
         """Have the state of this rank's parameters be in shared memory; return whether some of it has no place yet.
 
