@@ -169,7 +169,7 @@ class PipelineLink:
                 order_stream(self._detector, self._ticket, work)
         else:
             if self._waiter is None:
-                self._waiter = Waiter(self._detector)
+                self._waiter = Waiter(self._detector, partial(_send_more, list(self._to.values())))
             self._waiter.wait(works, self._ticket, partial(self._disconnect, ranks))
 
     def _disconnect(self, ranks: Sequence[int]) -> None:
@@ -188,6 +188,11 @@ class PipelineLink:
         self._sent.clear()
 
 
+def _send_more(rings: Sequence[RingSender]) -> None:
+    for ring in rings:
+        ring.send_more()
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous view of a tensor without gaps, as sends require."""
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -202,8 +207,10 @@ GLOO_EXTRA_SECONDS = 60.0
 class Waiter:
     """The waits of one rank, one at a time, and the thread that checks them."""
 
-    def __init__(self, detector: FailureDetector) -> None:
+    def __init__(self, detector: FailureDetector, meanwhile: Callable[[], None]) -> None:
+        """Start with no wait; ``meanwhile`` is called now and then in a long one, by the thread."""
         self._detector = detector
+        self._meanwhile = meanwhile
         self._limit = timedelta(seconds=detector.timeout_seconds + GLOO_EXTRA_SECONDS)
         self._wait: _Wait | None = None
         self._has_ended: threading.Event | None = None
@@ -250,6 +257,8 @@ class Waiter:
         try:
             with CollectiveWait(self._detector, own.ticket) as wait:
                 while not own.is_over.wait(SLICE_SECONDS):
+                    # The rank waited for may need what is still to be sent in shared memory.
+                    self._meanwhile()
                     wait.check()
         except Exception as error:  # noqa: BLE001 - raised by the thread that waits
             with own.breaking:

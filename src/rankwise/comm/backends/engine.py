@@ -368,15 +368,15 @@ class Meeting:
             PeerFailed, PeerMissing: a rank has failed, or does not arrive.
         """
         memory = self._memory
-        self._round += 1
         self._is_here = False
+        self._round += 1
         places = self._numbers[self._round % 2]
         own = places[memory.local_rank]
         for place, number in enumerate(numbers, own):
             self._words[place] = number & _MASK
         ticket = memory.engine.detector.ticket(what, memory.exchange_id)
-        self._is_here = True
         self._counters.post(self._round)
+        self._is_here = True
         operation = memory.engine.start(iter(((_AllHere(self._counters, self._check_progress), self._round),)))
         memory.engine.wait(operation, ticket)
         return [self._words[place : place + len(numbers)].tolist() for place in places]

@@ -72,6 +72,11 @@ class RingSender(_Ring):
         self._waiting.append(bytes_of(tensor))
         self._operation = self._engine.start(self._send_until(self._num_moved + len(self._waiting)))
 
+    def send_more(self) -> None:
+        """Send what there is room for by now. Called from any thread, while this rank waits elsewhere."""
+        if self._waiting:
+            self._engine.advance()
+
     def finish(self, ticket: Ticket) -> None:
         """Wait until all is sent."""
         if self._operation is not None:
