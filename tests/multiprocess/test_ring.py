@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from rankwise.world.facts import World
 
 CAPACITY = 4 * PAGE_BYTES
-SIZES = (1, PAGE_BYTES, CAPACITY, 3, CAPACITY - 1, 2 * PAGE_BYTES + 5, 0, 64, CAPACITY // 2, CAPACITY // 2 + 1, 7)
+SIZES = (
+    1, PAGE_BYTES, CAPACITY, 3, CAPACITY - 1, 2 * PAGE_BYTES + 5, 0, 64, CAPACITY // 2, CAPACITY // 2 + 1, 7,
+    3 * CAPACITY + 5,
+)  # fmt: skip
 
 
 def _ends(world: World) -> tuple[RingSender, RingReceiver]:

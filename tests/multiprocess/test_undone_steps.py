@@ -121,9 +121,14 @@ TAKEN = {"at the meeting after", "an interrupt at the meeting after"}
 def _steps(world: World, kind: str, stage: str, failing: int) -> dict[str, Any]:
     """Train until a step fails on rank 1; return what this rank then has."""
     model = rw.replicate(built(Net), one_copy_per_host=True)
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05, **KINDS[kind])
+    unshared = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = getattr(torch.optim, kind)([*model.parameters(), unshared], lr=0.05, **KINDS[kind])
     alias = model.first.weight.detach()
     held: dict[str, Any] = {}
+
+    def values() -> Result:
+        return _values(model) | {"unshared": unshared.detach().clone()}
+
     for step, batch in enumerate(batches(SIZES)):
         try:
             x, y = (part(one, world.rank, world.world_size) for one in batch)
@@ -131,19 +136,20 @@ def _steps(world: World, kind: str, stage: str, failing: int) -> dict[str, Any]:
                 with torch.no_grad():
                     model.second.bias.mul_(0.5)
             nn.functional.mse_loss(model(x), y).backward()
+            unshared.grad = torch.ones_like(unshared)
             if step == failing:
                 with torch.no_grad():
                     model.last.bias.mul_(0.5)
-                held |= {"before": _values(model), "state before": _state(optimizer)}
+                held |= {"before": values(), "state before": _state(optimizer)}
             with _event(stage, kind) if step == failing and world.rank == 1 and stage else nullcontext():
                 optimizer.step()
             if step == failing:
-                held["after"] = _values(model)
+                held["after"] = values()
         except (PeerFailed, PeerMissing, KeyboardInterrupt) as error:
             held["note"] = " ".join(getattr(error, "__notes__", []))
             break
         optimizer.zero_grad()
-    held |= {"values": _values(model), "state": _state(optimizer)}
+    held |= {"values": values(), "state": _state(optimizer)}
     held["alias"] = alias.equal(model.first.weight)
     held["refused"] = _refused(optimizer)
     return held
@@ -297,19 +303,62 @@ def test_an_optimizer_steps_again_once_its_state_is_loaded() -> None:
 # -- the guard -----------------------------------------------------------------------------------------
 
 
+def _raise() -> float:
+    raise ValueError("of a closure")
+
+
 def test_the_guard_leaves_torch_as_it_was() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    # It keeps the method that it finds.
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     step, failed = torch.optim.SGD.step, []
     end = guard_steps([torch.optim.SGD], lambda optimizer, error: failed.append((optimizer, str(error))))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    hook = optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("of a hook")))
-    with pytest.raises(ValueError, match="of a hook"):
-        optimizer.step()
-    assert failed == [(optimizer, "of a hook")]
-    hook.remove()
+    with pytest.raises(ValueError, match="of a closure"):
+        optimizer.step(_raise)
+    assert failed == [(optimizer, "of a closure")]
     optimizer.step()
     scheduler.step()
-    assert len(failed) == 1
     end()
+    with pytest.raises(ValueError, match="of a closure"):
+        optimizer.step(_raise)
+    assert len(failed) == 1
     assert torch.optim.SGD.step is step
+
+
+class _Base(torch.optim.SGD):
+    """A class of which torch has made no optimizer."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class _Derived(_Base):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_the_guard_has_the_hooks_of_a_derived_class_run_once() -> None:
+    plain, failed, steps = _Base.step, [], []
+    end = guard_steps([_Base], lambda _, error: failed.append(str(error)))
+    optimizer = _Derived([nn.Parameter(torch.ones(2))], lr=0.1)
+    own_hooks = optimizer.register_step_post_hook(lambda *_: steps.append("derived"))
+    optimizer.step()
+    assert steps == ["derived"]
+    own_hooks.remove()
+    with pytest.raises(ValueError, match="of a closure"):
+        optimizer.step(_raise)
+    assert failed == ["of a closure"]
+    end()
+    assert _Base.step is plain
+
+
+def test_the_guard_ends_where_torch_has_put_its_hooks_around_it() -> None:
+    failed: list[str] = []
+    end = guard_steps([_Base], lambda _, error: failed.append(str(error)))
+    optimizer = _Base([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(ValueError, match="of a closure"):
+        optimizer.step(_raise)
+    end()
+    with pytest.raises(ValueError, match="of a closure"):
+        optimizer.step(_raise)
+    assert failed == ["of a closure"]

@@ -8,6 +8,7 @@ import inspect
 import io
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -134,3 +135,21 @@ def test_the_names_that_a_function_uses_include_those_of_its_own_module() -> Non
     assert "join" not in call.names_used(_Trained().train)
     assert call.names_used(print) == frozenset()
     assert "rankwise.errors" in call.names_used(test_only_a_function_can_be_launched)
+
+
+_without_module: dict[str, Any] = {}
+exec("def made():\n    return rw.shard", _without_module)  # noqa: S102 - as libraries make functions
+_made = _without_module["made"]
+
+
+class _Mocked:
+    calls = mock.call
+
+
+def _uses_both() -> object:
+    return _made(), _Mocked
+
+
+def test_names_are_found_where_a_function_has_no_module_or_an_attribute_answers_to_any_name() -> None:
+    assert {"_made", "_Mocked"} <= call.names_used(_uses_both)
+    assert all(isinstance(name, str) for name in call.names_used(_uses_both))

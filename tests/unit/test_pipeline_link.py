@@ -37,7 +37,7 @@ def test_a_transfer_is_aborted_once_its_rank_is_known_to_have_left(monkeypatch: 
     monkeypatch.setattr(collective_timeout, "FIRST_CHECK_SECONDS", 0.0)
     with following(Left(3, 0, 0)) as detector:
         stuck = Stuck()
-        waiter = link.Waiter(detector, lambda: None)
+        waiter = link.Waiter(detector)
         with pytest.raises(PeerMissing, match="rank 3 has left"):
             waiter.wait([cast("Any", stuck)], detector.ticket("a step of the pipeline"), stuck.is_closed.set)
         assert stuck.is_closed.is_set(), "the limit of torch's wait is not awaited"

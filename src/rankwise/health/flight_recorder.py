@@ -74,6 +74,10 @@ class Ticket:
         """Record that it has ended."""
         self.ended = time.monotonic()
 
+    def resume(self) -> None:
+        """Record that only one of its waits has ended."""
+        self.ended = None
+
 
 class LastCollective:
     """The writer, for as long as the rank runs.

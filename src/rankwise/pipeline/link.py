@@ -62,12 +62,21 @@ NUM_IN_RING = 2
 """How many micro-batches of the example's size fit: a stage may be ahead by one."""
 
 
-def open_rings(along: Exchange | None, pairs: Iterable[tuple[int, int]], sent_bytes: int) -> Rings:
-    """Open a ring for each (sender, receiver) along the pipeline, if its ranks are on one host.
+def open_rings(
+    world: Exchange | None, along: Exchange | None, pairs: Iterable[tuple[int, int]], sent_bytes: int
+) -> Rings:
+    """Open rings between the stages of a pipeline, if all ranks are on one host.
 
-    Called by: every rank of ``along``, with the same ``pairs``. ``sent_bytes`` is what a stage sends for a micro-batch.
+    Called by: every rank of ``along``.
+
+    Args:
+        world: the exchange of all ranks; ``None`` if stages also wait in collectives of torch. What does not fit into a
+            ring yet is sent while its rank waits in shared memory, so it may wait nowhere else.
+        along: the exchange of the ranks of this pipeline.
+        pairs: the sender and the receiver of each, by their places along the pipeline.
+        sent_bytes: what a stage sends for a micro-batch.
     """
-    if not isinstance(along, SharedMemory) or len(along.hosts) > 1:
+    if not isinstance(world, SharedMemory) or len(world.hosts) > 1 or not isinstance(along, SharedMemory):
         return NO_RINGS
     capacity = rounded_up(max(NUM_IN_RING * sent_bytes, LEAST_RING_BYTES), PAGE_BYTES)
     places = {pair: PAGE_BYTES + number * ring_bytes(capacity) for number, pair in enumerate(sorted(pairs))}
@@ -111,9 +120,8 @@ class PipelineLink:
     def send(self, tensor: torch.Tensor, place: int) -> None:
         """Start sending to the rank at ``place`` along the pipeline."""
         ring = self._to.get(place)
-        if ring is not None and ring.fits(tensor):
-            if tensor.numel():
-                ring.send(_flat(tensor))
+        if ring is not None and tensor.numel():
+            ring.send(_flat(tensor))
             return
         started = self._start(dist.isend, tensor, place)
         if started is not None:
@@ -122,7 +130,7 @@ class PipelineLink:
     def receive(self, tensor: torch.Tensor, place: int) -> Transfer | None:
         """Start receiving into ``tensor``."""
         ring = self._from.get(place)
-        if ring is not None and ring.fits(tensor) and tensor.numel():
+        if ring is not None and tensor.numel():
             return Transfer(_Receiving(ring, ring.receive(_flat(tensor))), self._ranks[place])
         return self._start(dist.irecv, tensor, place)
 
@@ -152,6 +160,7 @@ class PipelineLink:
             for one in under_way:
                 if isinstance(one.work, _Receiving):
                     one.work.ring.wait(one.work.number, self._ticket)
+                    self._ticket.resume()
                 else:
                     works.append(one.work)
             if works:
@@ -169,7 +178,7 @@ class PipelineLink:
                 order_stream(self._detector, self._ticket, work)
         else:
             if self._waiter is None:
-                self._waiter = Waiter(self._detector, partial(_send_more, list(self._to.values())))
+                self._waiter = Waiter(self._detector)
             self._waiter.wait(works, self._ticket, partial(self._disconnect, ranks))
 
     def _disconnect(self, ranks: Sequence[int]) -> None:
@@ -184,13 +193,11 @@ class PipelineLink:
         """Wait for all sends."""
         for ring in self._to.values():
             ring.finish(self._ticket)
+            self._ticket.resume()
         self.wait([started for started, _ in self._sent])
         self._sent.clear()
-
-
-def _send_more(rings: Sequence[RingSender]) -> None:
-    for ring in rings:
-        ring.send_more()
+        if self._to:
+            self._ticket.end()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,10 +214,8 @@ GLOO_EXTRA_SECONDS = 60.0
 class Waiter:
     """The waits of one rank, one at a time, and the thread that checks them."""
 
-    def __init__(self, detector: FailureDetector, meanwhile: Callable[[], None]) -> None:
-        """Start with no wait; ``meanwhile`` is called now and then in a long one, by the thread."""
+    def __init__(self, detector: FailureDetector) -> None:
         self._detector = detector
-        self._meanwhile = meanwhile
         self._limit = timedelta(seconds=detector.timeout_seconds + GLOO_EXTRA_SECONDS)
         self._wait: _Wait | None = None
         self._has_ended: threading.Event | None = None
@@ -257,8 +262,6 @@ class Waiter:
         try:
             with CollectiveWait(self._detector, own.ticket) as wait:
                 while not own.is_over.wait(SLICE_SECONDS):
-                    # The rank waited for may need what is still to be sent in shared memory.
-                    self._meanwhile()
                     wait.check()
         except Exception as error:  # noqa: BLE001 - raised by the thread that waits
             with own.breaking:

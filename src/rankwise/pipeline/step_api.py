@@ -92,7 +92,8 @@ class Pipeline:
         self._last_place = plan.schedule.rank_of(plan.num_stages - 1, plan.num_ranks)
         self._along: Exchange | None = exchange_along("pp")
         group = submesh("pp").get_group() if axes.pp > 1 else None
-        rings = open_rings(self._along, plan.neighbours(), plan.sent_bytes)
+        world_exchange = session.exchange if axes.tp == 1 else None
+        rings = open_rings(world_exchange, self._along, plan.neighbours(), plan.sent_bytes)
         self._link = PipelineLink(group, axes.ranks_along(world.rank, "pp"), plan.device, session.detector, rings)
         copies = exchange_along("dp_replicate")
         named = {name: one for name, one in plan.model.named_parameters() if plan.holds(name, place)}

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from rankwise.comm.backends.block_slots import PendingRound
     from rankwise.comm.session import Session
@@ -40,9 +41,7 @@ _is_renamed = hasattr(dist, "reduce_scatter_single")
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single" if _is_renamed else "reduce_scatter_tensor")
 
 
-def exchange_blocks(
-    model: nn.Module, name: str, session: Session, reduce_dtype: torch.dtype | None
-) -> SharedMemory | None:
+def exchange_blocks(model: nn.Module, name: str, session: Session, policy: MixedPrecisionPolicy) -> SharedMemory | None:
     """Have the blocks of a sharded model exchanged in shared memory, and their waits name a peer that fails.
 
     Called by: every rank.
@@ -51,7 +50,7 @@ def exchange_blocks(
         model: sharded already.
         name: of the model, before torch renamed it.
         session: the open one.
-        reduce_dtype: of the gradients while they are reduced; ``None``: their own.
+        policy: the dtypes in which blocks are gathered and reduced.
 
     Returns:
         The exchange whose memory they pass through; ``None`` for torch's group.
@@ -63,7 +62,7 @@ def exchange_blocks(
     along = exchange_along("dp_shard")
     gather_slots = reduce_slots = None
     if isinstance(along, SharedMemory) and len(along.hosts) == 1:
-        gather_slots, reduce_slots = _slots(along, *_largest_bytes(model, along.world_size, reduce_dtype))
+        gather_slots, reduce_slots = _slots(along, *_largest_bytes(model, along.world_size, policy))
     for block, module in model.named_modules():
         if isinstance(module, FSDPModule):
             what = f"{block} of {name}" if block else name
@@ -93,7 +92,7 @@ def _slots(along: SharedMemory, gather_bytes: int, reduce_bytes: int) -> tuple[G
     )
 
 
-def _largest_bytes(model: nn.Module, num_ranks: int, reduce_dtype: torch.dtype | None) -> tuple[int, int]:
+def _largest_bytes(model: nn.Module, num_ranks: int, policy: MixedPrecisionPolicy) -> tuple[int, int]:
     """Return the most bytes of the parameters, and of the gradients, of one block."""
     parameters = gradients = 0
     for group in groups_of(model):
@@ -103,8 +102,9 @@ def _largest_bytes(model: nn.Module, num_ranks: int, reduce_dtype: torch.dtype |
             rows, *rest = sharded.shape
             # torch pads the rows of each parameter, so that all parts are equally long.
             num = rounded_up(rows, num_ranks) * prod(rest)
-            whole += num * sharded.dtype.itemsize
-            reduced += num * (reduce_dtype or sharded.dtype).itemsize
+            dtype = policy.param_dtype or sharded.dtype
+            whole += num * dtype.itemsize
+            reduced += num * (policy.reduce_dtype or dtype).itemsize
         parameters, gradients = max(parameters, whole), max(gradients, reduced)
     return parameters, gradients
 
@@ -172,15 +172,15 @@ class BlockReduce(_Watched, ReduceScatter):
     def __init__(self, detector: FailureDetector, exchange_id: int, what: str, slots: ReduceSlots | None) -> None:
         super().__init__(detector, exchange_id, what)
         self._slots = slots
-        self._is_lent = False
-        """Whether torch asked for its input already: what it asks for next is for the result, which stays."""
+        self._num_lent = 0
+        """The size of the input that torch has asked for: what is smaller is then the result, which stays."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the gradients of all ranks, and then for the sum of this rank's part."""
-        lent = None
-        if self._slots is not None and not self._is_lent:
-            lent = self._slots.lend(int(prod(size)), dtype)
-            self._is_lent = True
+        lent, num_elements = None, int(prod(size))
+        if self._slots is not None and num_elements >= self._num_lent:
+            lent = self._slots.lend(num_elements, dtype)
+            self._num_lent = num_elements
         return torch.empty(*size, dtype=dtype, device=device) if lent is None else lent
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - nothing is under way any more
@@ -192,7 +192,7 @@ class BlockReduce(_Watched, ReduceScatter):
         async_op: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> None:
         """Reduce, and wait."""
-        self._is_lent = False
+        self._num_lent = 0
         if self._slots is not None and self._slots.is_lent(input_tensor) and op in _SUMS:
             self._slots.reduce(self._what, output_tensor, averages=op == dist.ReduceOp.AVG)
             return

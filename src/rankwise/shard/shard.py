@@ -178,7 +178,7 @@ def shard(
     )
     for block in recomputed:
         recompute_block(model.get_submodule(block))
-    shared = exchange_blocks(model, name, session, policy.reduce_dtype)
+    shared = exchange_blocks(model, name, session, policy)
     _follow(model, name, _exchange_of_weights(session, axes, shared), weight, before)
     log(f"shard: {name} in {len(groups)} blocks over {axes}")
     return model

@@ -108,6 +108,10 @@ class Counters:
         self._words[self._own] = value
         _syscall(SYSCALL_NUMBER, self._own_address, _WAKE, _EVERYONE, None, None, 0)
 
+    def own(self) -> int:
+        """Return this rank's counter."""
+        return int(self._words[self._own])
+
     def reach(self, value: int) -> bool:
         """Return whether every other rank has reached ``value``."""
         words = self._words
@@ -195,6 +199,8 @@ class Contention:
             return 0.0
         try:
             return int(os.read(descriptor, 128).split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):
+            return 0.0
         finally:
             os.close(descriptor)
 
@@ -342,8 +348,6 @@ class Meeting:
         """In turn: a rank may be at the next meeting before the others have read the numbers of this one."""
         self._progress = lines[3 * num_ranks :]
         self._round = 0
-        self._is_here = True
-        """Whether this rank has reached the latest meeting."""
         self._past = past
 
     @staticmethod
@@ -368,7 +372,6 @@ class Meeting:
             PeerFailed, PeerMissing: a rank has failed, or does not arrive.
         """
         memory = self._memory
-        self._is_here = False
         self._round += 1
         places = self._numbers[self._round % 2]
         own = places[memory.local_rank]
@@ -376,14 +379,14 @@ class Meeting:
             self._words[place] = number & _MASK
         ticket = memory.engine.detector.ticket(what, memory.exchange_id)
         self._counters.post(self._round)
-        self._is_here = True
         operation = memory.engine.start(iter(((_AllHere(self._counters, self._check_progress), self._round),)))
         memory.engine.wait(operation, ticket)
         return [self._words[place : place + len(numbers)].tolist() for place in places]
 
-    def all_have_come(self) -> bool:
-        """Return whether every rank has reached the latest meeting: others may have gone on from there."""
-        return self._is_here and self._counters.reach(self._round)
+    def all_have_come(self, number: int) -> bool:
+        """Return whether every rank has reached a meeting, counted from 1: others may have continued from there."""
+        # Of this rank too, the memory tells: an interrupt may have come between any two lines.
+        return self._counters.own() >= number and self._counters.reach(number)
 
     def _check_progress(self) -> None:
         own = self._words[self._progress[self._memory.local_rank]]

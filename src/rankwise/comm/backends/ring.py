@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stream of tensors from one rank of a host to another, through memory that both see, used as a ring.
 
-The receiver knows the size of each tensor. A tensor lies in one piece: where it does not fit before the end of the
-memory, both ranks skip to the start.
+The receiver knows the size of each tensor. A tensor lies in one piece, or in pieces as large as the memory: where one
+does not fit before the end of the memory, both ranks skip to the start.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ class _Ring:
         self._bytes = memory.mapping.tensor(start + _control_bytes(), [capacity], torch.uint8)
         self._position = 0
         self._waiting: deque[torch.Tensor] = deque()
-        self._num_moved = 0
-        """How many tensors have been sent or received."""
+        self._num_asked = self._num_moved = 0
+        """How many pieces were to be sent or received, and how many have been."""
 
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor can be sent, the same at both ends."""
-        return rounded_up(tensor.nbytes, LINE_BYTES) <= self._capacity
+    def _ask(self, tensor: torch.Tensor) -> int:
+        """Have a tensor moved, in pieces that fit; return the number of the last one."""
+        pieces = bytes_of(tensor).split(self._capacity)
+        self._num_asked += len(pieces)
+        self._waiting.extend(pieces)
+        return self._num_asked
 
     def _next_end(self) -> int:
         """Return where the tensor ends that is next to move."""
@@ -68,14 +71,8 @@ class RingSender(_Ring):
         """The latest, which is done when all is sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send a contiguous tensor that fits; where there is no room yet, while this rank waits. It may not change."""
-        self._waiting.append(bytes_of(tensor))
-        self._operation = self._engine.start(self._send_until(self._num_moved + len(self._waiting)))
-
-    def send_more(self) -> None:
-        """Send what there is room for by now. Called from any thread, while this rank waits elsewhere."""
-        if self._waiting:
-            self._engine.advance()
+        """Send a contiguous tensor; where there is no room yet, while this rank waits. It may not change."""
+        self._operation = self._engine.start(self._send_until(self._ask(tensor)))
 
     def finish(self, ticket: Ticket) -> None:
         """Wait until all is sent."""
@@ -103,8 +100,7 @@ class RingReceiver(_Ring):
 
     def receive(self, tensor: torch.Tensor) -> int:
         """Receive into a contiguous tensor; return a number to wait for."""
-        self._waiting.append(bytes_of(tensor))
-        return self._num_moved + len(self._waiting)
+        return self._ask(tensor)
 
     def wait(self, number: int, ticket: Ticket) -> None:
         """Wait until a tensor is received, and those before it.

@@ -311,6 +311,10 @@ def plain_function(fn: Any) -> Any:
             return fn
 
 
+_FUNCTIONS = (FunctionType, type, staticmethod, classmethod, property, functools.partial)
+"""What a class may hold that uses names; other attributes may answer to any name."""
+
+
 def names_used(fn: object) -> frozenset[str]:
     """Return the names that a function uses, and the modules they are from.
 
@@ -325,14 +329,15 @@ def names_used(fn: object) -> frozenset[str]:
             continue
         followed.append(one)
         if isinstance(one, type):
-            left += vars(one).values()
+            left += [value for value in vars(one).values() if isinstance(value, _FUNCTIONS)]
         elif isinstance(one, FunctionType):
             names = names_in(one.__code__)
             globals_used = [one.__globals__[name] for name in names & one.__globals__.keys()]
             found |= names
-            found |= {value.__name__ for value in globals_used if isinstance(value, ModuleType)}
             parts = [value for value in globals_used if isinstance(value, FunctionType | type)]
-            found |= {value.__module__ for value in parts}
+            modules = [value.__name__ for value in globals_used if isinstance(value, ModuleType)]
+            # Functions that were made by exec() have no module.
+            found |= {name for name in [*modules, *(part.__module__ for part in parts)] if isinstance(name, str)}
             left += [value for value in parts if value.__module__ == one.__module__]
     return frozenset(found)
 

@@ -79,7 +79,7 @@ class AgreedMeeting:
             return number < self.number
         if self._took_place is None:
             self._notes.post(number * _KINDS + _LEAVES)
-            sees_all = self._meeting.all_have_come()
+            sees_all = self._meeting.all_have_come(number)
             self._notes.post(number * _KINDS + (_SAW_ALL if sees_all else _SAW_TOO_FEW))
             self._took_place = sees_all and self._is_held()
         return self._took_place

@@ -205,6 +205,8 @@ class DividedOptimizer:
         self._had_state = False
         self._is_state_whole = True
         """Whether this rank has the state of all parameters."""
+        self._unshared_before: list[torch.Tensor] = []
+        """Values of parameters that are in no model with one copy, to undo the step under way."""
         self._first_meeting = self._last_meeting = 0
         """Of the step under way: the numbers of the meetings before and after it; 0 where it has not come to it."""
         self._what = f"the step of optimizer {number} ({type(optimizer).__name__})"
@@ -273,6 +275,7 @@ class DividedOptimizer:
         self._had_state = digests[-1] != 0 if self._is_loaded else self._state.has_tensors
         for model, of_model in zip(models, numbers, strict=True):
             model.record(of_model)
+        self._unshared_before = [one.detach().clone() for one in self._division.unshared]
         self._first_meeting = self._steps.meeting.number + 1
         rows = self._synchronize(_BEFORE, digests)
         error = self._difference(rows, moved, optimizer, models)
@@ -336,12 +339,14 @@ class DividedOptimizer:
     def _divide(self, optimizer: Optimizer) -> None:
         """Leave the optimizer what this rank owns."""
         division = self._division
+        # First of all: an interrupt may come between any two lines.
+        self._is_begun = True
         for group, own in zip(optimizer.param_groups, division.own_groups, strict=True):
             group["params"] = own
         if self._is_loaded:
+            self._is_state_whole = False
             for parameter in division.of_others:
                 optimizer.state.pop(parameter, None)
-        self._is_begun = True
         for model, numbers in zip(division.models, division.numbers, strict=True):
             model.open_for_update(numbers)
 
@@ -353,8 +358,8 @@ class DividedOptimizer:
         """End the update. Called by torch."""
         if not self._is_begun:
             return
-        self._restore(optimizer)
         try:
+            self._restore(optimizer)
             is_new = self._state.share_new(optimizer, self._division.own)
             self._last_meeting = self._steps.meeting.number + 1
             rows = self._synchronize(_AFTER, [int(is_new or self._is_loaded)])
@@ -364,6 +369,7 @@ class DividedOptimizer:
             self._steps.note_failure(optimizer, error)
             raise
         self._first_meeting = self._last_meeting = 0
+        self._unshared_before = []
         self._is_loaded = False
         increment_version([parameter for parameter in self._division.of_others if parameter.grad is not None])
 
@@ -383,12 +389,12 @@ class DividedOptimizer:
     def _restore(self, optimizer: Optimizer) -> None:
         if not self._is_begun:
             return
-        self._is_begun = False
         division = self._division
         for group, parameters in zip(optimizer.param_groups, division.groups, strict=True):
             group["params"] = parameters
         for model, numbers in zip(division.models, division.numbers, strict=True):
             model.close_after_update(numbers)
+        self._is_begun = False
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -410,16 +416,19 @@ class DividedOptimizer:
         """
         self._restore(optimizer)
         note = ""
-        if self._is_unfinished():
+        is_undone = self._is_unfinished()
+        if is_undone:
             for model in self._division.models:
                 model.undo()
+            for parameter, before in zip(self._division.unshared, self._unshared_before, strict=True):
+                parameter.copy_(before)
             note = f"{self._what} was undone: the parameters are those from before it."
             self._is_state_whole = False
         while self._hooks:
             self._hooks.pop().remove()
         parameters = _parameters_of(optimizer)
         self._state.keep_view(optimizer, parameters)
-        if not self._is_state_whole and self._had_state:
+        if not self._is_state_whole and (self._had_state or (not is_undone and any(optimizer.state.values()))):
             lose_state(optimizer, parameters, self._what)
             note += " The state of the optimizer is lost: load a checkpoint before the next step."
         elif not self._is_state_whole:

@@ -337,6 +337,8 @@ class Division:
     numbers: list[list[int]]
     """The same by model, by their numbers in it."""
     of_others: list[torch.Tensor]
+    unshared: list[torch.Tensor]
+    """Those of no model: each rank updates its own."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, models: list[SharedParameters]) -> Division:
@@ -357,7 +359,9 @@ class Division:
                 else:
                     others[id(parameter)] = parameter
         own_groups = [[one for one in group if id(one) not in others] for group in groups]
-        return cls(models, parameters, groups, own_groups, own, numbers, list(others.values()))
+        shared = {id(one) for _, one in own} | others.keys()
+        unshared = [one for one in parameters if id(one) not in shared]
+        return cls(models, parameters, groups, own_groups, own, numbers, list(others.values()), unshared)
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer's groups are those that were divided."""
