@@ -325,37 +325,41 @@ def test_the_guard_leaves_torch_as_it_was() -> None:
     assert torch.optim.SGD.step is step
 
 
-class _Base(torch.optim.SGD):
-    """A class of which torch has made no optimizer."""
+def _kinds() -> tuple[Any, Any]:
+    """Return a class and one derived from it, of which torch has made no optimizer."""
 
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
+    class Base(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:
+            return None if closure is None else closure()
 
+    class Derived(Base):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
 
-class _Derived(_Base):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
+    return Base, Derived
 
 
 def test_the_guard_has_the_hooks_of_a_derived_class_run_once() -> None:
-    plain, failed, steps = _Base.step, [], []
-    end = guard_steps([_Base], lambda _, error: failed.append(str(error)))
-    optimizer = _Derived([nn.Parameter(torch.ones(2))], lr=0.1)
-    own_hooks = optimizer.register_step_post_hook(lambda *_: steps.append("derived"))
+    base, derived = _kinds()
+    plain, failed, steps = base.step, [], []
+    end = guard_steps([base], lambda _, error: failed.append(str(error)))
+    optimizer = derived([nn.Parameter(torch.ones(2))], {})
+    hook = optimizer.register_step_post_hook(lambda *_: steps.append("derived"))
     optimizer.step()
     assert steps == ["derived"]
-    own_hooks.remove()
+    hook.remove()
     with pytest.raises(ValueError, match="of a closure"):
         optimizer.step(_raise)
     assert failed == ["of a closure"]
     end()
-    assert _Base.step is plain
+    assert base.step is plain
 
 
 def test_the_guard_ends_where_torch_has_put_its_hooks_around_it() -> None:
+    base, _ = _kinds()
     failed: list[str] = []
-    end = guard_steps([_Base], lambda _, error: failed.append(str(error)))
-    optimizer = _Base([nn.Parameter(torch.ones(2))], lr=0.1)
+    end = guard_steps([base], lambda _, error: failed.append(str(error)))
+    optimizer = base([nn.Parameter(torch.ones(2))], {})
     with pytest.raises(ValueError, match="of a closure"):
         optimizer.step(_raise)
     end()
