@@ -2,8 +2,7 @@
 """Exact gradients of a sharded model: torch reduces them, and averages ranks with equal weights.
 
 Each rank multiplies its gradients by its weight before the reduction if the weights are not equal; so it does for each
-microstep of an accumulation. A parameter that no rank used keeps ``grad=None``. Torch's collectives are followed, so
-that a failed rank is named: its own waits do not notice a rank that has failed elsewhere. Used by shard.
+microstep of an accumulation. A parameter that no rank used keeps ``grad=None``. Used by shard.
 """
 
 from __future__ import annotations

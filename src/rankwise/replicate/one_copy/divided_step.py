@@ -246,8 +246,11 @@ class DividedOptimizer:
     @torch.no_grad()
     def _begin(self, optimizer: Optimizer) -> None:
         if self.is_open:
-            # By a method that was bound before the guard: a scheduler that is older than the model's replicas.
-            error = RankwiseError(f"The last step of {type(optimizer).__name__} raised and was not completed.")
+            # Between the update and its hooks, where an interrupt is not noticed.
+            error = RankwiseError(
+                f"The last step of {type(optimizer).__name__} was interrupted and not completed.",
+                do="load a checkpoint after an error in optimizer.step(), or let it end the training",
+            )
             self._steps.note_failure(optimizer, error)
             raise error
         if not self._division.is_of(optimizer) or not self._division.models:
