@@ -12,8 +12,14 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rankwise.world.environments.process import wants_no_color
+
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+WARNING = "[rankwise] warning:"
+RED, YELLOW = 31, 33
+"""Colors of a terminal, as its escape sequences number them."""
 
 logger = logging.getLogger("rankwise")
 
@@ -69,6 +75,11 @@ def past_the_script() -> Generator[None]:
         _speaker.is_past_script = before
 
 
+def colored(text: str, color: int, *, is_terminal: bool) -> str:
+    """Return ``text`` in a color if it is for a terminal whose user has not set ``NO_COLOR``."""
+    return f"\x1b[{color}m{text}\x1b[0m" if is_terminal and not wants_no_color() else text
+
+
 def log(message: str, *, all_ranks: bool = False) -> None:
     """Log one line, on rank zero.
 
@@ -94,5 +105,7 @@ def _emit(level: int, message: str, *, all_ranks: bool) -> None:
     elif logger.hasHandlers():
         logger.log(level, text)
         return
-    kind = "warning: " if level >= logging.WARNING else ""
-    print(f"[rankwise] {kind}{text}", file=stream, flush=True)
+    head = "[rankwise]"
+    if level >= logging.WARNING:
+        head = colored(WARNING, YELLOW, is_terminal=hasattr(stream, "isatty") and stream.isatty())
+    print(f"{head} {text}", file=stream, flush=True)

@@ -179,7 +179,7 @@ def test_a_killed_server_is_named(command: Command, moment: str) -> None:
         (command.folder / moment).unlink()
     said, text = started.communicate(timeout=120)
     assert said.split()[-1] in {"PeerFailed", "PeerMissing"}, text
-    assert "[rank 1/2" in text
+    assert "rank 1 of 2 (" in text
     assert "failed first: killed by SIGKILL, exit code 137" in text
     assert "runs whole" not in text
     assert started.returncode == 137

@@ -106,7 +106,7 @@ def test_env_shows_each_rank_its_launcher(command: Command, launcher: str) -> No
 def test_env_in_a_shell_is_a_world_of_one_and_imports_no_torch(command: Command) -> None:
     code = "import sys; from rankwise.cli import main; code = main(['env']); print(code, 'torch' in sys.modules)"
     ended = run_afresh(command, sys.executable, "-c", code, RANKWISE_SECRET="plum-tree-17")  # noqa: S106
-    assert ended.stdout.startswith("rank 0 of 1, started by nobody\n"), ended.stderr
+    assert ended.stdout.startswith("rank 0 of 1, no launcher: a world of one rank\n"), ended.stderr
     assert ended.stdout.endswith("RANKWISE_SECRET is set\n0 False\n")
     assert "plum-tree-17" not in ended.stdout + ended.stderr
 

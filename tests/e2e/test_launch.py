@@ -213,7 +213,7 @@ FAILURES = {
         r"""
         False
         RankFailed
-        Rank 1 failed: exit code 7.
+        Rank 1 failed: called sys\.exit\(7\) at .*\.
           on        \[rank 1/2 on .*\]
           evidence  7
         """,

@@ -359,7 +359,7 @@ def test_measuring_can_be_turned_off(command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("report", "nothing"), "nothing is not a folder"),
+        (("report", "nothing"), "nothing does not exist"),
         (("report", "."), ". has no record of a run"),
         (("run", "--report", "train.py/records", "train.py"), "train.py/records, cannot be created: Not a directory"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -85,7 +86,9 @@ def test_ranks_get_the_variables_and_a_working_group(command: Command) -> None:
     assert ended.returncode == 0, ended.stderr
     rows = sorted(json.loads(line) for line in ended.stdout.splitlines())
     assert rows == [[6.0, True, 16, str(rank), "3", str(rank), "3", "0", "1", "127.0.0.1", "0"] for rank in range(3)]
-    assert ended.stderr == f"[rankwise] 3 ranks on this machine, {_threads(3)}\n"
+    first, last = ended.stderr.splitlines()
+    assert first == f"[rankwise] 3 ranks on this machine, {_threads(3)}"
+    assert re.fullmatch(r"\[rankwise\] 3 ranks finished in \d+ s", last)
 
 
 def test_the_default_without_gpus_is_one_rank(command: Command) -> None:

@@ -38,7 +38,8 @@ def test_a_script_that_never_joins_is_reported_in_its_first_step_and_at_the_end(
     assert "rankwise run -n 1" in lines[0]
     assert [line.rpartition("] ")[2] for line in lines[1:4]] == ["step 0", "step 1", "step 2"]
     assert lines[4].startswith(END)
-    assert len(lines) == 5
+    assert "2 ranks finished in " in lines[5]
+    assert len(lines) == 6
 
 
 REFERENCE_FIRST = """

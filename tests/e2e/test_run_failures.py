@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     ("ending", "exit_code", "text"),
     [
         ("raise ValueError('boom')", 1, "ValueError: boom"),
-        ("sys.exit(3)", 3, "exit code 3"),
+        ("sys.exit(3)", 3, "called sys.exit(3) at train.py:3 in <module>"),
         ("sys.exit('told')", 1, "told"),
         ("os._exit(4)", 4, "exit code 4"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL, exit code 137"),
@@ -58,7 +58,7 @@ def test_a_crash_shows_the_line_of_python_it_was_at(command: Command) -> None:
     )
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 139
-    report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/2 on ") :]
+    report = ended.stderr[ended.stderr.index("[rankwise] rank 1 of 2 (") :]
     assert "failed first: killed by SIGSEGV, exit code 139" in report
     assert 'train.py", line 5 in in_an_extension' in report
 
@@ -127,7 +127,9 @@ def test_the_first_failure_is_shown_last_and_whole(command: Command) -> None:
     said = "".join(line for line in ended.stderr.splitlines(keepends=True) if line.strip(" ~^\n"))
     assert said.endswith(expected), ended.stderr
     assert ended.stderr.count("Traceback") == 1
-    others = ended.stderr.partition(f"[rankwise] [rank 1/3 on {name}] failed first: exit code 1\n")[2]
+    others = ended.stderr.partition(
+        f"[rankwise] rank 1 of 3 ({name}) failed first: ValueError: bad sample 17, at train.py:6\n"
+    )[2]
     for rank in (0, 2):
         assert re.search(
             rf"^\[rankwise\] ranks? .*{rank}.* then also failed: RuntimeError: .*\bpeer\b", others, re.MULTILINE
@@ -150,7 +152,7 @@ def test_a_signal_is_shown_with_the_ranks_last_lines(command: Command) -> None:
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 137
     assert ended.stderr.endswith("[rankwise] the last lines rank 1 wrote to stderr:\n  allocating\n  no newline\n")
-    assert re.search(r"\[rank 1/2 on .*\] failed first: killed by SIGKILL, exit code 137", ended.stderr)
+    assert re.search(r"rank 1 of 2 \(.*\) failed first: killed by SIGKILL, exit code 137", ended.stderr)
 
 
 def test_after_a_kill_the_report_shows_where_that_rank_was(command: Command) -> None:
@@ -177,7 +179,7 @@ def test_after_a_kill_the_report_shows_where_that_rank_was(command: Command) -> 
         os.mkfifo(command.folder / name)
     ended = command.run("-n", "3", "train.py")
     assert ended.returncode == 137
-    report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/3 on ") :]
+    report = ended.stderr[ended.stderr.index("[rankwise] rank 1 of 3 (") :]
     first, seen, *others = report.splitlines()
     assert "failed first: killed by SIGKILL, exit code 137" in first
     assert seen.startswith("[rankwise] it was last seen in or after barrier() at train.py:5 in train, started ")
@@ -258,7 +260,7 @@ def test_a_restart_shares_nothing_with_the_attempt_before(command: Command) -> N
     assert (ended.returncode, sorted(set(lines) - set(parents))) == (0, ["attempt 1 4.0 False"]), ended.stderr
     # All ranks are forks of the one process that holds the imports.
     assert (len(lines), len(parents), len(set(parents))) == (6, 4, 1)
-    assert ended.stderr.endswith("ValueError: only once\n[rankwise] restart 1 of 2\n")
+    assert "ValueError: only once\n[rankwise] restart 1 of 2\n[rankwise] 2 ranks finished in " in ended.stderr
 
 
 def test_restarts_are_limited(command: Command) -> None:
@@ -280,5 +282,5 @@ def test_an_error_on_a_short_batch_says_how_many_samples_the_rank_had(command: C
     )
     ended = command.run("-n", "2", "train.py")
     assert ended.returncode == 1
-    report = ended.stderr[ended.stderr.index("[rankwise] [rank 1/2 on ") :]
+    report = ended.stderr[ended.stderr.index("[rankwise] rank 1 of 2 (") :]
     assert report.count("the last batch that this rank got from its DataLoader held 0 samples.") == 1

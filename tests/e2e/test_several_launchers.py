@@ -84,8 +84,8 @@ def test_a_failure_is_reported_in_full_once_and_everywhere_by_its_exit_code(
     second = launchers.start("-n", "1", "--nodes", "2", "--node-rank", "1", "train.py")
     (_, said), (_, said_too) = first.communicate(timeout=80), second.communicate(timeout=80)
     assert (first.returncode, second.returncode) == (7, 7), said + said_too
-    assert "failed first: exit code 7" in said
-    assert "failed first: exit code 7" in said_too
+    assert "failed first: called sys.exit(7) at train.py:" in said
+    assert "failed first: called sys.exit(7) at train.py:" in said_too
     assert said_too.endswith("node 0 shows the full report\n")
 
 

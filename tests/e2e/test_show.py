@@ -147,14 +147,14 @@ def test_the_devices_of_a_model_are_shown(command: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("nowhere",), "nowhere is no checkpoint, no folder of a report, and no axes of a mesh."),
+        (("nowhere",), "'nowhere' is not a checkpoint, a folder of a report or a mesh such as dp_shard=4,tp=2."),
         (("dp=4",), "'dp=4' is not the size of an axis."),
         (("tp=2,tp=2",), "'tp=2' is not the size of an axis."),
         (("tp=0",), "'tp=0' is not the size of an axis."),
         (("tp=4", "--ranks-per-host", "3"), "4 ranks do not fill hosts with 3 each."),
         (("tp=4", "--ranks-per-host", "0"), "4 ranks do not fill hosts with 0 each."),
         (("tp=2", "-o", "no/page.html"), "no/page.html cannot be written"),
-        ((".",), ". is no checkpoint, no folder of a report, and no axes of a mesh."),
+        ((".",), "'.' is not a checkpoint, a folder of a report or a mesh such as dp_shard=4,tp=2."),
     ],
 )
 def test_what_cannot_be_shown_is_said(command: Command, words: tuple[str, ...], told: str) -> None:

@@ -98,7 +98,7 @@ def _once(python: WarmPython, folder: Path, draw: random.Random, num_ranks: int)
     if job.returncode != 128 + signal.SIGKILL:
         wrong.append(f"exit code {job.returncode}")
     named, _, _ = text.partition(" failed first: killed by SIGKILL")
-    if named == text or ("[rank 0/" in named.splitlines()[-1]) != (whom == "rank zero"):
+    if named == text or ("rank 0 of " in named.splitlines()[-1]) != (whom == "rank zero"):
         wrong.append("the rank is not named")
     if "Traceback" in text or "runs whole" in text:
         wrong.append("another error is shown")

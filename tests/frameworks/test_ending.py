@@ -31,7 +31,7 @@ def test_another_number_of_devices_than_ranks_is_an_error_with_both(launcher: La
 def test_an_error_on_one_rank_ends_all_and_is_shown_last(launcher: Launcher) -> None:
     done = launcher.run(*RANKWISE, "2", ENDLESS, "failing")
     assert done.returncode == 1
-    assert "[rank 1/2" in next(line for line in done.stderr.splitlines() if "failed first" in line)
+    assert "rank 1 of 2" in next(line for line in done.stderr.splitlines() if "failed first" in line)
     assert done.stderr.endswith("ValueError: the fourth batch is bad\n")
 
 

@@ -59,5 +59,5 @@ def test_a_cut_link_ends_the_job(hosts: Hosts, tmp_path: Path, way: str) -> None
     codes = [one.wait(120) for one in started]
     said = [(tmp_path / f"{host}.err").read_text() for host in range(2)]
     assert all(codes), said
-    assert "[rank 1/2] failed first: host1 was lost" in said[0], said[0]
+    assert "rank 1 of 2 failed first: host1 was lost" in said[0], said[0]
     assert "Traceback" not in said[1]

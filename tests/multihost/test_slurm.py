@@ -74,7 +74,7 @@ def test_mpirun_within_sbatch_trains_to_the_one_rank_result(
     job = slurm.await_job(job_id, lambda job: job["JobState"] in {"COMPLETED", "FAILED"})
     said = (tmp_path / "out").read_text()
     assert job["JobState"] == "COMPLETED", said
-    assert "2 ranks: Open MPI" in said
+    assert "2 ranks: started by Open MPI" in said
     check_trained(tmp_path, reference, 2)
 
 

@@ -163,7 +163,7 @@ def test_ranks_of_a_module_know_where_they_are_and_the_first_failure_comes_last_
     attempts = re.split(r"\[rankwise on host0\] restart 1 of 1\n", said)
     assert len(attempts) == 2
     for attempt in attempts:
-        assert attempt.count("[rankwise] [rank 2/3 on host1] failed first: exit code 1\n") == 1
+        assert attempt.count("[rankwise] rank 2 of 3 (host1) failed first: ValueError: as asked, at ") == 1
         assert attempt.endswith("\nValueError: as asked\n")
     assert "node 0 shows the full report" not in said
 

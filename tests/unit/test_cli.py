@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rankwise
-from rankwise.cli import main
+from rankwise.cli import COMMANDS, main
 from rankwise.errors import ConfigurationError
 from rankwise.launch.hosts import ssh
 from rankwise.launch.start import LaunchOptions, num_ranks_here
@@ -97,7 +97,7 @@ def test_the_commands_are_these(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["walk"])
     assert ended.value.code == 2
-    assert "invalid choice: 'walk'" in capsys.readouterr().err
+    assert "'walk' is not a command; rankwise --help lists them" in capsys.readouterr().err
 
 
 def test_an_option_is_not_guessed_from_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,3 +256,91 @@ def test_a_mistake_does_not_wait_for_torch_nor_for_other_commands() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout == "2 False False\n"
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: rankwise [-h]")
+    assert "rankwise run -n 4 train.py" in shown
+    assert "documentation: " in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rnu", "train.py"], "'rnu' is not a command; did you mean 'run'?"),
+        (["run", "--log-dri=logs", "train.py"], "unrecognized arguments: --log-dri=logs; did you mean '--log-dir'?"),
+        (["stacks", "--jsno"], "did you mean '--json'?"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_one_it_is_like(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "named"),
+    [
+        ("", ["--auto", "--log-dir=logs"], "--auto, --log-dir belong before the script"),
+        ("parser.add_argument('--log-dir')", ["--log-dir", "logs"], ""),
+        ("def main(log_dir): ...", ["--log-dir", "logs"], ""),
+        ("", ["--epochs", "3"], ""),
+    ],
+)
+def test_an_option_after_a_script_that_has_none_of_this_name_is_pointed_out(  # noqa: PLR0917
+    source: str,
+    words: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    monkeypatch.setattr("rankwise.cli.run.launch", lambda *_: 0)
+    monkeypatch.setattr("rankwise.cli.run.os._exit", lambda code: None)
+    main(["run", str(script), *words])
+    said = capsys.readouterr().err
+    assert named in said
+    assert bool(named) == ("warning" in said)
+
+
+def _completed(shell: str, *words: str) -> list[str]:
+    script = subprocess.run(
+        [sys.executable, "-m", "rankwise", "completion", shell], capture_output=True, text=True, check=True
+    ).stdout
+    ask = f"COMP_WORDS=(rankwise {' '.join(words)}); COMP_CWORD={len(words)}; _rankwise; echo ${{COMPREPLY[@]}}"
+    ended = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
+    return ended.stdout.split()
+
+
+def test_bash_completes_commands_and_options() -> None:
+    assert _completed("bash", "ver") == ["verify"]
+    assert _completed("bash", "run", "--log") == ["--log-dir"]
+    assert _completed("bash", "run", "train.py", "--log") == []
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(command in script for command in COMMANDS)
+    assert "max-restarts" in script
+
+
+@pytest.mark.parametrize(("no_color", "is_colored"), [("", True), ("1", False)])
+def test_an_error_is_red_on_a_terminal_only(
+    no_color: str, *, is_colored: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    main(["run", "-n", "0", "train.py"])
+    assert "\x1b" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(["run", "-n", "0", "train.py"])
+    assert capsys.readouterr().err.startswith("\x1b[31mConfigurationError\x1b[0m: " if is_colored else "Config")

@@ -73,7 +73,7 @@ def test_the_last_optional_rank_and_any_other_rank_end_the_job(max_restarts: int
         if dying == 3:
             text = failure_report.whole(report)
             assert "[rankwise] rank 2 failed earlier: ValueError: borne\n" in text
-            assert "[rank 3/4 on b] failed: exit code 1\n" in text
+            assert "rank 3 of 4 (b) failed: ValueError: the end\n" in text
 
 
 def test_one_that_fails_after_the_others_have_ended_well_is_borne() -> None:

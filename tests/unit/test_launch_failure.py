@@ -109,7 +109,7 @@ def test_the_report_ends_with_the_first_traceback() -> None:
     message = ReportFailure(failed=attempt)
     assert decode(encode(message), "a") == message
     assert failure_report.whole(attempt) == (
-        "[rankwise] [rank 1/5 on gpu-01] failed first: exit code 1\n"
+        "[rankwise] rank 1 of 5 (gpu-01) failed first: ValueError: boom\n"
         "[rankwise] its stderr is in l.err\n"
         "[rankwise] rank 0 then also failed: PeerFailed: rank 1 failed\n"
         "[rankwise] ranks 2-3 had to be killed by the launcher\n"
@@ -128,7 +128,7 @@ def test_those_that_failed_too_are_in_the_order_they_did_with_what_they_say() ->
         attempt=0, world_size=7, failures=(first, killed, later, *echoes), ends={1: "left", 6: "left"}, tolerated=(4,)
     )
     assert failure_report.whole(attempt) == (
-        "[rankwise] [rank 2/7] failed: killed by SIGKILL, exit code 137; "
+        "[rankwise] rank 2 of 7 failed: killed by SIGKILL, exit code 137; "
         "if no one killed it, the machine was out of memory (see `dmesg`)\n"
         "[rankwise] it was last seen in all_reduce\n"
         "[rankwise] rank 4 failed earlier: SIGKILL, last seen in barrier\n"
@@ -144,7 +144,7 @@ def test_the_report_of_a_signal_shows_the_last_lines() -> None:
         attempt=0, world_size=1, failures=(killed,), ends={}, hostname="here", stderr_tail=("one", "two")
     )
     assert failure_report.whole(attempt) == (
-        "[rankwise] [rank 0/1 on here] failed: killed by SIGKILL, exit code 137; "
+        "[rankwise] rank 0 of 1 (here) failed: killed by SIGKILL, exit code 137; "
         "if no one killed it, the machine was out of memory (see `dmesg`)\n"
         "[rankwise] the last lines rank 0 wrote to stderr:\n"
         "  one\n"
@@ -175,3 +175,32 @@ def test_numpy_draws_other_numbers_in_each_rank() -> None:
     before = np.random.get_state()[1].tolist()  # noqa: NPY002
     worker._reseed_numpy()
     assert np.random.get_state()[1].tolist() != before  # noqa: NPY002
+
+
+def _failed_alike(*errors: BaseException) -> str:
+    failures = tuple(failure.from_exception(error, rank, 1) for rank, error in enumerate(errors))
+    return failure_report.whole(FailedAttempt(attempt=0, world_size=2, failures=failures, ends={}, hostname="gpu-01"))
+
+
+def _raised(error: BaseException) -> BaseException:
+    try:
+        raise error  # noqa: TRY301 - only to have a traceback
+    except BaseException as raised:  # noqa: BLE001 - any error, with a traceback
+        return raised
+
+
+def test_an_error_that_all_ranks_raise_is_no_single_ranks() -> None:
+    line = _raised.__code__.co_firstlineno + 2
+    text = _failed_alike(_raised(ValueError("boom")), _raised(ValueError("boom")))
+    first = f"[rankwise] all 2 ranks failed with the same error: ValueError: boom, at test_launch_failure.py:{line}\n"
+    assert text.startswith(f"{first}Traceback")
+    other = _failed_alike(_raised(ValueError("boom")), _raised(ValueError("bang")))
+    assert other.startswith("[rankwise] rank 0 of 2 (gpu-01) failed first: ValueError: boom, at ")
+    assert "rank 1 then also failed: ValueError: bang" in other
+
+
+def test_a_call_of_exit_is_shown_with_its_line() -> None:
+    described = failure.from_exception(_raised(SystemExit("no data")), 1, 1)
+    line = _raised.__code__.co_firstlineno + 2
+    assert described.words == f"called sys.exit('no data') at test_launch_failure.py:{line} in _raised"
+    assert described.brief == described.words

@@ -72,6 +72,14 @@ def test_a_line_in_pieces_is_shown_whole(shown: Shown) -> None:
     carrier.close()
 
 
+def test_a_warning_that_names_its_rank_has_no_second_prefix(shown: Shown) -> None:
+    carrier = Output()
+    named, other = b"[rankwise] warning: [rank 1/2 on gpu] slow\n", b"[rankwise] warning: slow\n"
+    _write(carrier, [(1, 2, named), (1, 2, other)], 2)
+    assert shown[2] == named + b"[rank 1/2] " + other
+    carrier.close()
+
+
 def test_stderr_has_the_rank_in_front_of_every_line(shown: Shown) -> None:
     carrier = Output()
     _write(carrier, [(2, 2, b"a\n\nb\r\nc")], 3)

@@ -68,9 +68,9 @@ def test_the_texts() -> None:
             FailedAttempt(attempt=0, world_size=2, failures=(killed,), ends={}, hostname="gpu-01")
         )
 
-    who = "[rankwise] [rank 1/2 on gpu-01] failed first: killed by SIGKILL, exit code 137; "
+    who = "[rankwise] rank 1 of 2 (gpu-01) failed first: killed by SIGKILL, exit code 137; "
     kernel = "by the kernel: the machine was out of memory, or a memory limit was reached"
-    assert words(out_of_memory=True) == f"{who}{kernel}\n"
+    assert words(out_of_memory=True).startswith(f"{who}{kernel}\n[rankwise] what to do: a smaller global_batch_size")
     other = "by a user, a program or a scheduler, not by the kernel's out-of-memory killer"
     assert words(out_of_memory=False) == f"{who}{other}\n"
     assert "if no one killed it" in words(out_of_memory=None)
@@ -84,11 +84,11 @@ def test_a_stopped_rank_and_a_lost_machine_have_messages() -> None:
         )
 
     assert words(failure.from_stop(1, 31.4, 0.0)) == (
-        "[rankwise] [rank 1/2 on gpu-02] failed first: "
+        "[rankwise] rank 1 of 2 (gpu-02) failed first: "
         "stopped for 31 s by SIGSTOP, Ctrl-Z or a debugger, while the other ranks were running\n"
     )
     assert words(failure.from_lost_node(1, "gpu-02", 0.0)) == (
-        "[rankwise] [rank 1/2 on gpu-02] failed first: gpu-02 was lost: "
+        "[rankwise] rank 1 of 2 (gpu-02) failed first: gpu-02 was lost: "
         "the machine or its network went down, or its launcher was killed\n"
     )
     assert exit_code.shell_code(failure.from_stop(1, 31.4, 0.0).exit_code) == 147

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from _typeshed import DataclassInstance
 
@@ -59,6 +60,23 @@ def equivalents(unknown: Sequence[str]) -> list[str]:
     """Return the equivalent of each option of another launcher among ``unknown``, one line each."""
     names = [word.partition("=")[0].lstrip("-").replace("_", "-") for word in unknown if word.startswith("-")]
     return list(dict.fromkeys(_OURS[name] for name in names if name in _OURS))
+
+
+def similar(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'run'?`` for the known word that is most like ``word``, or an empty text."""
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the options of a command that its help shows, each with its help."""
+    found: dict[str, str] = {}
+    # The only public list. Python 3.14 colors it on a terminal.
+    shown = re.sub(r"\x1b\[[\d;]*m", "", parser.format_help())
+    for entry in re.findall(r"^  (-.*(?:\n {10,}.*)*)", shown, re.MULTILINE):
+        names, *text = re.split(r"\s{2,}", entry, maxsplit=1)
+        found |= dict.fromkeys(re.findall(r"(?:^|, )(--?[A-Za-z][\w-]*)", names), " ".join("".join(text).split()))
+    return found
 
 
 class TakeCommand(argparse.Action):
@@ -141,3 +159,18 @@ def refuse_misplaced_count(options: argparse.Namespace, command: str, option: st
         do=f"{command} {option} {value} {target}\n"
         f"or, if the script has an option of this name: {command} -- {target} {' '.join(options.arguments)}",
     )
+
+
+def misplaced_options(options: argparse.Namespace) -> str:
+    """Return a hint on options of rankwise after the script, which has none of these names; else an empty text."""
+    script = Path(options.target)
+    if options.is_ended or not script.is_file():
+        return ""
+    text = script.read_text(encoding="utf-8", errors="replace").replace("-", "_")
+    given = [word.partition("=")[0] for word in options.arguments if word.startswith("--")]
+    known = options_of(options.parser)
+    found = [name for name in given if name in known and name[2:].replace("-", "_") not in text]
+    if not found:
+        return ""
+    belong = "belongs" if len(found) == 1 else "belong"
+    return f"{', '.join(found)} {belong} before the script, if meant for rankwise: here the script receives it\n"

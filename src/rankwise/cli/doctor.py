@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rankwise.cli.arguments import Command
 from rankwise.world.environments.process import explain_process
 from rankwise.world.environments.reading import Reading
+from rankwise.world.environments.table import NOBODY
 
 if TYPE_CHECKING:
     import argparse
@@ -72,7 +73,7 @@ def as_text(examination: Examination) -> str:
             lines.extend(f"  {'':<7}  {'':<{width}}  {name}{line}" for line in text.splitlines())
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
     told = [f"{number} {level}{'' if number == 1 else 's'}" for level, number in counts.items() if number]
-    lines.append(", ".join(told) if told else "nothing found")
+    lines.append(", ".join(told) if told else "no problem found")
     return "\n".join(lines) + "\n"
 
 
@@ -159,13 +160,17 @@ def _decided(explanation: Explanation) -> list[str]:
         served_by = "the launcher" if reading.store_is_served else "rank 0"
         store = f"{reading.address[0]}, port {reading.address[1]}, served by {served_by}"
     return [
-        f"rank {reading.rank} of {reading.world_size}, started by {reading.source}",
+        f"rank {reading.rank} of {reading.world_size}, {_started_by(reading)}",
         f"  local rank  {_of(reading.local_rank, reading.local_world_size, reading)}",
         f"  node        {_of(reading.node_rank, reading.num_nodes, reading)}",
         f"  store       {store}",
         f"  attempt     {reading.attempt}",
         f"  because     {reading.reason}",
     ]
+
+
+def _started_by(reading: Reading) -> str:
+    return "no launcher: a world of one rank" if reading.source == NOBODY else f"started by {reading.source}"
 
 
 def _of(number: int | None, total: int | None, reading: Reading) -> str:

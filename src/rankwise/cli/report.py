@@ -53,7 +53,8 @@ def _run_report(options: argparse.Namespace) -> int:
     others = [Path(name) for name in options.compare]
     for one in (folder, *others):
         if not one.is_dir():
-            raise ConfigurationError(f"{one} is not a folder.", do="pass the folder that --report was given")
+            state = "is not a folder" if one.exists() else "does not exist"
+            raise ConfigurationError(f"{one} {state}.", do=f"record a run first: rankwise run --report {one} train.py")
     run = read_run(folder)
     written = page_of(run, options.language, [read_run(one) for one in others])
     write_page(page, written.html)
@@ -129,8 +130,8 @@ def _page(options: argparse.Namespace) -> Page:
         return page_of_layouts(read_run(folder), options.language)
     if "=" not in options.what or folder.exists():
         raise ConfigurationError(
-            f"{options.what} is no checkpoint, no folder of a report, and no axes of a mesh.",
-            do="pass one of them, such as dp_shard=4,tp=2",
+            f"{options.what!r} is not a checkpoint, a folder of a report or a mesh such as dp_shard=4,tp=2.",
+            do="pass one of them",
         )
     return page_of_mesh(options.what, options.ranks_per_host, options.language)
 

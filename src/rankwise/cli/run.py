@@ -14,13 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.auto.script import AutoScript
-from rankwise.cli.arguments import Command, add_command, add_option, refuse_misplaced_count, values_of
+from rankwise.cli.arguments import (
+    Command,
+    add_command,
+    add_option,
+    misplaced_options,
+    refuse_misplaced_count,
+    values_of,
+)
 from rankwise.errors import ConfigurationError
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import RecordingReporter, TerminalReporter
 from rankwise.launch.slurm import SAVE_SECONDS, JobOptions, batch_script, follow, submit
 from rankwise.launch.start import launch
+from rankwise.log import WARNING, YELLOW, colored
 from rankwise.world.environments.process import REPORT_OFF, asked_report, asked_torch_store
 from rankwise.world.environments.reading import parse_address
 
@@ -114,6 +122,8 @@ def execute(options: argparse.Namespace) -> int:
     """Check the command, run it, and return the exit code, or end this process with it."""
     hosts = f" --hosts {options.hosts}" if options.hosts is not None else ""
     refuse_misplaced_count(options, f"rankwise run{hosts}", "-n", options.num_ranks)
+    if hint := misplaced_options(options):
+        sys.stderr.write(f"{colored(WARNING, YELLOW, is_terminal=sys.stderr.isatty())} {hint}")
     if options.hosts is not None:
         return _execute_on_hosts(options)
     launch_options = _launch_options(options, options.nodes or (1, 1))

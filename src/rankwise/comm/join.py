@@ -57,6 +57,7 @@ from rankwise.world.device.choice import (
 )
 from rankwise.world.device.streams import is_capturing, let_others_capture
 from rankwise.world.environments.process import (
+    EXPLICIT,
     asked_device,
     checks_collectives,
     device_mask,
@@ -166,7 +167,10 @@ def join(
     meter.listener().start(world, report)
     _hook_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
-        log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {reading.reason}")
+        started = reading.reason
+        if not reading.warns and reading.source != EXPLICIT:
+            started = f"started by {started.partition(':')[0]}; `rankwise env` shows the variables"
+        log(f"{world.world_size} {'rank' if world.world_size == 1 else 'ranks'}: {started}")
     if session.store is not None and isinstance(session.exchange, TorchGroup):
         try:
             _connect(session, session.store, session.exchange, exchange)

@@ -107,7 +107,8 @@ def gpus(job: ExaminedJob) -> list[CheckResult]:
     if found:
         return found
     backends = ", ".join(job.ranks[0].machine.backends)
-    return [CheckResult(check="GPUs", level=OK, what=f"{held[job.ranks[0].rank]} on each host; backends: {backends}")]
+    each = " on each host" if len(job.hosts) > 1 else ""
+    return [CheckResult(check="GPUs", level=OK, what=f"{held[job.ranks[0].rank]}{each}; backends: {backends}")]
 
 
 def networks(job: ExaminedJob) -> list[CheckResult]:

@@ -51,7 +51,7 @@ def user_call_site(thread_id: int | None = None) -> CallSite | None:
         name = code.co_filename
         is_library = known.get(name)
         if is_library is None:
-            is_library = _in_library(name)
+            is_library = in_library(name)
         if not is_library:
             return code, frame.f_lineno
         frame = frame.f_back
@@ -73,7 +73,7 @@ def stack_of_thread(thread_id: int) -> list[str]:
     depth = 0
     while frame is not None and len(found) < LONGEST_STACK:
         name = frame.f_code.co_filename
-        if depth < INNERMOST or not _in_library(name):
+        if depth < INNERMOST or not in_library(name):
             found.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_qualname}")
         depth += 1
         frame = frame.f_back
@@ -82,7 +82,7 @@ def stack_of_thread(thread_id: int) -> list[str]:
 
 def innermost_of_user(stack: Sequence[str]) -> str:
     """Return the innermost frame of the user's code in a stack of :func:`stack_of_thread`; else its innermost frame."""
-    return next((frame for frame in reversed(stack) if not _in_library(frame.partition(":")[0])), stack[-1])
+    return next((frame for frame in reversed(stack) if not in_library(frame.partition(":")[0])), stack[-1])
 
 
 def responsible_module(means: tuple[str, ...], for_others: frozenset[str] = FOR_OTHERS) -> str:
@@ -109,7 +109,8 @@ def words(site: CallSite | None) -> str:
     return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
 
 
-def _in_library(name: str) -> bool:
+def in_library(name: str) -> bool:
+    """Return whether a file is not the user's: one of rankwise, of Python, or installed."""
     found = _is_library.get(name)
     if found is None:
         if len(_is_library) > LONGEST_NAMES:  # code generated at run time, each piece with its own name

@@ -182,6 +182,7 @@ def _take_part(
     server: ForkServer,
     notify_pipe: int,
 ) -> int:
+    started = time.monotonic()
     signals = PendingSignals()
     # While the server is importing what the ranks need.
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
@@ -224,6 +225,8 @@ def _take_part(
         if options.nodes[1] == 1:
             reporter.show(_unused_nodes())
         exit_code = agent.run(options.rendezvous_timeout_seconds)
+        if exit_code == 0 and num_ranks > 1 and options.nodes[1] == 1 and not ranks.failures:
+            output.say(f"{num_ranks} ranks finished in {_duration(time.monotonic() - started)}")
         reporter.end(ranks.failures)
         return exit_code
 
@@ -319,6 +322,14 @@ def _decision(options: LaunchOptions, num_ranks: int) -> str:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     each = f"{threads} CPU thread" if threads == 1 else f"{threads} CPU threads"
     return f"[rankwise] {ranks} on this machine, {each}{'' if num_ranks == 1 else ' each'}\n"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _local_rank_notice(target: Target) -> str:

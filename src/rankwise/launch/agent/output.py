@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from rankwise.errors import rank_prefix
+from rankwise.log import WARNING, YELLOW, colored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,17 +34,25 @@ LINE_WAIT_SECONDS = 0.2
 """After how long an unfinished line (a prompt, a progress bar) is shown."""
 LONGEST_LINE_BYTES = 1 << 16
 LINE_ENDS = (b"\n", b"\r")
+_OF_RANK = WARNING.encode() + b" [rank "
 _CLEARS_LINE = b"\r\x1b[K"
 _SHOWN_HERE = "; from now on the output of that rank is shown here"
 _LOST = "; from now on the output of that rank is lost"
 
 
 class LinePrefix:
-    """Prefixes each line of one stream with a text."""
+    """Prefixes each line of one stream with a text, except those that name their rank already.
 
-    def __init__(self, text: bytes = b"") -> None:
-        """Take the text; an empty one leaves the stream unchanged."""
+    Args:
+        text: the prefix; an empty one leaves the stream unchanged.
+        before: what a terminal needs at each line's start.
+        warning: how a line that is a warning of rankwise starts.
+    """
+
+    def __init__(self, text: bytes = b"", *, before: bytes = b"", warning: bytes = WARNING.encode()) -> None:
         self._text = text
+        self._before = before
+        self._warning = warning
         self._is_at_line_start = True
 
     def applied_to(self, data: bytes) -> bytes:
@@ -54,16 +63,20 @@ class LinePrefix:
         for piece in data.splitlines(keepends=True):
             is_blank_return = piece == b"\r"
             if self._is_at_line_start and not is_blank_return:
-                pieces.append(self._text)
-            pieces.append(piece)
+                pieces += [self._before, b"" if piece.startswith(_OF_RANK) else self._text]
+            is_warning = self._is_at_line_start and piece.startswith(WARNING.encode())
+            pieces.append(self._warning + piece[len(WARNING) :] if is_warning else piece)
             self._is_at_line_start = piece.endswith(LINE_ENDS)
         return b"".join(pieces)
 
 
 def prefix_of(rank: int, world_size: int, *, is_tty: bool) -> LinePrefix:
     """Return the prefix of a rank's stderr. On a terminal, rank 0's progress bar may be in the line: it is cleared."""
-    text = rank_prefix(rank, world_size).encode() + b" "
-    return LinePrefix(_CLEARS_LINE + text if is_tty else text)
+    return LinePrefix(
+        rank_prefix(rank, world_size).encode() + b" ",
+        before=_CLEARS_LINE if is_tty else b"",
+        warning=colored(WARNING, YELLOW, is_terminal=is_tty).encode(),
+    )
 
 
 class Terminal:
@@ -245,7 +258,7 @@ class Output:
             try:
                 stream.file = Path(path).open("ab")  # noqa: SIM115 - closed with the stream
             except OSError as error:
-                self._complain(f"cannot write to {path}: {error.strerror}{_SHOWN_HERE}")
+                self.say(f"cannot write to {path}: {error.strerror}{_SHOWN_HERE}")
             else:
                 stream.prefix = LinePrefix() if rank == 0 else stream.prefix
                 stream.terminal = terminal if rank == 0 else None
@@ -285,12 +298,12 @@ class Output:
                 stream.file.close()
             terminal = self._terminals[stream.number]
             where = _LOST if terminal.is_gone else _SHOWN_HERE
-            self._complain(f"stopped writing to {stream.file.name}: {error.strerror}{where}")
+            self.say(f"stopped writing to {stream.file.name}: {error.strerror}{where}")
             stream.file = None
             stream.terminal = terminal
 
-    def _complain(self, text: str) -> None:
-        """Print a line on stderr, or on stdout if stderr cannot be written to."""
+    def say(self, text: str) -> None:
+        """Print a line on stderr, or on stdout if stderr cannot be written to; below an unfinished line of a rank."""
         words = f"[rankwise] {text}\n".encode()
         for number in (STDERR, STDOUT):
             if not self._terminals[number].is_gone:
@@ -310,7 +323,7 @@ class Output:
             )
         else:
             what = f"the ranks continue; their output is kept in {self._log_dir}, as far as there is space"
-        self._complain(f"{terminal.problem}; {what}")
+        self.say(f"{terminal.problem}; {what}")
 
     def _is_over(self, stream: _Stream) -> bool:
         """Return whether nothing takes the stream's data; one with a log file continues after a full disk."""

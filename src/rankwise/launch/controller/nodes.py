@@ -238,5 +238,5 @@ class Attempt:
 
 def failed_event(failed: Failure, hostname: str) -> Failed:
     """Return the event that notifies the other ranks of a failure."""
-    text = failed.traceback or failed.message or f"the process exited with code {failed.exit_code}"
+    text = failed.traceback or failed.how or failed.message or f"the process exited with code {failed.exit_code}"
     return Failed(failed.rank, failed.type, text, hostname)

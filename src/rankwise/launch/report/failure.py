@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
 import traceback
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import PeerFailed, PeerMissing
 from rankwise.launch.report.exit_code import OUT_OF_MEMORY, in_words, killed_in_words, signal_name
+from rankwise.launch.report.traceback_folds import folded, line_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +36,9 @@ _LOST_PEER_WORDS = (
 """Messages of Gloo, NCCL and the store if the process at the other end has died."""
 
 LONGEST_TEXT = 1 << 16
+LONGEST_CODE = 80
+LONGEST_BRIEF = 300
+"""How much of an error's first line is repeated in a line of the report."""
 _LAUNCH = Path(__file__).parents[1]
 _OWN_FRAMES = (
     str(_LAUNCH),
@@ -64,11 +69,20 @@ class Failure:
     """A description, if exit code and signal do not show it."""
     at: str = ""
     """Where a killed rank was last seen, as text; empty if unknown."""
+    line: str = ""
+    """The user's line that raised, ``train.py:3``; empty if Python left no traceback."""
 
     @property
     def words(self) -> str:
         """How it exited."""
         return self.how or in_words(self.exit_code)
+
+    @property
+    def cause(self) -> str:
+        """The error with its line, ``ValueError: boom, at train.py:3``, or how it exited without one."""
+        if self.how or not self.traceback:
+            return self.words
+        return f"{self.brief[:LONGEST_BRIEF]}{self.line and f', at {self.line}'}"
 
     @property
     def brief(self) -> str:
@@ -118,15 +132,19 @@ def trim(error: BaseException) -> None:
 
 def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     """Describe an uncaught exception whose traceback starts at the user's first frame."""
-    is_exit = isinstance(error, SystemExit)
+    code = repr(error.code)[:LONGEST_CODE] if isinstance(error, SystemExit) else ""
+    line, function = line_of(error)
+    text = "" if code else "".join(traceback.format_exception(error))
     return Failure(
         rank=rank,
         type=type(error).__name__,
         message=_cut(text_of(error)),
-        traceback="" if is_exit else _cut("".join(traceback.format_exception(error))),
+        traceback=_cut(text if os.environ.get("RANKWISE_TRACEBACK") == "full" else folded(text)),
         time=time.time(),
         secondary=_is_echo(error),
         exit_code=exit_code,
+        line=line,
+        how=f"called sys.exit({code}) at {line} in {function}" if code and line else "",
     )
 
 

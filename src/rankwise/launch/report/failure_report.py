@@ -17,8 +17,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rankwise.errors import fold_ranks, rank_prefix
+from rankwise.errors import fold_ranks
 from rankwise.health.process_probe import start_time_of
+from rankwise.launch.report.exit_code import OUT_OF_MEMORY
+from rankwise.launch.report.failure import LONGEST_BRIEF
+from rankwise.log import RED, colored
 from rankwise.meter import FAILURE
 from rankwise.world.device.kinds import ASK_FIRST, MISSING_GPU
 
@@ -27,8 +30,6 @@ if TYPE_CHECKING:
 
     from rankwise.launch.report.failure import FailedAttempt, Failure
 
-LONGEST_BRIEF = 300
-"""How much of the message of a rank that failed after the first is shown."""
 _NO_NCCL = (
     'NCCL needs GPUs, but this rank sees none: write init_process_group(backend="gloo"), omit the backend '
     "(torch then chooses it), or call rankwise.join(), which chooses it for the device"
@@ -64,6 +65,10 @@ _MEGENGINE = (
     "import rankwise.compat.megengine.distributed as dist"
 )
 
+_MEMORY = (
+    "a smaller global_batch_size, fewer num_workers in each loader, or rankwise.shard(model), which splits parameters "
+    "and optimizer state over the ranks; or raise the memory limit of the job (Slurm: --mem, containers: --memory)"
+)
 _NO_STDIN = (
     "stdin is empty if there are several ranks: debug with `rankwise run -n 1` in a "
     "terminal, or show where ranks are with `rankwise stacks`; pass input of the script as an "
@@ -86,6 +91,7 @@ WHAT_TO_DO = (
     ("EADDRINUSE", _PORT_TAKEN),
     ("EOFError: EOF when reading a line", _NO_STDIN),
     ("BdbQuit: ", _NO_STDIN),
+    (OUT_OF_MEMORY, _MEMORY),
     ("No module named 'horovod'", _HOROVOD),
     ("No module named 'megengine'", _MEGENGINE),
 )
@@ -105,17 +111,19 @@ def whole(failed: FailedAttempt, *, advises: bool = True) -> str:
         lines.append(f"[rankwise] it was last seen {first.at}")
     if failed.log_path:
         lines.append(f"[rankwise] its stderr is in {failed.log_path}")
-    others = _ends_of_others(failed)
+    others = [] if _is_common(failed) else _ends_of_others(failed)
     lines += others
     if first.traceback:
         lines += [f"[rankwise] the error of rank {first.rank}:"] if others else []
         lines.append(first.traceback.rstrip("\n"))
-    elif failed.stderr_tail:
+    elif failed.stderr_tail and (failed.log_path or first.type != SystemExit.__name__):
+        # What a script prints before it calls sys.exit() is on the terminal already.
         lines.append(f"[rankwise] the last lines rank {first.rank} wrote to stderr:")
         lines.extend(f"  {line}" for line in failed.stderr_tail)
-    advice = advice_for(f"{first.type}: {first.message}") if advises else None
+    advice = advice_for(f"{first.type}: {first.message or first.how}") if advises else None
     if advice is not None:
-        lines.append(f"[rankwise] what to write instead: {advice}")
+        what = "do" if advice is _MEMORY else "write instead"
+        lines.append(f"[rankwise] what to {what}: {advice}")
     return "\n".join(lines) + "\n"
 
 
@@ -133,15 +141,24 @@ def _ends_of_others(failed: FailedAttempt) -> list[str]:
 
 def one_line(failed: FailedAttempt) -> str:
     """Return the one line for a machine whose launcher leaves the full report to node 0's."""
-    error = f" ({failed.first.type}: {failed.first.message.splitlines()[0]})" if failed.first.message else ""
-    return f"{_first_line(failed)}{error}; node 0 shows the full report\n"
+    return f"{_first_line(failed)}; node 0 shows the full report\n"
 
 
 def _first_line(failed: FailedAttempt) -> str:
-    who = rank_prefix(failed.first.rank, failed.world_size, failed.hostname or None)
+    cause = failed.first.cause
+    if _is_common(failed):
+        alike = "failed with the same error: " if failed.first.traceback else ""
+        return f"[rankwise] all {failed.world_size} ranks {alike}{cause}"
+    where = f" ({failed.hostname})" if failed.hostname else ""
     came_later = bool(failed.tolerated) and failed.first.rank not in failed.tolerated
     first = " first" if failed.world_size > 1 and not came_later else ""
-    return f"[rankwise] {who} failed{first}: {failed.first.words}"
+    return f"[rankwise] rank {failed.first.rank} of {failed.world_size}{where} failed{first}: {cause}"
+
+
+def _is_common(failed: FailedAttempt) -> bool:
+    """Return whether every rank raised the same error, or called ``sys.exit`` alike, in the same line."""
+    is_everyone = 1 < failed.world_size == len(failed.failures)
+    return is_everyone and bool(failed.first.line) and len({one.cause for one in failed.failures}) == 1
 
 
 def advice_for(error: str) -> str | None:
@@ -181,7 +198,8 @@ class TerminalReporter:
 
     def report(self, failed: FailedAttempt, text: str) -> None:  # noqa: ARG002 - the text is complete
         """Show how an attempt failed."""
-        self.show(text)
+        first, newline, rest = text.partition("\n")
+        self.show(colored(first, RED, is_terminal=sys.stderr.isatty()) + newline + rest)
 
     def end(self, failures: Mapping[int, Failure]) -> None:
         """Show nothing: everything has been shown."""

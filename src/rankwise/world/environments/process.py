@@ -115,6 +115,11 @@ def read_launcher() -> Reading | None:
     return None
 
 
+def wants_no_color() -> bool:
+    """Return whether the user asked for text without colors. Source: no-color.org."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
 def nodes_of_job() -> int:
     """Return the number of nodes of the Slurm job that this process runs in, outside any of its steps; 1 elsewhere."""
     variables = os.environ

@@ -218,12 +218,12 @@ def _named(around: ProcessContext, name: str) -> Reading:
 
 
 def _nobody(variables: Mapping[str, str]) -> Reading:
-    reading = Reading(rank=0, world_size=1, source=NOBODY, reason="nobody: no launcher's variables are set")
+    reading = Reading(rank=0, world_size=1, source=NOBODY, reason="no launcher's variables are set")
     num_tasks = variables.get("SLURM_NTASKS", "")
     if not variables.get("SLURM_JOB_ID") or num_tasks in {"", "1"}:
         return reading
     told_by = told(variables, ("SLURM_JOB_ID", "SLURM_NTASKS"))
-    reason = f"nobody: {told_by}, but this process is not in a Slurm step; start it with srun to get {num_tasks} ranks"
+    reason = f"{told_by}, but this process is not in a Slurm step; start it with srun to get {num_tasks} ranks"
     return replace(reading, reason=reason, warns=True)
 
 
