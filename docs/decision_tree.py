@@ -66,7 +66,10 @@ TREE = (
     Question(
         "What do you start from?",
         (
-            ("a training loop for one device", Call("rw.join(), rw.replicate(model)", "Data parallel: one copy per rank")),
+            (
+                "a training loop for one device",
+                Call("rw.join(), rw.replicate(model)", "Data parallel: one copy per rank"),
+            ),
             ("a function, or a notebook cell", Call("rw.launch(train, ranks=4)", "From a function")),
             (
                 "a script written for another library",
@@ -96,7 +99,10 @@ TREE = (
                         ("computing", Call("rw.replicate(model)", "Data parallel: one copy per rank")),
                         ("the network, a little", Call('compress="powersgd"', "Gradient compression")),
                         ("the network between two sites", Call("rw.local_sgd(model, …)", "Local SGD: fewer exchanges")),
-                        ("slow or preemptible ranks", Call("rw.parameter_server(…)", "Parameter server: ranks that do not wait")),
+                        (
+                            "slow or preemptible ranks",
+                            Call("rw.parameter_server(…)", "Parameter server: ranks that do not wait"),
+                        ),
                     ),
                 ),
             ),
@@ -105,9 +111,18 @@ TREE = (
                 Question(
                     "What is available?",
                     (
-                        ("several ranks, a fast network", Call("rw.shard(model)", "Sharded data parallel: parameters in shards")),
-                        ("the same, but one layer is too large", Call("rw.tensor_parallel(model)", "Tensor parallel: layers in parts")),
-                        ("several ranks, a slow network", Call("rw.pipeline(model, loss_fn, …)", "Pipeline parallel: layers in stages")),
+                        (
+                            "several ranks, a fast network",
+                            Call("rw.shard(model)", "Sharded data parallel: parameters in shards"),
+                        ),
+                        (
+                            "the same, but one layer is too large",
+                            Call("rw.tensor_parallel(model)", "Tensor parallel: layers in parts"),
+                        ),
+                        (
+                            "several ranks, a slow network",
+                            Call("rw.pipeline(model, loss_fn, …)", "Pipeline parallel: layers in stages"),
+                        ),
                         ("one process: its devices, CPU, disk", Call("rw.place(model)", "Layers on several devices")),
                         ("a model already divided by hand", Call("rw.send(…), rw.recv(…)", "Values between two ranks")),
                     ),
