@@ -176,3 +176,30 @@ def test_closed_streams_are_nowhere_and_not_other_files(command: Command) -> Non
             ["sh", "-c", f"{words} {closed}"], cwd=command.folder, env=command.environment(), check=False, timeout=80
         )
         assert ended.returncode == 3, closed
+
+
+LOSSES = """
+import os
+rank = int(os.environ["RANK"])
+for epoch in range(3):
+    print(f"epoch {epoch}: loss {LOSS:.4f}, 0.50 s", flush=True)
+"""
+HINT = "ranks print different losses: "
+
+
+def test_losses_of_each_ranks_own_samples_are_named_once(command: Command) -> None:
+    command.write("train.py", LOSSES.replace("LOSS", "0.5 + rank"))
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if HINT in line]
+    assert line.startswith("[rankwise] ")
+    assert "'epoch 0: loss " in line
+    assert "rankwise.print(rankwise.mean(loss, len(x)))" in line
+    assert len(ended.stdout.splitlines()) == 9
+
+
+def test_a_loss_that_is_the_same_on_every_rank_is_not_named(command: Command) -> None:
+    command.write("train.py", LOSSES.replace("LOSS", "0.5"))
+    ended = command.run("-n", "3", "train.py")
+    assert ended.returncode == 0, ended.stderr
+    assert HINT not in ended.stderr

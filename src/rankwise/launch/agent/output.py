@@ -17,10 +17,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from rankwise.errors import rank_prefix
+from rankwise.launch.agent.own_losses import OwnLosses
 from rankwise.log import WARNING, YELLOW, colored
 
 if TYPE_CHECKING:
@@ -122,6 +124,8 @@ class Lines:
     prefix: LinePrefix = field(default_factory=LinePrefix)
     tail: deque[bytes] | None = None
     """Called with each non-empty line."""
+    watch: Callable[[Sequence[bytes]], None] | None = None
+    """Called with whole lines after they were shown."""
     pending: bytes = b""
     since: float = field(default_factory=time.monotonic)
     """When the last data arrived."""
@@ -146,6 +150,8 @@ class Lines:
             self.tail.extend(line for line in shown.splitlines() if line.strip())
         if self.terminal is not None and not self.terminal.is_gone:
             self.terminal.write(self.prefix.applied_to(shown), self, ends_line=shown.endswith(b"\n"))
+        if self.watch is not None:
+            self.watch([line for line in shown.splitlines(keepends=True) if line.endswith(b"\n")])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -166,6 +172,7 @@ class Output:
     def __init__(self, log_dir: str | None = None, *, controller: bool = False) -> None:
         """``controller``: rank 0 alone runs a script. It reads stdin, and its lines are shown as they are."""
         self._has_controller = controller
+        self._losses = OwnLosses()
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._terminals = {STDOUT: Terminal(STDOUT), STDERR: Terminal(STDERR)}
         self._tails: dict[int, deque[bytes]] = {}
@@ -252,6 +259,8 @@ class Output:
         reader, writer = os.pipe()
         path = self.log_path(rank, attempt, number)
         stream = _Stream(descriptor=reader, number=number, terminal=terminal, tail=tail)
+        if number == STDOUT and not self._has_controller:
+            stream.watch = partial(self._compare_losses, rank)
         if tail is not None:
             stream.prefix = prefix_of(rank, world_size, is_tty=terminal.is_tty)
         if path is not None:
@@ -324,6 +333,11 @@ class Output:
         else:
             what = f"the ranks continue; their output is kept in {self._log_dir}, as far as there is space"
         self.say(f"{terminal.problem}; {what}")
+
+    def _compare_losses(self, rank: int, lines: Sequence[bytes]) -> None:
+        text = self._losses.notice(rank, lines)
+        if text:
+            self.say(text)
 
     def _is_over(self, stream: _Stream) -> bool:
         """Return whether nothing takes the stream's data; one with a log file continues after a full disk."""
