@@ -24,9 +24,9 @@ SEARCHES = {
 }
 """What is searched for on which page, and a page that is to be found."""
 NOT_FOR_USERS = ("architecture.html", "contributors.html", "releasing.html", "decisions/")
-SCROLLS_ON_A_PHONE = ".table-wrapper, .highlight-text pre, .highlight-default pre, .highlight-layers pre"
+SCROLLS_ON_A_PHONE = ".table-wrapper, .highlight-text pre, .highlight-layers pre"
 """What keeps its columns: tables and output."""
-_CUT = """scrolls => [...document.querySelectorAll("article pre, article .table-wrapper, article td, article svg")]
+_CUT = """scrolls => [...document.querySelectorAll("article pre, article .table-wrapper, article td")]
   .filter(one => !(scrolls && one.matches(scrolls)) && one.scrollWidth > one.clientWidth + 1)
   .map(one => one.textContent.trim().slice(0, 60))"""
 _COLORS = """selector => {
