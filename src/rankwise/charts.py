@@ -236,10 +236,10 @@ def lines(
     first = min(float(xs[0]) for _, xs, _ in series)
     last = max(float(xs[-1]) for _, xs, _ in series)
     across = (WIDTH - LABEL_WIDTH - 10) / max(last - first, 1e-12)
-    height = _LINE_HEIGHT - 30
+    top, height = 16, _LINE_HEIGHT - 38
     marks = []
     for share in (0.0, 0.5, 1.0):
-        y = 8 + height * (1 - share)
+        y = top + height * (1 - share)
         marks.append(f'<line class="grid" x1="{LABEL_WIDTH}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         marks.append(_text(LABEL_WIDTH - 6, y + 4, words(low + share * (high - low)), anchor="end"))
     marks.append(_text(LABEL_WIDTH, _LINE_HEIGHT - 4, f"{first:,.0f}"))
@@ -247,7 +247,7 @@ def lines(
     marks.append(_text(WIDTH, _LINE_HEIGHT - 4, f"{last:,.0f}", anchor="end"))
     for number, (name, xs, ys) in enumerate(series):
         points = " ".join(
-            f"{LABEL_WIDTH + (x - first) * across:.1f},{8 + height * (1 - (y - low) / (high - low)):.1f}"
+            f"{LABEL_WIDTH + (x - first) * across:.1f},{top + height * (1 - (y - low) / (high - low)):.1f}"
             for x, y in zip(xs, ys, strict=True)
             if np.isfinite(y)
         )
