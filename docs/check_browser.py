@@ -23,6 +23,16 @@ SEARCHES = {
     "zh/search.html": {"分布式训练": "index.html", "rank": "index.html"},
 }
 """What is searched for on which page, and a page that is to be found."""
+NOT_FOR_USERS = ("architecture.html", "contributors.html", "releasing.html", "decisions/")
+SCROLLS_ON_A_PHONE = ".table-wrapper, .highlight-text pre, .highlight-layers pre"
+"""What keeps its columns: tables and output."""
+_CUT = """scrolls => [...document.querySelectorAll("article pre, article .table-wrapper, article td")]
+  .filter(one => !(scrolls && one.matches(scrolls)) && one.scrollWidth > one.clientWidth + 1)
+  .map(one => one.textContent.trim().slice(0, 60))"""
+_COLORS = """selector => {
+  const {color} = getComputedStyle(document.querySelector(selector));
+  return color.match(/[\\d.]+/g).slice(0, 3).map(Number);
+}"""
 
 
 def require(is_so: bool, problem: str) -> None:  # noqa: FBT001 - a condition
@@ -32,16 +42,69 @@ def require(is_so: bool, problem: str) -> None:  # noqa: FBT001 - a condition
 
 
 def check_widths(browser: Browser, site: Path, pictures: Path | None) -> None:
-    """No page scrolls sideways as a whole; blocks of code and tables may."""
+    """No page scrolls sideways, and nothing on it is cut; on a phone, tables and output scroll by themselves."""
     for device, width in WIDTHS.items():
         page = browser.new_page(viewport={"width": width, "height": HEIGHT})
         for path in sorted(site.rglob("*.html")):
             page.goto(path.as_uri())
             needed = page.evaluate("document.documentElement.scrollWidth")
             require(needed <= width, f"{path.relative_to(site)} is {needed} px wide at {width} px")
+            cut = page.evaluate(_CUT, SCROLLS_ON_A_PHONE if device == "phone" else "")
+            require(not cut, f"{path.relative_to(site)} is cut at {width} px: {cut}")
             if pictures is not None and path.name == "index.html":
                 page.screenshot(path=pictures / f"{device}-{path.parent.name}.png")
         page.close()
+
+
+def check_codes(browser: Browser, site: Path) -> None:
+    """On a phone each of two codes has its label; a diff is red and green."""
+    page = browser.new_page(viewport={"width": WIDTHS["phone"], "height": HEIGHT})
+    for path in (site / "from-ddp.html", site / "zh" / "from-ddp.html"):
+        page.goto(path.as_uri())
+        labels = page.evaluate(
+            """[...document.querySelectorAll("article td:has(pre)")]
+            .map(one => getComputedStyle(one, "::before").content)"""
+        )
+        require(set(labels) == {'"torch.distributed"', '"rankwise"'}, f"{path}: blocks are labelled {set(labels)}")
+    page.goto((site / "index.html").as_uri())
+    red, green, blue = page.evaluate(_COLORS, ".highlight-diff .gd")
+    require(red > max(green, blue), f"what a diff removes is not red: {red}, {green}, {blue}")
+    red, green, blue = page.evaluate(_COLORS, ".highlight-diff .gi")
+    require(green > max(red, blue), f"what a diff adds is not green: {red}, {green}, {blue}")
+    page.close()
+
+
+def check_tree(browser: Browser, site: Path) -> None:
+    """A click on a call of the decision tree leads to its section."""
+    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": HEIGHT})
+    for path in (site / "which-call.html", site / "zh" / "which-call.html"):
+        page.goto(path.as_uri())
+        calls = page.locator("svg.decision-tree a")
+        require(calls.count() > 10, f"{path}: the tree has {calls.count()} links")  # noqa: PLR2004 - it has 17
+        calls.last.click()
+        heading = page.locator("section:target > h2, span:target + h2").inner_text()
+        require(heading.startswith("Kubernetes"), f"{path}: Kubernetes leads to {heading}")
+    page.close()
+
+
+def check_menu(browser: Browser, site: Path) -> None:
+    """The index has a logo and cards; menu and search have the pages of users only."""
+    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": HEIGHT})
+    page.goto((site / "index.html").as_uri())
+    widths = page.evaluate("[...document.querySelectorAll('.sidebar-logo')].map(one => one.naturalWidth)")
+    require(bool(widths) and all(widths), "the logo does not load")
+    page.locator("ul.cards li").first.click(position={"x": 5, "y": 5})
+    require(page.url.endswith("first-steps.html"), f"the first card leads to {page.url}")
+    found = page.evaluate("[...document.querySelectorAll('.sidebar-tree a')].map(one => one.getAttribute('href'))")
+    require(not [one for one in found if one.startswith(NOT_FOR_USERS)], f"the menu has {found}")
+    page.goto((site / "index.html").as_uri())
+    page.fill("input.sidebar-search", "fork server")
+    page.press("input.sidebar-search", "Enter")
+    expect(page.locator("#search-results h2")).to_be_visible()
+    page.wait_for_function("!document.querySelector('#search-progress') || !document.title.includes('...')")
+    results = page.locator("ul.search a").evaluate_all("all => all.map(one => one.getAttribute('href'))")
+    require(not [one for one in results if one.startswith(NOT_FOR_USERS)], f"the search finds {results}")
+    page.close()
 
 
 def check_search(browser: Browser, site: Path) -> None:
@@ -81,10 +144,13 @@ def main(site: Path, pictures: Path | None) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         check_widths(browser, site, pictures)
+        check_codes(browser, site)
+        check_tree(browser, site)
+        check_menu(browser, site)
         check_search(browser, site)
         check_dark_mode(browser, site, pictures)
         browser.close()
-    print("widths, search and dark mode are as they should be")
+    print("widths, codes, tree, menu, search and dark mode are as they should be")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 OPENS_WITHIN_SECONDS = 2.0
 CHARTS = {"parts": "rect", "steps": "polyline", "heat": "rect", "values-loss": "polyline", "memory": "polyline"}
 WIDTHS = (390, 1280)
+LEAST_TEXT = 9.0
+"""The size of text in a chart, in CSS pixels."""
+NUM_KEY_NUMBERS = 4
+_SMALLEST = """() => Math.min(...[...document.querySelectorAll("svg text")].map(text => {
+  const svg = text.ownerSVGElement, scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+  return parseFloat(getComputedStyle(text).fontSize) * scale;
+}))"""
+_OUTSIDE = """() => [...document.querySelectorAll("svg text")].filter(text => {
+  const {x, width} = text.getBBox(), whole = text.ownerSVGElement.viewBox.baseVal.width;
+  return x < 0 || x + width > whole + 1;
+}).map(text => text.textContent)"""
+_CUT = """() => {
+  document.querySelectorAll("details").forEach(one => one.open = true);
+  return [...document.querySelectorAll(".wide")].filter(one => one.scrollWidth > one.clientWidth)
+    .map(one => one.closest("section").id);
+}"""
 SAYS = {
     "en": "all wait for rank {slow}, which waits for its data",
     "zh": "所有 rank 都在等待 rank {slow}，它在等待自己的数据",
@@ -81,6 +97,16 @@ def seconds_of(words: str) -> float:
     return float(value) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
 
 
+def check_legible(page: Page, name: str, width: int) -> None:
+    """Texts of charts are large enough and within their chart; on a wide screen no table is cut."""
+    smallest = page.evaluate(_SMALLEST)
+    require(smallest >= LEAST_TEXT, f"{name} has text of {smallest:.1f} px at {width} px")
+    outside = page.evaluate(_OUTSIDE)
+    require(not outside, f"{name} has texts outside of their charts at {width} px: {outside}")
+    cut = page.evaluate(_CUT) if width == max(WIDTHS) else []
+    require(not cut, f"{name} cuts tables at {width} px, in {cut}")
+
+
 def check_pages(browser: Browser, folder: Path) -> None:
     """Every page has its structure and look, and what readers without eyes or mouse need."""
     problems = report_look.problems_of(browser, folder)
@@ -91,6 +117,10 @@ def check_pages(browser: Browser, folder: Path) -> None:
         problems = accessibility.problems_of(page)
         require(not problems, f"{name}.html: {'; '.join(problems)}")
         page.close()
+        for width in WIDTHS:
+            page, _, _ = opened(browser, folder / f"{name}.html", width)
+            check_legible(page, f"{name}.html", width)
+            page.close()
 
 
 def main(folder: Path, *, is_renewed: bool) -> None:
@@ -110,6 +140,7 @@ def main(folder: Path, *, is_renewed: bool) -> None:
             print(f"{path.name}: {path.stat().st_size / 2**20:.2f} MiB, opens in {seconds:.2f} s")
             headline = page.locator(".headline").inner_text()
             require(says.format(slow=numbers["slow"]) in headline, headline)
+            require(page.locator(".numbers dd").count() == NUM_KEY_NUMBERS, "there are not four key numbers")
             check_charts(page)
             if language == "en":
                 check_numbers(page, numbers)

@@ -34,10 +34,14 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "cards",
     "command_line",
     "constructors",
+    "contributors",
+    "decision_trees",
     "languages",
     "short_names",
+    "two_codes",
 ]
 
 myst_enable_extensions = ["colon_fence"]
@@ -72,6 +76,8 @@ jieba.dt.tmp_dir = str(HERE.parent / "build" / "docs")
 
 html_theme = "furo"
 html_title = f"rankwise {VERSION}"
+html_theme_options = {"light_logo": "logo-light.svg", "dark_logo": "logo-dark.svg", "sidebar_hide_name": True}
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["rankwise.css"]
 html_copy_source = False

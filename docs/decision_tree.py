@@ -30,20 +30,23 @@ BOLD = 1.12
 """How much wider bold text is."""
 CODE_CHARACTER_WIDTH = 7.3
 
-STYLE = """
-text { font-family: system-ui, sans-serif; font-size: 13px; fill: #1f2328 }
-.question text { font-weight: 600 }
-.question rect { fill: #ddf4ff; stroke: #54aeff }
-.code { font-family: ui-monospace, monospace; font-size: 12px }
-.call rect { fill: #dafbe1; stroke: #4ac26b }
-path { fill: none; stroke: #8c959f; stroke-width: 1.5 }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 }
-  .question rect { fill: #10233f; stroke: #1f6feb }
-  .call rect { fill: #0f2a19; stroke: #238636 }
-  path { stroke: #656c76 }
-}
+_SHAPES = """
+.decision-tree text { font-family: system-ui, sans-serif; font-size: 13px }
+.decision-tree .question text { font-weight: 600 }
+.decision-tree text.code { font-family: ui-monospace, monospace; font-size: 12px }
+.decision-tree path { fill: none; stroke-width: 1.5 }
+.decision-tree a:hover rect, .decision-tree a:focus rect { stroke-width: 2 }
 """
+_COLORS = """
+.decision-tree text { fill: var(--tree-text, %s) }
+.decision-tree .question rect { fill: var(--tree-question, %s); stroke: var(--tree-question-border, %s) }
+.decision-tree .call rect { fill: var(--tree-call, %s); stroke: var(--tree-call-border, %s) }
+.decision-tree path { stroke: var(--tree-line, %s) }
+"""
+"""The variables are those of a page that holds the drawing, and has a button for dark mode."""
+_LIGHT = ("#1f2328", "#ddf4ff", "#54aeff", "#dafbe1", "#4ac26b", "#8c959f")
+_DARK = ("#e6edf3", "#10233f", "#1f6feb", "#0f2a19", "#238636", "#656c76")
+STYLE = f"{_SHAPES}{_COLORS % _LIGHT}@media (prefers-color-scheme: dark) {{{_COLORS % _DARK}}}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,7 @@ def draw(edition: Edition) -> str:
         top += GAP
     size = f'width="{WIDTH}" height="{top:.0f}" viewBox="0 0 {WIDTH} {top:.0f}"'
     title = edition.say("Which call do I need? The tree is repeated as text below the picture.")
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="decision-tree" {size} role="img">'
     return "\n".join([head, f"<title>{title}</title>", f"<style>{STYLE}</style>", *parts, "</svg>", ""])
 
 
@@ -257,7 +260,8 @@ def _question(edition: Edition, question: Question, left: float, top: float) -> 
         parts.append(f'<path d="M{left + PADDING:.0f} {middle:.0f}h{INDENT - PADDING - 3}"/>')
         parts.append(f'<text x="{inner:.0f}" y="{top + 14:.0f}">{escape(answer)}</text>')
         if isinstance(end, Call):
-            parts.append(_call(edition.say(end.code), inner, top + LINE_HEIGHT + 2))
+            box = _call(edition.say(end.code), inner, top + LINE_HEIGHT + 2)
+            parts.append(f'<a href="#{anchor(edition.say(end.heading))}">{box}</a>')
             top += 2 * LINE_HEIGHT + 6 + GAP
         else:
             drawn, top = _question(edition, end, inner, top + LINE_HEIGHT + 3)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 WIDTH = 720
 LABEL_WIDTH = 90
+"""Of labels, at least: longer ones take more."""
+LABEL_CHARACTERS = 24
+"""The longest label that a chart has room for."""
 ROW_HEIGHT = 22
 MOST_COLUMNS = 240
 """How many columns or points a chart shows at most; steps are averaged for that."""
 _LINE_HEIGHT = 180
-_LEAST_TEXT_WIDTH = 8
-"""Of a box that a text fits into, per character."""
+_CHARACTER_WIDTH = 11
+"""Of a text on a phone, where a page makes it larger."""
 _MARGIN = 12
 _TOP = 62
 """Height of the title and the legend."""
@@ -85,7 +88,7 @@ class Span:
 
 def cells(rows: Sequence[tuple[str, Sequence[Cell]]], title: str) -> Chart:
     """Return rows of equally wide cells, each row with its label."""
-    width = (WIDTH - LABEL_WIDTH) / max(len(row) for _, row in rows)
+    width = (WIDTH - _left(label for label, _ in rows)) / max(len(row) for _, row in rows)
     placed = [
         (label, [(place * width, width, cell.style, cell.text, cell.title) for place, cell in enumerate(row)])
         for label, row in rows
@@ -96,7 +99,8 @@ def cells(rows: Sequence[tuple[str, Sequence[Cell]]], title: str) -> Chart:
 def spans(rows: Sequence[tuple[str, Sequence[Span]]], title: str, words: Callable[[float], str]) -> Chart:
     """Return rows of spans over one axis of time, each row with its label; ``words`` describes a time on the axis."""
     whole = max((span.end for _, row in rows for span in row), default=0.0)
-    scale = (WIDTH - LABEL_WIDTH) / (whole or 1.0)
+    left = _left(label for label, _ in rows)
+    scale = (WIDTH - left) / (whole or 1.0)
     placed = [
         (
             label,
@@ -106,7 +110,7 @@ def spans(rows: Sequence[tuple[str, Sequence[Span]]], title: str, words: Callabl
     ]
     bottom = len(rows) * ROW_HEIGHT
     axis = [
-        _text(LABEL_WIDTH + part * (WIDTH - LABEL_WIDTH) / 4, bottom + 15, words(whole * part / 4), anchor=anchor)
+        _text(left + part * (WIDTH - left) / 4, bottom + 15, words(whole * part / 4), anchor=anchor)
         for part, anchor in enumerate(("start", "middle", "middle", "middle", "end"))
     ]
     return _svg(bottom + ROW_HEIGHT, title, [*_boxes(placed), *axis])
@@ -134,20 +138,26 @@ def schedule_legend(measured: Sequence[Measured]) -> list[tuple[str, str]]:
 def _boxes(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str, str]]]]) -> list[str]:
     """Return rows of boxes: where each begins and how wide it is, its style, text and title."""
     marks = []
+    left = _left(label for label, _ in rows)
     for row, (label, boxes) in enumerate(rows):
         top = row * ROW_HEIGHT
-        marks.append(_text(LABEL_WIDTH - 6, top + 15, label, anchor="end"))
+        marks.append(_text(left - 6, top + 15, label, anchor="end"))
         for x, width, style, text, words in boxes:
             marks.append(
-                f'<rect class="{style} cell" x="{LABEL_WIDTH + x:.1f}" y="{top + 2}" width="{max(width, 0.5):.1f}" '
+                f'<rect class="{style} cell" x="{left + x:.1f}" y="{top + 2}" width="{max(width, 0.5):.1f}" '
                 f'height="{ROW_HEIGHT - 4}"><title>{escape(words)}</title></rect>'
             )
-            if width >= _LEAST_TEXT_WIDTH * len(text):
-                middle = LABEL_WIDTH + x + width / 2
+            if text and width >= _CHARACTER_WIDTH * len(text):
+                middle = left + x + width / 2
                 marks.append(
                     f'<text class="in" x="{middle:.1f}" y="{top + 15}" text-anchor="middle">{escape(text)}</text>'
                 )
     return marks
+
+
+def _left(labels: Iterable[str]) -> float:
+    """Return where the marks of rows begin, to the right of their labels."""
+    return max(LABEL_WIDTH, 8 + _CHARACTER_WIDTH * max(map(len, labels)))
 
 
 def binned(values: Floats) -> tuple[Floats, int]:
@@ -166,11 +176,12 @@ def binned(values: Floats) -> tuple[Floats, int]:
 def stacked_bars(bars: Sequence[Bar], title: str, words: Callable[[str, float], str]) -> Chart:
     """Return rows of bars that share one scale; ``words`` describes a part by style and length."""
     longest = max(sum(length for _, length in bar.parts) for bar in bars) or 1.0
-    scale = (WIDTH - LABEL_WIDTH) / longest
+    start = _left(bar.label for bar in bars)
+    scale = (WIDTH - start) / longest
     marks = []
     for row, bar in enumerate(bars):
-        top, left = row * ROW_HEIGHT, float(LABEL_WIDTH)
-        marks.append(_text(LABEL_WIDTH - 6, top + 15, bar.label, anchor="end"))
+        top, left = row * ROW_HEIGHT, start
+        marks.append(_text(start - 6, top + 15, bar.label, anchor="end"))
         for style, length in bar.parts:
             width = length * scale
             if width >= 0.1:  # noqa: PLR2004 - thinner ones cannot be seen
@@ -194,12 +205,13 @@ def heat_map(values: Floats, labels: Sequence[str], title: str, words: Callable[
     num_columns = values.shape[1]
     low, high = float(np.quantile(values, 0.02)), float(np.quantile(values, 0.98))
     shades = np.clip((values - low) / max(high - low, 1e-12) * (NUM_SHADES - 1), 0, NUM_SHADES - 1).round().astype(int)
-    width = (WIDTH - LABEL_WIDTH) / num_columns
+    left = _left(labels)
+    width = (WIDTH - left) / num_columns
     marks = []
     for row, label in enumerate(labels):
-        marks.append(_text(LABEL_WIDTH - 6, row * ROW_HEIGHT + 15, label, anchor="end"))
+        marks.append(_text(left - 6, row * ROW_HEIGHT + 15, label, anchor="end"))
         marks += [
-            f'<rect class="heat{shades[row, column]}" x="{LABEL_WIDTH + column * width:.2f}" '
+            f'<rect class="heat{shades[row, column]}" x="{left + column * width:.2f}" '
             f'y="{row * ROW_HEIGHT + 1}" width="{width + 0.3:.2f}" height="{ROW_HEIGHT - 2}">'
             f"<title>{escape(words(row, column, float(values[row, column])))}</title></rect>"
             for column in range(num_columns)
@@ -208,9 +220,14 @@ def heat_map(values: Floats, labels: Sequence[str], title: str, words: Callable[
 
 
 def lines(
-    series: Sequence[tuple[str, Floats, Floats]], title: str, words: Callable[[float], str], *, from_zero: bool = True
+    series: Sequence[tuple[str, Floats, Floats]],
+    title: str,
+    words: Callable[[float], str],
+    axis: str,
+    *,
+    from_zero: bool = True,
 ) -> Chart:
-    """Return curves over one axis; each is a name, its x values [n] and its y values [n]."""
+    """Return curves over one axis; each is a name, its x values [n], whole numbers, and its y values [n]."""
     every = np.concatenate([ys for _, _, ys in series])
     finite = every[np.isfinite(every)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -219,17 +236,18 @@ def lines(
     first = min(float(xs[0]) for _, xs, _ in series)
     last = max(float(xs[-1]) for _, xs, _ in series)
     across = (WIDTH - LABEL_WIDTH - 10) / max(last - first, 1e-12)
-    height = _LINE_HEIGHT - 30
+    top, height = 16, _LINE_HEIGHT - 38
     marks = []
     for share in (0.0, 0.5, 1.0):
-        y = 8 + height * (1 - share)
+        y = top + height * (1 - share)
         marks.append(f'<line class="grid" x1="{LABEL_WIDTH}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         marks.append(_text(LABEL_WIDTH - 6, y + 4, words(low + share * (high - low)), anchor="end"))
-    marks.append(_text(LABEL_WIDTH, _LINE_HEIGHT - 4, f"{first:g}"))
-    marks.append(_text(WIDTH, _LINE_HEIGHT - 4, f"{last:g}", anchor="end"))
+    marks.append(_text(LABEL_WIDTH, _LINE_HEIGHT - 4, f"{first:,.0f}"))
+    marks.append(_text((LABEL_WIDTH + WIDTH) / 2, _LINE_HEIGHT - 4, axis, anchor="middle"))
+    marks.append(_text(WIDTH, _LINE_HEIGHT - 4, f"{last:,.0f}", anchor="end"))
     for number, (name, xs, ys) in enumerate(series):
         points = " ".join(
-            f"{LABEL_WIDTH + (x - first) * across:.1f},{8 + height * (1 - (y - low) / (high - low)):.1f}"
+            f"{LABEL_WIDTH + (x - first) * across:.1f},{top + height * (1 - (y - low) / (high - low)):.1f}"
             for x, y in zip(xs, ys, strict=True)
             if np.isfinite(y)
         )
@@ -314,7 +332,7 @@ _DARK = {
     "heat-high": "#cae8ff",
 }
 _PARTS = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
-_KEYS = ("forward", "waiting", "optimizer", "data", "exchange", "checkpoint", "backward", "script")
+_KEYS = ("forward", "data", "optimizer", "exchange", "checkpoint", "backward", "script", "evaluation")
 NUM_SHADES = 8
 """How many shades a map has."""
 
@@ -365,31 +383,28 @@ def _filled(style: str, color: str) -> str:
 # -- units ----------------------------------------------------------------------------------------------
 
 
+_ROUNDED_UP = 0.9995
+"""From which share of a unit on three digits show it whole."""
+
+
 def duration(seconds: float) -> str:
     """Return a duration with three digits: ``12.3 ms``."""
-    if seconds == 0.0:
-        return "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} µs"
+    return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))) if seconds else "0 s"
 
 
 def memory(num_bytes: float) -> str:
     """Return a number of bytes with three digits: ``1.25 GiB``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= size:
-            return f"{_three_digits(num_bytes / size)} {unit}"
-    return f"{_three_digits(num_bytes / 2**10)} KiB"
+    return _scaled(num_bytes, (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)))
 
 
 def speed(bytes_per_second: float) -> str:
     """Return a speed with three digits: ``1.25 MB/s``."""
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if bytes_per_second >= size:
-            return f"{_three_digits(bytes_per_second / size)} {unit}"
-    return f"{_three_digits(bytes_per_second / 1e3)} kB/s"
+    return _scaled(bytes_per_second, (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)))
 
 
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"  # noqa: PLR2004
+def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Return a value in the first unit of which it is at least one, once rounded, else in the last."""
+    unit, size = next((one for one in units if value >= _ROUNDED_UP * one[1]), units[-1])
+    value /= size
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2  # noqa: PLR2004 - three digits
+    return f"{value:.{decimals}f} {unit}"

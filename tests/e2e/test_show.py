@@ -44,9 +44,11 @@ def test_a_checkpoint_is_shown_with_its_files_and_tensors(command: Command) -> N
     assert command.run("-n", "2", "train.py").returncode == 0
     done = command.rankwise("show", "saved")
     assert done.returncode == 0, done.stderr
-    first, path = done.stdout.splitlines()
+    first, *text, path = done.stdout.splitlines()
     assert re.fullmatch(r"2 objects with \d+ tensors, 1\.\d+ MiB in \d+ files, written by 2 ranks\.", first)
     assert path == "show.html"
+    assert "Files of the checkpoint" in text
+    assert re.search(r"^model\.0\.weight +float32 +\[200, 300\] +234 KiB", "\n".join(text), re.MULTILINE)
     page = _written(command.folder)
     for word in ("model: ", "optimizer: ", "model.0.weight", "[200, 300]", "float32"):
         assert word in page

@@ -24,7 +24,7 @@ SAYS = {
     "compute": "computes longer for as many samples",
     "script": "spends longer in the script",
     "shared": "whose processor other processes use too",
-    "paused": "is stopped again and again",
+    "paused": "is repeatedly paused",
     "disk": "writes its checkpoints more slowly",
     "uneven": "has more samples than the others",
     "swap": "reads memory back from a disk",

@@ -89,6 +89,20 @@ def test_values_that_are_not_finite_leave_the_others_of_their_column() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -2.0, 1e18])
 def test_a_curve_of_one_value_is_a_line(value: float) -> None:
-    chart = lines([("a", np.array([1.0, 2.0]), np.array([value, value]))], "title", str, from_zero=False)
+    chart = lines([("a", np.array([1.0, 2.0]), np.array([value, value]))], "title", str, "step", from_zero=False)
     assert "nan" not in chart.svg
     assert "<polyline" in chart.svg
+
+
+def test_an_axis_of_steps_has_whole_numbers_and_its_name() -> None:
+    chart = lines([("a", np.array([2.0, 9954.0]), np.array([1.0, 2.0]))], "title", str, "step")
+    assert [text for text in (">2<", ">step<", ">9,954<") if text not in chart.svg] == []
+
+
+def test_marks_begin_behind_the_longest_label() -> None:
+    long, short = "model.encoder.weight", "b"
+    (_, left, width), other = _marks(
+        stacked_bars([Bar(label=label, parts=(("data", 1.0),)) for label in (long, short)], "title", lambda *_: "")
+    )
+    assert left == other[1] > LABEL_WIDTH
+    assert left + width == pytest.approx(WIDTH)

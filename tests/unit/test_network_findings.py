@@ -195,13 +195,18 @@ def test_each_extent_has_words_in_both_languages() -> None:
 
 def page(records: list[Record]) -> str:
     """Return the page about a run."""
+    return page_of(run_of(records), "en").html
+
+
+def run_of(records: list[Record]) -> RunRecords:
+    """Return the run that these are the records of."""
     for record in records:
+        record.facts.setdefault("hostname", "a")
         record.facts.update(
             started=0.0, script="train.py", device="cpu", backend="gloo", source="torchrun", times="host"
         )
         record.facts.update(dict.fromkeys(("threads", "cores", "python", "torch", "rankwise", "pid"), 1))
-    run = RunRecords(folder=Path(), ranks=tuple(records), missing=(), num_restarts=0, events=())
-    return page_of(run, "en").html
+    return RunRecords(folder=Path(), ranks=tuple(records), missing=(), num_restarts=0, events=())
 
 
 def test_the_page_has_a_row_for_each_link() -> None:

@@ -38,7 +38,7 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_report(options: argparse.Namespace) -> int:
-    """Write the page, print its first sentence, and return the exit code."""
+    """Write the page, print what matters most of it, and return the exit code."""
     # Imported here: they cost import time that only this command should pay.
     from rankwise.insight.page import page_of  # noqa: PLC0415
     from rankwise.insight.run_records import read_run  # noqa: PLC0415
@@ -60,7 +60,8 @@ def _run_report(options: argparse.Namespace) -> int:
     write_page(page, written.html)
     if options.trace:
         write_page(Path(options.trace), timeline_of(run.ranks, [Path(name) for name in options.profiles]))
-    sys.stdout.write("".join(f"{line}\n" for line in (written.headline, page, options.trace) if line))
+    sys.stdout.write(f"{written.headline}\n\n{written.text}\n{page}\n")
+    sys.stdout.write(f"{options.trace}\n" if options.trace else "")
     return 0
 
 
@@ -74,7 +75,7 @@ def write_page(path: Path, text: str) -> None:
 
 REPORT = Command(
     name="report",
-    help="write a page about a run: where its time went, and what to change",
+    help="write a page about a run, and print its key numbers: where its time went, and what to change",
     description="""\
 Write a page about a run that was started with `rankwise run --report DIR`, or recorded by
 `rankwise.join(report=DIR)`: where the time of a step goes, which rank the others wait for and why, what to change.
@@ -105,11 +106,11 @@ def _add_show_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_show(options: argparse.Namespace) -> int:
-    """Write the page, print its first sentence, and return the exit code."""
+    """Write the page, print its tables, and return the exit code."""
     page = _page(options)
     output = Path(options.output)
     write_page(output, page.html)
-    sys.stdout.write(f"{page.headline}\n{output}\n")
+    sys.stdout.write(f"{page.headline}\n\n{page.text}\n{output}\n")
     return 0
 
 
@@ -138,10 +139,11 @@ def _page(options: argparse.Namespace) -> Page:
 
 SHOW = Command(
     name="show",
-    help="show a checkpoint, a mesh or the layouts of a run as pictures",
+    help="show a checkpoint, a mesh or the layouts of a run as tables and pictures",
     description="""\
-Write a page with pictures: what a checkpoint contains and which file holds it; how ranks are laid out along the axes
-of a mesh; or the layouts of a run with --report: its mesh, the devices of its model, a step of its pipeline.""",
+Print tables, and write a page with pictures: what a checkpoint contains and which file holds it; how ranks are laid out
+along the axes of a mesh; or the layouts of a run with --report: its mesh, the devices of its model, a step of its
+pipeline.""",
     epilog="""\
 examples:
   rankwise show runs/net                            what is in the newest checkpoint of rw.Checkpointer("runs/net")

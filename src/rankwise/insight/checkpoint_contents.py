@@ -11,7 +11,7 @@ import torch
 from rankwise.charts import NUM_KEYS, Bar, memory, stacked_bars
 from rankwise.checkpoint.load import read_manifest
 from rankwise.insight import words
-from rankwise.insight.html import TITLES, Page, Section, rendered, tabled
+from rankwise.insight.html import TITLES, Page, Section, shown, tabled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ LARGEST = 20
 """How many tensors the picture shows."""
 MOST_ROWS = 2000
 SUFFIX = ".safetensors"
-_LABEL_CHARACTERS = 12
+_LABEL_CHARACTERS = 24
 """Of a name that fits next to a bar."""
 
 
@@ -45,8 +45,7 @@ def page_of_checkpoint(folder: Path, language: Language) -> Page:
     )
     sections = [_files(saved, language), *_tensors(saved, language)]
     versions = f"rankwise {saved.rankwise_version}, torch {saved.torch_version}"
-    heading = ("rankwise show", str(folder), versions)
-    return Page(headline, rendered(heading=heading, headline=headline, language=language, sections=sections))
+    return shown(str(folder), versions, headline, sections, language)
 
 
 def _label(name: str) -> str:

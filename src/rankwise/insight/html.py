@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rankwise.charts import page_style
+from rankwise.insight.tables import Table, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rankwise.charts import Chart
 
@@ -49,6 +50,11 @@ PART_NAMES: dict[Language, dict[str, str]] = {
 TITLES: dict[Language, dict[str, str]] = {
     "en": {
         "change": "What to change",
+        "step time": "time per step",
+        "waiting": "waiting for other ranks",
+        "total time": "total time",
+        "fact": "fact",
+        "value": "value",
         "parts": "Where the time of a step goes",
         "steps": "Steps over time",
         "heat": "Work of each rank in each step",
@@ -81,11 +87,25 @@ TITLES: dict[Language, dict[str, str]] = {
         "time": "time",
         "event": "event",
         "environment": "Environment",
+        "fact hostname": "hostname",
+        "fact device": "device",
+        "fact backend": "backend",
+        "fact source": "source",
+        "fact times": "times",
+        "fact threads": "threads",
+        "fact cores": "cores",
+        "fact python": "python",
+        "fact torch": "torch",
+        "fact rankwise": "rankwise",
+        "fact pid": "pid",
         "as a table": "as a table",
         "rank": "rank",
         "step": "step",
         "steps column": "steps",
         "total": "step",
+        "share": "share",
+        "mean": "mean",
+        "longest": "longest",
         "no events": "None.",
         "means": "Each point is the mean of {} values.",
         "not finite": "Values that are not finite: {}, the first in step {}. Means leave them out.",
@@ -121,7 +141,7 @@ TITLES: dict[Language, dict[str, str]] = {
         "one rank": "one rank",
         "all ranks": "all ranks",
         "placement": "Devices of the model",
-        "placement note": "Each color is a part of the model, in their order.",
+        "placement note": "Each box is a part of the model, in their order.",
         "part": "part",
         "device": "device",
         "bytes": "size",
@@ -138,9 +158,15 @@ TITLES: dict[Language, dict[str, str]] = {
         "tensor": "tensor",
         "shape": "shape",
         "more tensors": "{} smaller ones are not listed.",
+        "more rows": "{} more rows are on the page.",
     },
     "zh": {
         "change": "可以改进之处",
+        "step time": "每步时间",
+        "waiting": "等待其他 rank",
+        "total time": "总时间",
+        "fact": "项目",
+        "value": "值",
         "parts": "每一步的时间用在哪里",
         "steps": "每步耗时的变化",
         "heat": "每个 rank 每一步的工作时间",
@@ -172,11 +198,25 @@ TITLES: dict[Language, dict[str, str]] = {
         "time": "时间",
         "event": "事件",
         "environment": "环境",
+        "fact hostname": "主机名",
+        "fact device": "设备",
+        "fact backend": "通信后端",
+        "fact source": "启动方式",
+        "fact times": "计时方式",
+        "fact threads": "线程数",
+        "fact cores": "核数",
+        "fact python": "Python",
+        "fact torch": "torch",
+        "fact rankwise": "rankwise",
+        "fact pid": "进程号",
         "as a table": "表格形式",
         "rank": "rank",
         "step": "步",
         "steps column": "步",
         "total": "整步",
+        "share": "占比",
+        "mean": "平均",
+        "longest": "最长",
         "no events": "无。",
         "means": "每个点是 {} 个值的平均。",
         "not finite": "不是有限数的值有 {} 个，第一个在第 {} 步；平均值不包括它们。",
@@ -228,22 +268,13 @@ TITLES: dict[Language, dict[str, str]] = {
         "tensor": "张量",
         "shape": "形状",
         "more tensors": "另有 {} 个更小的张量未列出。",
+        "more rows": "页面上还有 {} 行。",
     },
 }
 
 
 ORDER = ("data", "forward", "backward", "exchange", "waiting", "optimizer", "script", "checkpoint", "evaluation")
 """The parts of a step as they are shown; waiting for the slowest rank is separated from the rest of the exchange."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """A table of the page; the first cell of each row names it."""
-
-    caption: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    is_text: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,10 +307,12 @@ def tabled(
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page, and the sentence that says it."""
+    """A page, and what a terminal shows of it."""
 
     headline: str
     html: str
+    text: str
+    """What a terminal shows below the headline, in complete lines."""
 
 
 def rendered(
@@ -288,6 +321,7 @@ def rendered(
     headline: str,
     language: Language,
     sections: Sequence[Section],
+    numbers: Sequence[tuple[str, str]] = (),
     notes: Sequence[str] = (),
     changes: Sequence[dict[str, str]] = (),
 ) -> str:
@@ -298,6 +332,7 @@ def rendered(
         headline: the sentence that says it.
         language: of the page.
         sections: in their order.
+        numbers: the most important ones: what each is, and its value.
         notes: sentences below the headline.
         changes: what to change: ``found``, ``advice`` and ``gain`` of each.
     """
@@ -312,6 +347,7 @@ def rendered(
         subject=subject,
         when=when,
         headline=headline,
+        numbers=numbers,
         notes=notes,
         changes=changes,
         chart_style=page_style(),
@@ -319,7 +355,13 @@ def rendered(
     )
 
 
-def legend_of(language: Language) -> tuple[dict[str, str], ...]:
-    """Return the parts of a step with their names, as a legend."""
-    names = PART_NAMES[language]
-    return tuple({"style": style, "name": names[style]} for style in ORDER)
+def shown(subject: str, when: str, headline: str, sections: Sequence[Section], language: Language) -> Page:
+    """Return the page of ``rankwise show``, of which a terminal shows every table."""
+    html = rendered(heading=("rankwise show", subject, when), headline=headline, language=language, sections=sections)
+    more = TITLES[language]["more rows"]
+    return Page(headline, html, "\n".join(text_of(table, more) for section in sections for table in section.tables))
+
+
+def legend_of(names: Mapping[str, str]) -> tuple[dict[str, str], ...]:
+    """Return a legend: of each style that has one, its name."""
+    return tuple({"style": style, "name": name} for style, name in names.items())

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 from rankwise.charts import (
     MOST_COLUMNS,
     NUM_KEYS,
-    Bar,
     Cell,
+    Span,
     cells,
     duration,
     memory,
     schedule_legend,
     schedule_rows,
     spans,
-    stacked_bars,
 )
 from rankwise.errors import ConfigurationError, ReportError
 from rankwise.insight import words
-from rankwise.insight.html import TITLES, Page, Section, rendered, tabled
+from rankwise.insight.html import TITLES, Page, Section, legend_of, shown, tabled
 from rankwise.world.mesh import NAMES, Axes
 
 if TYPE_CHECKING:
@@ -111,18 +110,12 @@ def _calls(rows: Sequence[tuple[str, int, str]], language: Language) -> Section:
 
 def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
     titles = TITLES[language]
-    devices = list(dict.fromkeys(device for _, device, *_ in parts))
-    bars = [
-        Bar(
-            label=device,
-            parts=tuple(
-                (f"key{number % NUM_KEYS}", float(num_bytes))
-                for number, (_, on, num_bytes, *_) in enumerate(parts)
-                if on == device
-            ),
-        )
-        for device in devices
-    ]
+    boxes: dict[str, list[Span]] = {}
+    for number, (module, device, num_bytes, *_) in enumerate(parts):
+        row = boxes.setdefault(device, [])
+        start = row[-1].end if row else 0.0
+        told = f"{module}: {memory(num_bytes)}"
+        row.append(Span(f"key{number % NUM_KEYS}", start, start + num_bytes, module, told))
     rows = tuple((module, device, memory(size), runs_on, why) for module, device, size, runs_on, why in parts)
     return tabled(
         "placement",
@@ -130,7 +123,8 @@ def _placement(parts: Sequence[Sequence[Any]], language: Language) -> Section:
         (titles["part"], titles["device"], titles["bytes"], titles["runs on"], titles["why"]),
         rows,
         note=titles["placement note"],
-        chart=stacked_bars(bars, titles["placement"], lambda _, length: memory(length)),
+        chart=spans(list(boxes.items()), titles["placement"], memory),
+        legend=legend_of({f"key{number}": module for number, (module, *_) in enumerate(parts[:NUM_KEYS])}),
         is_text=True,
     )
 
@@ -147,7 +141,7 @@ def _schedule(title: str, measured: Sequence[Measured], language: Language) -> S
         tuple((name, duration(time), duration(whole - time)) for (name, _), time in zip(rows, busy, strict=True)),
         note=title,
         chart=spans(rows, titles["schedule"], duration),
-        legend=tuple({"style": style, "name": name} for style, name in schedule_legend(measured)),
+        legend=legend_of(dict(schedule_legend(measured))),
     )
 
 
@@ -164,7 +158,8 @@ def page_of_layouts(run: RunRecords, language: Language) -> Page:
             evidence="layouts are recorded by mesh() and the strategies that use one, place(), and step.measure()",
             do=f"rankwise report {run.folder}, which shows where its time went",
         )
-    return _page(run.facts["script"] or "python", " · ".join(section.title for section in sections), sections, language)
+    headline = " · ".join(section.title for section in sections)
+    return shown(run.facts["script"] or "python", "", headline, sections, language)
 
 
 def page_of_mesh(text: str, ranks_per_host: int | None, language: Language) -> Page:
@@ -183,7 +178,7 @@ def page_of_mesh(text: str, ranks_per_host: int | None, language: Language) -> P
         )
     hosts = [f"host {rank // per_host}" for rank in range(num)]
     headline = words.mesh_headline(str(axes), num, num // per_host, language)
-    return _page(text, headline, [mesh_section(axes, hosts, language)], language)
+    return shown(text, "", headline, [mesh_section(axes, hosts, language)], language)
 
 
 def _axes(text: str) -> Axes:
@@ -198,8 +193,3 @@ def _axes(text: str) -> Axes:
             )
         sizes[name] = int(size)
     return Axes(**sizes)
-
-
-def _page(subject: str, headline: str, sections: Sequence[Section], language: Language) -> Page:
-    heading = ("rankwise show", subject, "")
-    return Page(headline, rendered(heading=heading, headline=headline, language=language, sections=sections))

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rankwise.charts import NUM_KEYS, Bar, binned, duration, heat_map, lines, memory, speed, stacked_bars
+from rankwise.errors import fold_ranks
 from rankwise.insight import words
 from rankwise.insight.findings import findings_of
 from rankwise.insight.html import ORDER, PART_NAMES, TITLES, Page, Section, legend_of, rendered, tabled
@@ -17,6 +18,7 @@ from rankwise.insight.layouts import layout_sections
 from rankwise.insight.network import links_of
 from rankwise.insight.run_records import events_of, failed_ranks
 from rankwise.insight.step_table import speeds_of, table_of, times_faster
+from rankwise.insight.tables import Table, text_of
 from rankwise.meter import EXCHANGE
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from rankwise.insight.run_records import RunRecords
     from rankwise.insight.step_table import RunSpeed, StepTable
 
+_MINUTE = 60.0
 MOST_INCOMPLETE = 4
 """How many ranks with an incomplete record are named."""
 _FACTS = ("hostname", "device", "backend", "source", "times", "threads", "cores", "python", "torch", "rankwise", "pid")
@@ -65,10 +68,12 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         failed=failed_ranks(run),
         times_one_rank=times[0] if table.num_ranks > 1 and any(speed.num_ranks == 1 for speed in speeds) else None,
     )
+    numbers = _numbers(table, speeds[0], titles)
     html = rendered(
         heading=("rankwise report", run.facts["script"] or "python", _when(run)),
         headline=headline,
         language=language,
+        numbers=numbers,
         notes=_notes(run, titles, is_estimated=table.is_estimated),
         changes=[
             {
@@ -80,7 +85,46 @@ def page_of(run: RunRecords, language: Language, compared: Sequence[RunRecords] 
         ],
         sections=[section for section in sections if section is not None],
     )
-    return Page(headline=headline, html=html)
+    head, values = zip(*numbers, strict=True)
+    tables = (Table(caption="", head=head, rows=(values,), is_text=True), _summary(steady, names, language))
+    return Page(headline, html, "\n".join(text_of(table, titles["more rows"]) for table in tables))
+
+
+def _numbers(table: StepTable, run_speed: RunSpeed, titles: dict[str, str]) -> list[tuple[str, str]]:
+    """Return the key numbers, the mean ones without the first and the last step."""
+    total = float(table.seconds.sum(axis=1).max())
+    samples = run_speed.samples_per_second
+    return [
+        (titles["step time"], duration(run_speed.step_seconds)),
+        (titles["samples per second"], f"{samples:,.0f}" if samples else titles["unknown"]),
+        (titles["waiting"], words.percent(run_speed.parts["waiting"] / run_speed.step_seconds)),
+        (titles["total time"], duration(total) if total < _MINUTE else str(timedelta(seconds=round(total)))),
+    ]
+
+
+def _summary(table: StepTable, names: Sequence[str], language: Language) -> Table:
+    """Return where the time of a step goes, a row per part."""
+    titles, part_names, means = TITLES[language], PART_NAMES[language], table.mean_parts()
+    return Table(
+        caption=titles["parts"],
+        head=("", titles["share"], titles["mean"], titles["longest"]),
+        rows=tuple(
+            (
+                part_names[style],
+                words.percent(share),
+                duration(float(means[style].mean())),
+                f"{duration(float(means[style].max()))} ({names[int(means[style].argmax())]})",
+            )
+            for style, share in _shares(table).items()
+        ),
+    )
+
+
+def _shares(table: StepTable) -> dict[str, float]:
+    """Return the share of each part that takes time in that of all ranks."""
+    means = table.mean_parts()
+    whole = float(table.seconds.mean()) or 1.0
+    return {style: float(means[style].mean()) / whole for style in ORDER if (means[style] > 0).any()}
 
 
 def _when(run: RunRecords) -> str:
@@ -114,15 +158,15 @@ def _compared(speeds: Sequence[RunSpeed], times: Sequence[float], language: Lang
             (titles["measured"], ranks, np.array([times[index] for index in order])),
             (titles["ideal"], ranks, ranks / ranks.min()),
         ]
-        chart = lines(curves, titles["compare"], lambda value: f"{value:.1f}")
-        legend = tuple({"style": f"key{number}", "name": name} for number, (name, _, _) in enumerate(curves))
+        chart = lines(curves, titles["compare"], lambda value: f"{value:.1f}", titles["ranks column"])
+        legend = legend_of({f"key{number}": name for number, (name, _, _) in enumerate(curves)})
     else:
         bars = [
             Bar(label=speeds[index].name[-12:], parts=tuple((style, speeds[index].parts[style]) for style in ORDER))
             for index in order
         ]
         chart = stacked_bars(bars, titles["compare"], lambda style, length: f"{part_names[style]}: {duration(length)}")
-        legend = legend_of(language)
+        legend = legend_of({style: part_names[style] for style in ORDER})
     rows = tuple(
         (
             speeds[index].name,
@@ -142,18 +186,18 @@ def _parts(table: StepTable, names: Sequence[str], language: Language) -> Sectio
     bars = [
         Bar(label=name, parts=tuple((style, means[style][row]) for style in ORDER)) for row, name in enumerate(names)
     ]
-    shown = [style for style in ORDER if any(value > 0 for value in means[style])]
+    shares = _shares(table)
     rows = tuple(
-        (name, *(duration(means[style][row]) for style in shown), duration(float(table.seconds[row].mean())))
+        (name, *(duration(means[style][row]) for style in shares), duration(float(table.seconds[row].mean())))
         for row, name in enumerate(names)
     )
     return tabled(
         "parts",
         titles["parts"],
-        (titles["rank"], *(part_names[style] for style in shown), titles["total"]),
+        (titles["rank"], *(part_names[style] for style in shares), titles["total"]),
         rows,
         chart=stacked_bars(bars, titles["parts"], lambda style, length: f"{part_names[style]}: {duration(length)}"),
-        legend=tuple(one for one in legend_of(language) if one["style"] in shown),
+        legend=legend_of({style: f"{part_names[style]} {words.percent(share)}" for style, share in shares.items()}),
     )
 
 
@@ -163,19 +207,16 @@ def _steps(table: StepTable, language: Language) -> Section:
     working, _ = binned((table.seconds - table.parts[:, :, EXCHANGE]).max(axis=0)[None])
     xs = np.arange(longest.shape[1]) * per_column + 2.0
     curves = [(titles["total"], xs, longest[0])]
-    legend = [{"style": "key0", "name": titles["total"]}]
     if table.num_ranks > 1:
-        label = titles["slowest"]
-        curves.append((label, xs, working[0]))
-        legend.append({"style": "key1", "name": label})
+        curves.append((titles["slowest"], xs, working[0]))
     rows = tuple((f"{int(x)}", *(duration(ys[column]) for _, _, ys in curves)) for column, x in enumerate(xs.tolist()))
     return tabled(
         "steps",
         titles["steps"],
         (titles["step"], *(name for name, _, _ in curves)),
         rows,
-        chart=lines(curves, titles["steps"], duration),
-        legend=tuple(legend),
+        chart=lines(curves, titles["steps"], duration, titles["step"]),
+        legend=legend_of({f"key{number}": name for number, (name, _, _) in enumerate(curves)}),
     )
 
 
@@ -246,9 +287,9 @@ def _values(run: RunRecords, language: Language) -> list[Section]:
 
 def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language: Language) -> Section:
     titles = TITLES[language]
-    xs, per_point = binned(np.array([[step for step, _ in pairs]], dtype=np.float64))
-    ys, _ = binned(np.array([[value for _, value in pairs]], dtype=np.float64))
-    rows = tuple((f"{x:g}", f"{y:.6g}") for x, y in zip(xs[0].tolist(), ys[0].tolist(), strict=True))
+    ys, per_point = binned(np.array([[value for _, value in pairs]], dtype=np.float64))
+    xs = np.array([step for step, _ in pairs[::per_point]], dtype=np.float64)
+    rows = tuple((f"{x:.0f}", f"{y:.6g}") for x, y in zip(xs.tolist(), ys[0].tolist(), strict=True))
     odd = [round(step) for step, value in pairs if not math.isfinite(value)]
     notes = [titles["means"].format(per_point)] if per_point > 1 else []
     notes += [titles["not finite"].format(len(odd), odd[0])] if odd else []
@@ -258,7 +299,7 @@ def _curve_of(name: str, title: str, pairs: list[tuple[float, float]], language:
         (titles["step"], name),
         rows,
         note=" ".join(notes),
-        chart=lines([(name, xs[0], ys[0])], title, lambda value: f"{value:.4g}", from_zero=False),
+        chart=lines([(name, xs, ys[0])], title, lambda value: f"{value:.4g}", titles["step"], from_zero=False),
     )
 
 
@@ -276,7 +317,7 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
         titles["memory"],
         (titles["rank"], titles["at first"], titles["most"]),
         rows,
-        chart=lines(curves, titles["memory"], memory),
+        chart=lines(curves, titles["memory"], memory, titles["step"]),
         legend=tuple({"style": f"key{row % NUM_KEYS}", "name": name} for row, name in enumerate(names)),
     )
 
@@ -292,8 +333,16 @@ def _events(run: RunRecords, language: Language) -> Section:
 
 def _environment(run: RunRecords, language: Language) -> Section:
     titles = TITLES[language]
-    rows = tuple(
-        (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts.get(name, "")) for name in _FACTS))
-        for record in run.ranks
-    )
-    return tabled("environment", titles["environment"], (titles["rank"], *_FACTS), rows)
+    rows = tuple((titles[f"fact {name}"], _fact(name, run)) for name in _FACTS)
+    head = (titles["fact"], titles["value"])
+    return tabled("environment", titles["environment"], head, rows, is_text=True)
+
+
+def _fact(name: str, run: RunRecords) -> str:
+    """Return the value that all ranks have, else each value with its ranks."""
+    having: dict[str, list[int]] = {}
+    for record in run.ranks:
+        having.setdefault(str(record.facts.get(name, "")), []).append(record.facts["rank"])
+    if len(having) == 1:
+        return next(iter(having))
+    return "; ".join(f"{value} ({fold_ranks(ranks)})" for value, ranks in having.items())

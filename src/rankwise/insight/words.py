@@ -28,7 +28,7 @@ _CAUSES: dict[Language, dict[str, str]] = {
         "data": "which waits for its data",
         "more samples": "which has more samples than the others",
         "shared processor": "whose processor other processes use too",
-        "stopped": "which is stopped again and again, or waits for something while it computes",
+        "stopped": "which is repeatedly paused, or waits for something while computing",
         "swapping": "which reads memory back from a disk: it is swapping",
         "slower": "which computes longer for as many samples",
         "longer": "which computes for longer",

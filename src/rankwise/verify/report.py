@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rankwise.errors import fold_ranks
-from rankwise.insight.html import Section, Table, rendered
+from rankwise.insight.html import Section, rendered
+from rankwise.insight.tables import Table
 from rankwise.verify.compare import EXACT, PHASES
 
 if TYPE_CHECKING:
