@@ -66,7 +66,10 @@ TREE = (
     Question(
         "What do you start from?",
         (
-            ("a training loop for one device", Call("rw.join(), rw.replicate(model)", "One copy per rank")),
+            (
+                "a training loop for one device",
+                Call("rw.join(), rw.replicate(model)", "Data parallel: one copy per rank"),
+            ),
             ("a function, or a notebook cell", Call("rw.launch(train, ranks=4)", "From a function")),
             (
                 "a script written for another library",
@@ -79,7 +82,7 @@ TREE = (
                         ),
                         ("Horovod", Call("rankwise horovodrun -np 4 …", "Horovod")),
                         ("MegEngine", Call("rankwise.compat.megengine", "MegEngine")),
-                        ("nn.DataParallel", Call("rw.replicate(model)", "One copy per rank")),
+                        ("nn.DataParallel", Call("rw.replicate(model)", "Data parallel: one copy per rank")),
                     ),
                 ),
             ),
@@ -93,10 +96,13 @@ TREE = (
                 Question(
                     "What limits the speed?",
                     (
-                        ("computing", Call("rw.replicate(model)", "One copy per rank")),
-                        ("the network, a little", Call('compress="powersgd"', "Fewer bytes per step")),
-                        ("the network between two sites", Call("rw.local_sgd(model, …)", "Fewer exchanges")),
-                        ("slow or preemptible ranks", Call("rw.parameter_server(…)", "Ranks that do not wait")),
+                        ("computing", Call("rw.replicate(model)", "Data parallel: one copy per rank")),
+                        ("the network, a little", Call('compress="powersgd"', "Gradient compression")),
+                        ("the network between two sites", Call("rw.local_sgd(model, …)", "Local SGD: fewer exchanges")),
+                        (
+                            "slow or preemptible ranks",
+                            Call("rw.parameter_server(…)", "Parameter server: ranks that do not wait"),
+                        ),
                     ),
                 ),
             ),
@@ -105,9 +111,18 @@ TREE = (
                 Question(
                     "What is available?",
                     (
-                        ("several ranks, a fast network", Call("rw.shard(model)", "Parameters in shards")),
-                        ("the same, but one layer is too large", Call("rw.tensor_parallel(model)", "Layers in parts")),
-                        ("several ranks, a slow network", Call("rw.pipeline(model, loss_fn, …)", "Layers in stages")),
+                        (
+                            "several ranks, a fast network",
+                            Call("rw.shard(model)", "Sharded data parallel: parameters in shards"),
+                        ),
+                        (
+                            "the same, but one layer is too large",
+                            Call("rw.tensor_parallel(model)", "Tensor parallel: layers in parts"),
+                        ),
+                        (
+                            "several ranks, a slow network",
+                            Call("rw.pipeline(model, loss_fn, …)", "Pipeline parallel: layers in stages"),
+                        ),
                         ("one process: its devices, CPU, disk", Call("rw.place(model)", "Layers on several devices")),
                         ("a model already divided by hand", Call("rw.send(…), rw.recv(…)", "Values between two ranks")),
                     ),
@@ -130,7 +145,7 @@ TREE = (
 CHINESE = {
     "What do you start from?": "手上有什么？",
     "a training loop for one device": "单卡的训练循环",
-    "One copy per rank": "每个 rank 一份模型",
+    "Data parallel: one copy per rank": "数据并行：每个 rank 一份模型",
     "a function, or a notebook cell": "函数或笔记本单元",
     "From a function": "从函数启动",
     "a script written for another library": "为别的库写的脚本",
@@ -142,19 +157,19 @@ CHINESE = {
     "What limits the speed?": "什么限制了速度？",
     "computing": "计算",
     "the network, a little": "网络稍慢",
-    "Fewer bytes per step": "每步少传字节",
+    "Gradient compression": "梯度压缩",
     "the network between two sites": "两地之间的网络",
-    "Fewer exchanges": "少交换几次",
+    "Local SGD: fewer exchanges": "Local SGD：降低同步频率",
     "slow or preemptible ranks": "有的 rank 慢，或随时可能被抢占",
-    "Ranks that do not wait": "互不等待的 rank",
+    "Parameter server: ranks that do not wait": "异步参数服务器",
     "no": "放不下",
     "What is available?": "有什么资源？",
     "several ranks, a fast network": "多个 rank，网络快",
-    "Parameters in shards": "参数分片",
+    "Sharded data parallel: parameters in shards": "分片数据并行：参数分片",
     "the same, but one layer is too large": "同上，但单层就太大",
-    "Layers in parts": "层内切分",
+    "Tensor parallel: layers in parts": "张量并行：层内切分",
     "several ranks, a slow network": "多个 rank，网络慢",
-    "Layers in stages": "按层分段",
+    "Pipeline parallel: layers in stages": "流水线并行：按层分段",
     "one process: its devices, CPU, disk": "单进程：多张卡、CPU、磁盘",
     "Layers on several devices": "各层放在多个设备上",
     "a model already divided by hand": "已经手工切开的模型",

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws docs/images/speed-light.svg and speed-dark.svg: the time of rankwise relative to that of other tools.
 
-``python docs/speed_chart.py`` draws what docs/images/speed.json holds; ``python docs/speed_chart.py TABLE`` first takes
-the ratios from a table that ``make bench`` printed. A test compares the pictures with the file, and the file with
-docs/benchmarks.md.
+A bar ends in the middle of the ratios that were measured; a line across its end shows their range.
+
+``python docs/speed_chart.py`` draws what docs/images/speed.json holds; ``python docs/speed_chart.py TABLE...`` first
+takes the ranges from one or more tables that ``make bench`` printed. A test compares the pictures with the file, and
+the file with docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ LEFT = 250
 UNIT = 360
 """Length of the bar of a ratio of 1."""
 BAR = 16
+CAP = 4
+"""Half the height of the ends of a range."""
 PITCH = 26
 HEADING = 30
 TOP = 50
@@ -58,7 +62,19 @@ class Figure:
     label: str
     peer: str
     row: str
-    ratio: float
+    lowest: float
+    highest: float
+
+    @property
+    def middle(self) -> float:
+        """Of the ratios that were measured."""
+        return (self.lowest + self.highest) / 2
+
+    @property
+    def ratio(self) -> str:
+        """As docs/benchmarks.md has it."""
+        ends = f"{self.lowest:.2f}", f"{self.highest:.2f}"
+        return " to ".join(dict.fromkeys(ends))
 
 
 def read(file: Path = FIGURES) -> list[Figure]:
@@ -66,16 +82,24 @@ def read(file: Path = FIGURES) -> list[Figure]:
     return [Figure(**fields) for fields in json.loads(file.read_text("utf-8"))]
 
 
-def taken_from(table: str, figures: Sequence[Figure]) -> list[Figure]:
-    """Return the figures with the ratios of a table of ``make bench``; a row that is missing there is an error."""
+def taken_from(tables: Sequence[str], figures: Sequence[Figure]) -> list[Figure]:
+    """Return the figures with the ratios of tables of ``make bench``; a row that one of them lacks is an error."""
+    runs = [_ratios_of(table) for table in tables]
+    missing = [figure.row for figure in figures if any(figure.row not in run for run in runs)]
+    if missing:
+        raise SystemExit("the table has no row " + "\nnor ".join(missing))
+    taken: list[Figure] = []
+    for figure in figures:
+        ratios = [round(float(run[figure.row]), 2) for run in runs]
+        taken.append(replace(figure, lowest=min(ratios), highest=max(ratios)))
+    return taken
+
+
+def _ratios_of(table: str) -> dict[str, str]:
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
     ]
-    ratios = {row[0]: row[3] for row in cells}
-    missing = [figure.row for figure in figures if figure.row not in ratios]
-    if missing:
-        raise SystemExit("the table has no row " + "\nnor ".join(missing))
-    return [replace(figure, ratio=round(float(ratios[figure.row]), 2)) for figure in figures]
+    return {row[0]: row[3] for row in cells}
 
 
 def written(figures: Sequence[Figure]) -> str:
@@ -88,7 +112,7 @@ def draw(figures: Sequence[Figure], colors: Colors) -> str:
     """Return the picture."""
     groups = [(name, list(bars)) for name, bars in groupby(figures, key=lambda figure: figure.group)]
     height = TOP + HEADING * len(groups) + PITCH * len(figures) + BOTTOM
-    ratios = "; ".join(f"{figure.label} against {figure.peer} {figure.ratio:.2f}" for figure in figures)
+    ratios = "; ".join(f"{figure.label} against {figure.peer} {figure.ratio}" for figure in figures)
     spoken = escape(f"{TITLE}. {ratios}")
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     font = 'font-family="system-ui, sans-serif" font-size="13"'
@@ -110,22 +134,30 @@ def _bars(groups: Sequence[tuple[str, Sequence[Figure]]], colors: Colors) -> Ite
         yield f'<text x="12" y="{y + 19}" font-weight="600" fill="{colors.text}">{escape(name)}</text>'
         y += HEADING
         for figure in figures:
-            length = round(UNIT * figure.ratio, 1)
+            length = round(UNIT * figure.middle, 1)
             base = y + BAR - 3
             yield (
                 f'<text x="{LEFT - 10}" y="{base}" text-anchor="end" fill="{colors.text}">{escape(figure.label)}'
                 f'<tspan fill="{colors.faint}"> / {escape(figure.peer)}</tspan></text>'
             )
             yield f'<rect x="{LEFT}" y="{y}" width="{length:g}" height="{BAR}" rx="2" fill="{colors.bar}"/>'
-            yield f'<text x="{WIDTH - 12}" y="{base}" text-anchor="end" fill="{colors.text}">{figure.ratio:.2f}</text>'
+            if figure.lowest < figure.highest:
+                yield _range(figure, y + BAR // 2, colors)
+            yield f'<text x="{WIDTH - 12}" y="{base}" text-anchor="end" fill="{colors.text}">{figure.ratio}</text>'
             y += PITCH
 
 
+def _range(figure: Figure, y: int, colors: Colors) -> str:
+    first, last = (round(LEFT + UNIT * ratio, 1) for ratio in (figure.lowest, figure.highest))
+    ends = "".join(f"M{x:g} {y - CAP}v{2 * CAP}" for x in (first, last))
+    return f'<path class="range" d="M{first:g} {y}H{last:g}{ends}" stroke="{colors.text}" stroke-width="1.5"/>'
+
+
 def main() -> None:
-    """Take new ratios where a table is given, and draw."""
+    """Take new ratios where tables are given, and draw."""
     figures = read()
     if sys.argv[1:]:
-        figures = taken_from(Path(sys.argv[1]).read_text("utf-8"), figures)
+        figures = taken_from([Path(table).read_text("utf-8") for table in sys.argv[1:]], figures)
         FIGURES.write_text(written(figures), encoding="utf-8")
     for name, colors in COLORS.items():
         (IMAGES / f"speed-{name}.svg").write_text(draw(figures, colors), encoding="utf-8")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rankwise.checkpoint.import_weights import load_weights
     from rankwise.checkpoint.load import load
     from rankwise.checkpoint.save import save
-    from rankwise.comm.agreement import local_rank_zero_first
+    from rankwise.comm.agreement import all_ranks_succeed, local_rank_zero_first
     from rankwise.comm.collectives import (
         all_gather,
         all_gather_object,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from rankwise.replicate.random_numbers.as_one_rank import as_one_rank
     from rankwise.replicate.replicate import replicate
     from rankwise.shard.shard import shard
-    from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
+    from rankwise.tensor_parallel.tensor_parallel import plan_of, tensor_parallel
     from rankwise.world.facts import World
 
 __version__ = VERSION
@@ -67,6 +67,7 @@ _ROOM_OF = {
     "all_gather": "comm.collectives",
     "all_gather_object": "comm.collectives",
     "all_gather_uneven": "comm.collectives",
+    "all_ranks_succeed": "comm.agreement",
     "all_reduce": "comm.collectives",
     "all_to_all": "comm.collectives",
     "as_one_rank": "replicate.random_numbers.as_one_rank",
@@ -92,6 +93,7 @@ _ROOM_OF = {
     "pipeline": "pipeline.pipeline",
     "place": "place.place",
     "placement": "place.place",
+    "plan_of": "tensor_parallel.tensor_parallel",
     "print": "progress",
     "progress": "progress",
     "recv": "comm.point_to_point.send_recv",
@@ -123,6 +125,7 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_gather_uneven",
+    "all_ranks_succeed",
     "all_reduce",
     "all_to_all",
     "as_one_rank",
@@ -148,6 +151,7 @@ __all__ = [
     "pipeline",
     "place",
     "placement",
+    "plan_of",
     "print",
     "progress",
     "recv",

@@ -149,7 +149,7 @@ model = Net(3, 2)
 WHOLE = {
     "samples": (
         NET.format("x - x.mean(0)"),
-        "Net runs whole on one rank: samples see one another: the output is another for 2 of 4 rows",
+        "Net runs whole on one rank: the output depends on the rest of the batch (compared on 2 of 4 rows)",
     ),
     "hooks": (
         f"{LINEAR}; model.register_forward_hook(lambda *_: None)",
@@ -162,7 +162,7 @@ WHOLE = {
     ),
     "pairs": (
         NET.format("(x @ x.T).softmax(1) @ x"),
-        "Net runs whole on one rank: samples see one another: the output is another for 2 of 4 rows",
+        "Net runs whole on one rank: the output depends on the rest of the batch (compared on 2 of 4 rows)",
     ),
     "rarely": (NET.format("x.clamp(max=x.max() + 9)"), "Net runs whole on one rank: samples meet in max at train.py"),
     "sizes": (
@@ -192,7 +192,9 @@ def test_the_report_shows_which_calls_were_split_and_why_others_were_not(command
     section = page[page.index('<section id="calls"') :]
     rows = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>.*?</tr>", section)]
     assert ["Linear", "5", "all ranks", ""] in [[unescape(cell) for cell in row] for row in rows]
-    assert any(row[0] == "Net" and row[2] == "one rank" and "samples see one another" in row[3] for row in rows if row)
+    assert any(
+        row[0] == "Net" and row[2] == "one rank" and "depends on the rest of the batch" in row[3] for row in rows if row
+    )
     assert "rank 1 computed rows of its calls" in page
 
 

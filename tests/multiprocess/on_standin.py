@@ -79,10 +79,12 @@ def on_standin(
     return [result.get() for result in results]
 
 
-def python_with_standin(*words: str, strict: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run Python where ``import torch`` finds the device, as it finds that of an installed package."""
+def python_with_standin(
+    *words: str, strict: bool = False, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python, in ``folder``, where ``import torch`` finds the device, as it finds that of an installed package."""
     command = [sys.executable, *words]
     env = os.environ | {"PYTHONPATH": FOLDER, "PYTHONWARNINGS": "error"}
     if strict:
         env["STANDIN_BACKEND"] = "strict"
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=80)
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=80, cwd=folder)

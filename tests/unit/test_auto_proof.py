@@ -184,7 +184,7 @@ def test_rows_flattened_with_another_dim_are_where_they_were_followed_to(layout:
     assert found == (None, (OutputRows(layout, (0, 1)),))
     reason, _ = difference([whole], [own.flip(0)], Share(1, 2, 5), lambda _: layout)
     assert reason is not None
-    assert reason.text.startswith("samples see one another")
+    assert reason.text.startswith("the output depends on the rest of the batch")
 
 
 def test_a_layout_that_does_not_fit_the_shapes_is_not_believed() -> None:
@@ -203,8 +203,12 @@ class _Output:
 @pytest.mark.parametrize(
     ("whole", "own", "expected"),
     [
-        (torch.ones(5, 2), torch.ones(2, 2) * 1.1, "samples see one another: the output is another for 2 of 5 rows"),
-        (torch.ones(()), torch.ones(()) * 2, "samples see one another: the output is another for 2 of 5 rows"),
+        (
+            torch.ones(5, 2),
+            torch.ones(2, 2) * 1.1,
+            "the output depends on the rest of the batch (compared on 2 of 5 rows)",
+        ),
+        (torch.ones(()), torch.ones(()) * 2, "the output depends on the rest of the batch (compared on 2 of 5 rows)"),
         (torch.ones(5, 5), torch.ones(2, 2), "the output is [5, 5] for the whole batch and [2, 2] for 2 rows"),
         (torch.ones(10), torch.ones(4), "the output is [10] for the whole batch and [4] for 2 rows"),
         (torch.ones(5, 1), torch.ones(2), "the output has no rows"),

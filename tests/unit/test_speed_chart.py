@@ -38,18 +38,24 @@ def test_the_picture_is_drawn_from_the_figures(chart: Any, name: str) -> None:
     assert (chart.IMAGES / f"speed-{name}.svg").read_text("utf-8") == drawn, "run make chart"
 
 
-def test_a_bar_is_as_long_as_its_ratio(chart: Any) -> None:
+def test_a_bar_ends_in_the_middle_of_its_range(chart: Any) -> None:
     figures = chart.read()
     drawn = chart.draw(figures, chart.COLORS["dark"])
     widths = [float(width) for width in re.findall(r'<rect .*?width="([\d.]+)"', drawn)]
     one = re.search(r'<path d="M(\d+) ', drawn)
     assert one is not None
     assert [width / (int(one[1]) - chart.LEFT) for width in widths] == pytest.approx(
-        [figure.ratio for figure in figures], abs=1e-3
+        [(figure.lowest + figure.highest) / 2 for figure in figures], abs=1e-3
     )
-    assert re.findall(r'text-anchor="end" fill="[^"]+">([\d.]+)<', drawn) == [
-        f"{figure.ratio:.2f}" for figure in figures
-    ]
+    assert re.findall(r'text-anchor="end" fill="[^"]+">([\d. to]+)<', drawn) == [figure.ratio for figure in figures]
+
+
+def test_a_line_shows_the_range_of_a_bar(chart: Any) -> None:
+    figures = [figure for figure in chart.read() if figure.lowest < figure.highest]
+    lines = re.findall(r'<path class="range" d="M([\d.]+) \d+H([\d.]+)M', chart.draw(figures, chart.COLORS["light"]))
+    ends = [tuple((float(x) - chart.LEFT) / chart.UNIT for x in line) for line in lines]
+    assert figures
+    assert ends == [pytest.approx((figure.lowest, figure.highest), abs=1e-3) for figure in figures]
 
 
 def test_each_figure_is_a_row_of_the_benchmarks(chart: Any) -> None:
@@ -57,7 +63,11 @@ def test_each_figure_is_a_row_of_the_benchmarks(chart: Any) -> None:
     rows = {
         (line[1].strip(" `"), ratio) for line in lines if len(line) > 1 for ratio in line[-1].replace(",", "").split()
     }
-    figures = [(LONG_NAMES.get(figure.peer, figure.peer), f"{figure.ratio:.2f}") for figure in chart.read()]
+    figures = [
+        (LONG_NAMES.get(figure.peer, figure.peer), f"{end:.2f}")
+        for figure in chart.read()
+        for end in (figure.lowest, figure.highest)
+    ]
     assert [figure for figure in figures if figure not in rows] == []
 
 
@@ -65,11 +75,13 @@ def test_ratios_are_taken_from_a_table_of_make_bench(chart: Any) -> None:
     figures = chart.read()
     rows = [f"| {figure.row} | 1 ms | 2 ms | 0.{number}49 | <= 1 |" for number, figure in enumerate(figures, 10)]
     table = "\n".join(["a line above", "| what | rankwise | peer | ratio | reach |", "|---|---|---|---|---|", *rows])
-    taken = chart.taken_from(table, figures)
-    assert [figure.ratio for figure in taken] == [number / 100 for number in range(10, 10 + len(figures))]
+    slower = table.replace("49 |", "99 |")
+    taken = chart.taken_from([table, slower], figures)
+    assert [figure.lowest for figure in taken] == [number / 100 for number in range(10, 10 + len(figures))]
+    assert [figure.highest for figure in taken] == [number / 100 for number in range(11, 11 + len(figures))]
     assert [figure.row for figure in taken] == [figure.row for figure in figures]
     with pytest.raises(SystemExit, match=re.escape(figures[-1].row)):
-        chart.taken_from(table.replace(figures[-1].row, "another row"), figures)
+        chart.taken_from([table, table.replace(figures[-1].row, "another row")], figures)
 
 
 def test_the_file_is_written_as_it_is_kept(chart: Any) -> None:

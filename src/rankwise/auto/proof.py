@@ -249,7 +249,7 @@ def difference(
             return Reason(text), ()
         rows = one if layout is None else layout.part(one, share.num_global, share.start, share.num)
         if not agree(rows, other):
-            text = f"samples see one another: {words} is another for {share.num} of {share.num_global} rows"
+            text = f"{words} depends on the rest of the batch (compared on {share.num} of {share.num_global} rows)"
             return Reason(text, is_wrong=True), ()
         places.append(None if layout is None else OutputRows(layout, memory_order(one.stride())))
     return None, tuple(places)
@@ -291,7 +291,9 @@ def elsewhere(whole: Sequence[Any], joined: Sequence[Any]) -> Reason | None:
     """Return why the rows of all ranks are not the whole outputs."""
     for one, other in zip(whole, joined, strict=True):
         if isinstance(one, torch.Tensor) and not (one.shape == other.shape and agree(one, other)):
-            return Reason("samples see one another: the output is another for rows of other ranks", is_wrong=True)
+            return Reason(
+                "the output depends on the rest of the batch (compared on rows of other ranks)", is_wrong=True
+            )
     return None
 
 

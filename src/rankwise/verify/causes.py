@@ -247,7 +247,7 @@ def _scaled(evidence: Evidence) -> Cause | None:
     if is_close(ratio * size, 1.0):
         return Cause(
             "divided twice",
-            f"every gradient is 1/{size} of that of one rank: it is divided by the number of ranks once too often, or "
+            f"every gradient is 1/{size} of that of one rank: it is divided by the number of ranks twice, or "
             "the loss is a sum over samples and ranks average it",
             "rankwise.replicate and DistributedDataParallel average already: leave out the division; with a summed "
             "loss multiply by the number of ranks, or use a mean",
