@@ -159,7 +159,9 @@ def read(page: str) -> Page:
             elif is_run:
                 script.append(codes[0])
             check, ranks, is_run = "", None, True
-    command = COMMAND.search(text)
+    told = "".join(piece["setup"] or "" for piece in PIECE.finditer(text))
+    command = COMMAND.search(" ".join(told.split()))
+    assert command or not told, f"the set-up of {page} does not say how to start it"
     words = ("-n", "2") if command is None else ("-n", command["ranks"], *(command["module"] or "").split())
     return Page(
         words=words if command is None or command["ranks"] else (),
