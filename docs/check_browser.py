@@ -107,6 +107,17 @@ def check_menu(browser: Browser, site: Path) -> None:
     page.close()
 
 
+def check_copy_buttons(browser: Browser, site: Path) -> None:
+    """Each block of code has a button that copies it, in a folded set-up and in a table too."""
+    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": HEIGHT})
+    for name in ("from-ddp.html", "zh/from-ddp.html"):
+        page.goto((site / name).as_uri())
+        blocks, buttons = page.locator("div.highlight pre"), page.locator("div.highlight button.copybtn")
+        expect(buttons.first, f"buttons of {name}").to_be_attached()
+        require(buttons.count() == blocks.count(), f"{name}: {buttons.count()} buttons, {blocks.count()} blocks")
+    page.close()
+
+
 def check_search(browser: Browser, site: Path) -> None:
     """A word leads to its page, by the field in the sidebar."""
     page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": HEIGHT})
@@ -147,10 +158,11 @@ def main(site: Path, pictures: Path | None) -> None:
         check_codes(browser, site)
         check_tree(browser, site)
         check_menu(browser, site)
+        check_copy_buttons(browser, site)
         check_search(browser, site)
         check_dark_mode(browser, site, pictures)
         browser.close()
-    print("widths, codes, tree, menu, search and dark mode are as they should be")
+    print("widths, codes, tree, menu, buttons, search and dark mode are as they should be")
 
 
 if __name__ == "__main__":

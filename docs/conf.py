@@ -35,6 +35,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "cards",
+    "sphinx_copybutton",
     "command_line",
     "constructors",
     "contributors",

@@ -25,7 +25,7 @@ SECTION = re.compile(
     r"```python\n(?P<code>(?:(?!^#).)*?)^```\n\n```text\n(?P<shown>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
-SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.DOTALL)
+SETUP = re.compile(r"<details>.*?```python\n(.*?)```", re.DOTALL)
 LIMIT_SECONDS = 60
 AROUND = """
 import runpy, warnings
@@ -58,7 +58,7 @@ class Example:
 def examples() -> list[Example]:
     """Return those of the page, in its order."""
     page = PAGE.read_text(encoding="utf-8")
-    setup = "".join(SETUP.findall(page))
+    setup = "\n".join(SETUP.findall(page))
     return [
         Example(
             error=found["error"],

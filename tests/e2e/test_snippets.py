@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of Python in ``docs/`` runs, and the two sides of a table give the same.
+"""Every page of ``docs/`` runs when it is pasted: its set-up, then its blocks of Python in their order.
 
-What a page hides in comments before a table or block is run with it: ``<!-- setup ... -->`` before both sides (until
-the next one), ``<!-- check ... -->`` after both; ``<!-- ranks: 2 -->`` says how many ranks it takes, else one on pages
-``from-*.md`` and two on others. Where both sides have set ``check`` in the end, or print lines that start with RESULT,
-rank 0's are compared. ``<!-- not run: needs GPUs -->`` leaves out the next block, and says why.
+The folded set-up at the top says how: "Start it with `rankwise run -n 2 page.py`". A page without one is complete by
+itself, and runs on two ranks. Blocks continue one another, in one process per rank. Two kinds stand alone, after the
+set-ups above them:
 
-Pages other than ``from-*.md`` find ``Net``, ``train_set`` and ``loss_fn``; where a page has no setup before a block
-that does not join, a world, a model, an optimizer, a loader and a batch too. Pages in Chinese show the code of the
-English ones.
+- after ``<!-- ranks: 8 -->``, a block that takes another number of ranks; the sentence before it says so;
+- the two columns of a table. Each block is a script, and both columns come to the same: what ``<!-- check ... -->``
+  before the table sets ``check`` to, or the lines that they print that start with RESULT, on rank 0.
+
+``<!-- not run: needs GPUs -->`` leaves out the next block, and says why. Pages in Chinese show the code of the English
+ones: a test compares them.
 """
 
 from __future__ import annotations
@@ -34,47 +36,31 @@ ELSEWHERE = {"errors.md", "from-a-function.md"}
 DOCS = Path(__file__).parents[2] / "docs"
 SHOWN = re.compile(r"^ *```(?:python|py)\b", re.MULTILINE)
 PAGES = sorted(
-    path
+    path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
-    if path.name not in ELSEWHERE and "zh" not in path.parts and SHOWN.search(path.read_text(encoding="utf-8"))
+    if path.name not in ELSEWHERE or path.parent != DOCS
+    if "zh" not in path.parts and SHOWN.search(path.read_text(encoding="utf-8"))
 )
-LEFT = {"from-horovod.md": ("-m", "rankwise.compat.horovod")}
-"""What runs the left side, where that is not `rankwise run` alone."""
 PIECE = re.compile(
-    r"<!-- (?P<kind>setup|check)\n(?P<code>.*?)-->|<!-- ranks: (?P<ranks>\d+) -->|<!-- not run: (?P<why>[^>]+) -->"
+    r"<details>\n<summary>(?P<title>Set-up [^<]*)</summary>(?P<setup>.*?)</details>"
+    r"|<!-- check\n(?P<check>.*?)-->|<!-- ranks: (?P<ranks>\d+) -->|<!-- not run: (?P<why>[^>]+) -->"
     r"|(?P<table><table>.*?</table>)"
     r"|^```python\n(?P<alone>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-ALL_PAGES = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-import rankwise as rw
-torch.manual_seed(0)
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-train_set = TensorDataset(torch.randn(130, 3), torch.randn(130, 1))
-loss_fn = nn.functional.mse_loss
-"""
-JOINED = """
-world = rw.join()
-model = rw.replicate(Net())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = rw.DataLoader(train_set, global_batch_size=65)
-x, y = next(iter(loader))
-"""
+COMMAND = re.compile(r"`(?:python|rankwise run -n (?P<ranks>\d+)(?P<module> -m [\w.]+)?) page\.py`")
+MOST_LINES = 25
+"""Of code in a set-up: more than a reader would paste without reading."""
 WARM = {"from-accelerate.md": "import accelerate"}
-"""What to import once for all snippets of a page."""
+"""What to import once for all scripts of a page."""
 RUNNER = """
 import atexit, os, runpy, sys, traceback
 WARM
 for number in NUMBERS:
     child = os.fork()
     if child == 0:
-        # Keys of the job's store are kept apart by attempt, so that snippets do not find those of one another; torch's
+        # Keys of the job's store are kept apart by attempt, so that scripts do not find those of one another; torch's
         # store has one attempt, so theirs is at a port of their own.
         os.environ["RANKWISE_ATTEMPT"] = str(number)
         os.environ["MASTER_PORT"] = PORTS[number]
@@ -83,7 +69,7 @@ for number in NUMBERS:
         code = 1
         try:
             os.chdir(str(number))
-            runpy.run_path("train.py", run_name="__main__")
+            runpy.run_path("page.py", run_name="__main__")
             atexit._run_exitfuncs()
             code = 0
         except BaseException:
@@ -93,9 +79,9 @@ for number in NUMBERS:
             sys.stderr.flush()
             os._exit(code)
     if os.waitpid(child, 0)[1] != 0:
-        sys.exit(f"snippet {number} failed")
+        sys.exit(f"script {number} failed")
 """
-"""Runs snippets one after another, each in a process that is forked for it: libraries are imported once."""
+"""Runs scripts one after another, each in a process that is forked for it: libraries are imported once."""
 AFTERWARDS = """
 def _plain(value):
     import torch
@@ -114,73 +100,100 @@ if "check" in globals() and _os.environ.get("RANK", "0") == "0":
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snippet:
-    """One table of a page, or one block outside of tables."""
+class Block:
+    """One block of a page, or the two of a table."""
 
     page: str
     """Its path within docs."""
     number: int
     setup: str
+    """Of all set-ups above it."""
     check: str
-    ranks: int
-    sides: tuple[str, ...]
+    ranks: int | None
+    """If it takes another number of them than the page."""
+    codes: tuple[str, ...]
 
     def __str__(self) -> str:
         """Return what a failing test is named after."""
         return f"{self.page}-{self.number}"
 
 
-def snippets_of(path: Path) -> Iterator[Snippet]:
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What a page has to run."""
+
+    words: tuple[str, ...]
+    """The arguments of ``rankwise run`` before the name of the script; none: under ``python``."""
+    script: str
+    """All that is pasted into one file."""
+    alone: tuple[Block, ...]
+    """Blocks on other numbers of ranks."""
+    pairs: tuple[Block, ...]
+    """Blocks side by side."""
+
+
+def read(page: str) -> Page:
     """Return what a page has to run, in its order."""
-    page = str(path.relative_to(DOCS))
-    moves_in = page.startswith("from-")
-    fewest = 1 if moves_in else 2
-    setup, check, ranks, number, is_run = None, "", fewest, 0, True
-    for piece in PIECE.finditer(path.read_text(encoding="utf-8")):
-        if piece["kind"] == "setup":
-            setup = piece["code"]
-        elif piece["kind"] == "check":
-            check = piece["code"]
+    text = (DOCS / page).read_text(encoding="utf-8")
+    setup, check, ranks, number, is_run = "", "", None, 0, True
+    script, alone, pairs = [], [], []
+    for piece in PIECE.finditer(text):
+        if piece["title"]:
+            code = "\n".join(BLOCK.findall(piece["setup"]))
+            setup += code
+            script.append(code)
+        elif piece["check"]:
+            check = piece["check"]
         elif piece["ranks"]:
             ranks = int(piece["ranks"])
         elif piece["why"]:
             is_run = False
         else:
             number += 1
-            blocks = (piece["alone"],) if piece["table"] is None else tuple(BLOCK.findall(piece["table"]))
-            if is_run:
-                found = JOINED if setup is None and not any("rw.join(" in block for block in blocks) else setup or ""
-                before = found if moves_in else ALL_PAGES + found
-                yield Snippet(page=page, number=number, setup=before, check=check, ranks=ranks, sides=blocks)
-            check, ranks, is_run = "", fewest, True
+            codes = (piece["alone"],) if piece["table"] is None else tuple(BLOCK.findall(piece["table"]))
+            block = Block(page=page, number=number, setup=setup, check=check, ranks=ranks, codes=codes)
+            if is_run and len(codes) > 1:
+                pairs.append(block)
+            elif is_run and ranks:
+                alone.append(block)
+            elif is_run:
+                script.append(codes[0])
+            check, ranks, is_run = "", None, True
+    told = "".join(piece["setup"] or "" for piece in PIECE.finditer(text))
+    command = COMMAND.search(" ".join(told.split()))
+    assert command or not told, f"the set-up of {page} does not say how to start it"
+    words = ("-n", "2") if command is None else ("-n", command["ranks"], *(command["module"] or "").split())
+    return Page(
+        words=words if command is None or command["ranks"] else (),
+        script="" if pairs else "\n".join(script),
+        alone=tuple(alone),
+        pairs=tuple(pairs),
+    )
 
 
-GROUPS: dict[tuple[str, int, int], list[Snippet]] = {}
-"""The snippets that run one after another in the same ranks."""
-for one in (snippet for path in PAGES for snippet in snippets_of(path)):
-    GROUPS.setdefault((one.page, one.ranks, len(one.sides)), []).append(one)
+READ = {page: read(page) for page in PAGES}
+PASTED = [page for page in PAGES if READ[page].script]
+SIDE_BY_SIDE = [page for page in PAGES if READ[page].pairs]
+ALONE = [block for page in PAGES for block in READ[page].alone]
 
 
-def started(command: Command, snippets: Sequence[Snippet], side: int) -> Started:
-    """Start one side of snippets that take equally many ranks, each as a script in a folder of its own."""
-    first = snippets[0]
-    folder = folder_of(command, first, side)
-    for snippet in snippets:
-        place = folder / str(snippet.number)
+def started(command: Command, page: Page, side: int) -> Started:
+    """Start one column of a page's tables, each block as a script in a folder of its own."""
+    folder = folder_of(command, side)
+    for block in page.pairs:
+        place = folder / str(block.number)
         place.mkdir(parents=True)
         # A rank that closes Gloo's group before the others have connected breaks their connection.
-        code = textwrap.dedent(snippet.sides[side]).replace(
+        code = textwrap.dedent(block.codes[side]).replace(
             "\ndist.destroy_process", "\ndist.barrier()\ndist.destroy_process"
         )
-        parts = (snippet.setup, code, snippet.check, AFTERWARDS)
-        (place / "train.py").write_text("\n".join(parts), encoding="utf-8")
-    numbers = str([snippet.number for snippet in snippets])
-    ports = free_ports(len(snippets))
-    by_number = repr({snippet.number: port for snippet, port in zip(snippets, ports, strict=True)})
-    runner = RUNNER.replace("NUMBERS", numbers).replace("PORTS", by_number).replace("WARM", WARM.get(first.page, ""))
-    (folder / "all.py").write_text(runner, encoding="utf-8")
-    before = LEFT.get(first.page, ()) if side == 0 and len(first.sides) > 1 else ()
-    return command.start_in(folder, "-n", str(first.ranks), *before, "all.py")
+        script = f"{block.setup}\n{code}\n{block.check}\n{AFTERWARDS}"
+        (place / "page.py").write_text(script, encoding="utf-8")
+    numbers = [block.number for block in page.pairs]
+    ports = dict(zip(numbers, free_ports(len(numbers)), strict=True))
+    runner = RUNNER.replace("NUMBERS", repr(numbers)).replace("PORTS", repr(ports))
+    (folder / "all.py").write_text(runner.replace("WARM", WARM.get(page.pairs[0].page, "")), encoding="utf-8")
+    return command.start_in(folder, *(page.words or ("-n", "1")), "all.py")
 
 
 def free_ports(count: int) -> list[str]:
@@ -190,13 +203,13 @@ def free_ports(count: int) -> list[str]:
         return [str(server.getsockname()[1]) for server in servers]
 
 
-def folder_of(command: Command, snippet: Snippet, side: int) -> Path:
-    """Return where one side of the snippets runs that go with this one."""
-    return command.folder / f"{snippet.ranks}-{len(snippet.sides)}-{('left', 'right')[side]}"
+def folder_of(command: Command, side: int) -> Path:
+    """Return where one column of a page runs."""
+    return command.folder / ("left", "right")[side]
 
 
 def results(said: str) -> list[Any]:
-    """Return what a side came to: each RESULT line as a value, or as text where it is none."""
+    """Return what a script came to: each RESULT line as a value, or as text where it is none."""
     found: list[Any] = []
     for text in re.findall(r"^RESULT (.*)$", said, re.MULTILINE):
         try:
@@ -215,31 +228,66 @@ def _numbers(value: object) -> Iterator[object]:
 
 
 @pytest.mark.timeout(110)
-@pytest.mark.parametrize(("page", "ranks", "num_sides"), GROUPS)
-def test_both_sides_run_and_give_the_same(command: Command, page: str, ranks: int, num_sides: int) -> None:
-    assert 1 <= num_sides <= 2, "a table has one block of Python per cell, and two cells"
-    snippets = GROUPS[page, ranks, num_sides]
+@pytest.mark.parametrize("page", PASTED)
+def test_a_page_runs_when_pasted(command: Command, page: str) -> None:
+    words = READ[page].words
+    command.write("page.py", READ[page].script)
+    done = command.run(*words, "page.py") if words else command.python("page.py")
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("block", ALONE, ids=str)
+def test_a_block_on_other_ranks_runs(command: Command, block: Block) -> None:
+    command.write("page.py", f"{block.setup}\n{block.codes[0]}")
+    done = command.run("-n", str(block.ranks), "page.py")
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("page", SIDE_BY_SIDE)
+def test_both_sides_run_and_give_the_same(command: Command, page: str) -> None:
+    pairs = READ[page].pairs
+    assert all(len(block.codes) == 2 for block in pairs), "a table has one block of Python per cell, and two cells"
     with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(started(command, snippets, side)) for side in range(num_sides)]
+        running = [stack.enter_context(started(command, READ[page], side)) for side in range(2)]
         for process in running:
             stack.callback(process.terminate)
         said = [process.communicate(timeout=100) for process in running]
     for process, (out, errors) in zip(running, said, strict=True):
         assert process.returncode == 0, errors + out
-    for snippet in snippets:
-        came_to = [
-            results((folder_of(command, snippet, side) / f"{snippet.number}.out").read_text())
-            for side in range(num_sides)
-        ]
-        for other in came_to[1:]:
-            assert len(came_to[0]) == len(other), f"{snippet}: one side has a result, and the other has none"
-            for left, right in zip(came_to[0], other, strict=True):
-                expected = pytest.approx(right, rel=1e-5, abs=1e-6) if isinstance(right, list) else right
-                assert left == expected, str(snippet)
+    for block in pairs:
+        left, right = (_came_to(folder_of(command, side) / f"{block.number}.out") for side in range(2))
+        assert len(left) == len(right), f"{block}: one side has a result, and the other has none"
+        for one, other in zip(left, right, strict=True):
+            expected = pytest.approx(other, rel=1e-5, abs=1e-6) if isinstance(other, list) else other
+            assert one == expected, str(block)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_no_block_is_left_out(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    left_out = text.count("<!-- not run: ")
-    assert sum(len(snippet.sides) for snippet in snippets_of(path)) + left_out == len(SHOWN.findall(text))
+def _came_to(output: Path) -> Sequence[Any]:
+    return results(output.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_left_out(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    pieces = list(PIECE.finditer(text))
+    run = [code for piece in pieces for code in BLOCK.findall(piece["setup"] or piece["table"] or "")]
+    run += [piece["alone"] for piece in pieces if piece["alone"]]
+    assert len(run) == len(SHOWN.findall(text))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(ELSEWHERE)])
+def test_a_reader_sees_what_a_page_needs(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert "<!-- setup" not in text, "a set-up is for readers: <details>, as on other pages"
+    for piece in PIECE.finditer(text):
+        for code in BLOCK.findall(piece["setup"] or ""):
+            assert sum(1 for line in code.splitlines() if line) <= MOST_LINES
+
+
+@pytest.mark.parametrize("block", ALONE, ids=str)
+def test_the_sentence_before_a_block_says_how_many_ranks_it_takes(block: Block) -> None:
+    before = (DOCS / block.page).read_text(encoding="utf-8").partition(block.codes[0])[0]
+    paragraph = before.rpartition(f"<!-- ranks: {block.ranks} -->")[0].rstrip().rpartition("\n\n")[2]
+    assert f"`rankwise run -n {block.ranks} page.py`" in " ".join(paragraph.split())
