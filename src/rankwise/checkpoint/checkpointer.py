@@ -85,7 +85,8 @@ class Checkpointer:
                 f"keep must be a positive integer or None, got {keep!r}.",
                 do="pass keep=1 or more, or keep=None to keep all",
             )
-        self.directory = Path(directory).absolute()
+        own = folder.path_of(directory, call="Checkpointer()", of="folder", do='rankwise.Checkpointer("runs/net")')
+        self.directory = own.absolute()
         self.keep = keep
         self.asynchronous = asynchronous
         self._memory = files.StagingMemory()
