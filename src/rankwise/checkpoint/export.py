@@ -75,7 +75,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     Source: the safetensors format; safetensors.torch.save_model for tied weights.
     """
     session = current_or_none()
-    ranks = CollectiveRanks(session)
+    ranks = CollectiveRanks(session, "rankwise.save_weights()")
     if session is not None:
         session.prepare_save()
     weights = unwrapped(model)

@@ -58,7 +58,7 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
         ConfigurationError: the objects differ between ranks; none has changed.
         PeerFailed: that happened on another rank.
     """
-    ranks = CollectiveRanks(current_or_none())
+    ranks = CollectiveRanks(current_or_none(), "rankwise.load()")
     own = folder.path_of(directory, call="load()", of="folder", do='rankwise.load("runs/best", model=model)')
     path = folder.find(own.absolute())
     saved, damage = verify(ranks, path)

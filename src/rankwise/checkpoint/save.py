@@ -107,7 +107,7 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
     """
     with meter.current.spending(CHECKPOINT):
         current().prepare_save()
-        ranks = CollectiveRanks(current())
+        ranks = CollectiveRanks(current(), "rankwise.save()")
         content = contents.read(ranks, objects)
 
         def choose() -> list[str]:
