@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Bytes = bytes | memoryview
 
-TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
+TRY_AGAIN = "check the path, the disk and the permissions on every machine, then try again"
 
 _PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """The format does not have all of these: they are written as [..., 2], real and imaginary."""
