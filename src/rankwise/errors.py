@@ -42,6 +42,14 @@ def fold_values(value_of_rank: Mapping[int, object]) -> str:
     return "\n".join(f"{fold_ranks(ranks)}: {value}" for value, ranks in ranks_of.items())
 
 
+def bytes_text(num_bytes: int) -> str:
+    """Return a number of bytes as text: ``1.5 GiB``."""
+    for power, word in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.4g} {word}"
+    return f"{num_bytes} B"
+
+
 class RankwiseError(Exception):
     """Base class of all rankwise errors.
 

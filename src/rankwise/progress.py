@@ -6,6 +6,7 @@ from __future__ import annotations
 import builtins
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rankwise.errors import ConfigurationError
 from rankwise.log import is_rank_zero, rank_prefix
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ def progress(iterable: Iterable[T], **options: Any) -> Iterator[T]:
         iterable: for example a :class:`rankwise.DataLoader`.
         options: passed to ``tqdm.auto.tqdm`` (``desc``, ``leave``, ...).
     """
+    if not (hasattr(iterable, "__iter__") or hasattr(iterable, "__getitem__")):
+        raise ConfigurationError(
+            f"progress() takes what can be iterated, got a {type(iterable).__name__}.",
+            do="pass the loader, or range(num_steps): for batch in rankwise.progress(loader)",
+        )
     if not is_rank_zero():
         yield from iterable
         return

@@ -418,6 +418,44 @@ def test_strategies_that_need_a_backend_of_the_device_raise_an_error(strategy: s
         assert "rankwise.replicate()" in text
 
 
+def _left_on_cpu(_: World, strategy: str, device: str | None) -> str:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if strategy == "local_sgd":
+        rw.mesh(worker_groups=-1)
+        rw.local_sgd(model, every=2)
+    elif strategy == "parameter_server":
+        rw.parameter_server(model, optimizer, servers=1)
+    else:
+        rw.replicate(model)
+    data = (torch.ones(12, 6), torch.ones(12, 3))
+    for x, y in rw.DataLoader(data, global_batch_size=4, device=device):
+        if device is None:
+            with pytest.raises(ConfigurationError) as caught:
+                model(x)
+            return str(caught.value)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "local_sgd", "parameter_server"])
+def test_a_model_on_the_cpu_is_named_when_its_inputs_are_on_the_device(strategy: str) -> None:
+    found = on_standin(_left_on_cpu, 2, strategy, None, backend="strict")
+    named = [(rank, text) for rank, text in enumerate(found) if text]
+    assert len(named) == (1 if strategy == "parameter_server" else 2), "a server has no batches"
+    for rank, text in named:
+        assert text.startswith(f"Net is on cpu, but this rank's device is standin:{rank}, and so is that of its inputs")
+        assert f"{strategy}() at test_accelerator.py:" in text
+        assert f"rankwise.{strategy}(Net(...).to(world.device)), before the optimizer" in text
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "local_sgd"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_script_that_trains_on_the_cpu_of_such_a_machine_is_not_refused(strategy: str, num_ranks: int) -> None:
+    assert on_standin(_left_on_cpu, num_ranks, strategy, "cpu", backend="strict") == [""] * num_ranks
+
+
 def _random(world: World) -> bool:
     from rankwise.world.device.accelerator import kept_random_states
 

@@ -141,6 +141,7 @@ def _wrong_calls(_: World) -> list[str]:
 def test_wrong_arguments_say_what_to_do(world_size: int) -> None:
     for result in testing.run_ranks(_wrong_calls, world_size):
         unknown_op, integer_mean, wrong_kind, no_rank = result.get()
+        assert "did you mean 'mean'?" in unknown_op
         assert "sum, mean, min, max, product" in unknown_op
         assert "op='sum' and divide" in integer_mean
         assert "got str" in wrong_kind

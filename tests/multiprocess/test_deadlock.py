@@ -67,7 +67,7 @@ def _save_on_rank_zero(world: World, loss: torch.Tensor) -> None:
     [
         (_log_on_rank_zero, "log_value of loss"),
         (_mean_on_the_last_rank, "mean"),
-        (_save_on_rank_zero, "saving or loading"),
+        (_save_on_rank_zero, "rankwise.save"),
     ],
 )
 def test_a_collective_on_some_ranks_is_an_error_long_before_the_timeout(

@@ -170,6 +170,8 @@ def test_wrong_groups_and_parts_are_refused_and_the_world_continues(run_ranks: R
     for result in run_ranks(_wrong, 2):
         said = result.get()
         assert all("each once" in text for text in said[:3])
+        assert "new_group([0, 2])" in said[2]
+        assert "this job has only ranks 0-1" in said[2]
         assert "rank 0: [0]" in said[3]
         assert "rank 1: [1]" in said[3]
         assert "a list of ranks, got [0.5]" in said[4]

@@ -78,6 +78,10 @@ def _wrong_calls(_: World) -> list[str]:
         with rw.no_sync(model):
             pass
 
+    def no_number() -> None:
+        with rw.weight(model, None):  # type: ignore[arg-type]
+            pass
+
     def negative() -> None:
         with rw.weight(model, -1):
             model(torch.ones(2, 2)).sum().backward()
@@ -88,6 +92,7 @@ def _wrong_calls(_: World) -> list[str]:
     attempt(lambda: rw.replicate(model))
     attempt(negative)
     attempt(lambda: rw.replicate(nn.Linear(2, 2, device="meta")))
+    attempt(no_number)
     looked_up = rw.replicate(_LooksUp())
     if rw.all_reduce(1) > 1:
         attempt(lambda: looked_up(torch.tensor([1])).sum().backward())
@@ -103,9 +108,44 @@ def test_wrong_calls_say_what_to_do(world_size: int) -> None:
         assert "already" in errors[2]
         assert "at least 0" in errors[3]
         assert "model.to_empty(device=world.device)" in errors[4]
+        assert "rankwise.weight() takes one number, got NoneType." in errors[5]
         if world_size > 1:
-            assert "Parameter weight has a sparse gradient" in errors[5]
-            assert "torch.nn.Embedding(..., sparse=True)" in errors[5]
+            assert "Parameter weight has a sparse gradient" in errors[6]
+            assert "torch.nn.Embedding(..., sparse=True)" in errors[6]
+
+
+class _Padded(nn.Linear):
+    def forward(self, tokens: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens * mask)
+
+
+def _wrong_weights(_: World) -> list[str]:
+    tokens = torch.ones(2, 2)
+    own = {"tokens": tokens, "mask": tokens}
+    given: list[tuple[Any, dict[str, Any]]] = [
+        (lambda tokens: float(len(tokens)), own),
+        (lambda tokens, mask: None, own),
+        (lambda tokens, mask: mask.sum(1), own),
+        (lambda tokens, mask: len(mask) + "1", own),
+    ]
+    found = []
+    for weight, inputs in given:
+        model = rw.replicate(_Padded(2, 2), weight=weight)
+        with pytest.raises((ConfigurationError, TypeError)) as caught:
+            model(**inputs)
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
+def test_a_weight_function_that_does_not_fit_the_call_is_told_from_one_that_fails() -> None:
+    for result in testing.run_ranks(_wrong_weights, 2):
+        arguments, nothing, several, own = result.get()
+        assert arguments.startswith("ConfigurationError: weight= is called with the arguments of model(...)")
+        assert "the call has tokens=, mask=; " in arguments
+        assert "unexpected keyword argument 'mask'" in arguments
+        assert nothing.startswith("ConfigurationError: weight= must return one number, got NoneType.")
+        assert several.startswith("ConfigurationError: weight= must return one number, got Tensor.")
+        assert own.startswith("TypeError: unsupported operand")
 
 
 def _change_after(world: World, how: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from replicas import built
 from said import check_said
@@ -14,6 +15,7 @@ from torch import nn
 from rankwise import testing
 from rankwise.errors import ConfigurationError, PeerFailed
 from rankwise.replicate.device_mesh import mesh
+from rankwise.replicate.replicate import replicate
 from rankwise.shard.shard import shard
 from rankwise.tensor_parallel.tensor_parallel import tensor_parallel
 
@@ -102,6 +104,25 @@ def wrong_axes(_: World, sizes: dict[str, int]) -> str:
     except (ConfigurationError, PeerFailed) as error:
         return str(error)
     return ""
+
+
+def _other_strategies(_: World) -> list[str]:
+    shard(built(Deep))
+    said = []
+    for wrong in (lambda: replicate(built(Deep)), lambda: mesh(dp_replicate=2)):
+        with pytest.raises(ConfigurationError) as caught:
+            wrong()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_shard_has_laid_out_is_named_with_its_line() -> None:
+    for result in testing.run_ranks(_other_strategies, 2):
+        replicated, meshed = result.get()
+        assert "rankwise.shard() at test_shard_refusals.py:" in replicated
+        assert "laid the ranks out along dp_shard, so replicate() has none left." in replicated
+        assert "call rankwise.shard() for this model too" in replicated
+        assert "rankwise.shard() at test_shard_refusals.py:" in meshed
 
 
 def test_a_mesh_that_sharding_does_not_use_is_refused_with_the_nearest() -> None:

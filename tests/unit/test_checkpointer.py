@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from listing import names
+from safetensors.torch import save_file
 
 from rankwise.checkpoint import manifest
 from rankwise.checkpoint.checkpointer import Checkpointer
@@ -299,10 +300,30 @@ def test_an_object_that_refuses_its_state_is_named_before_the_model_changes(tmp_
     assert _equal(model.state_dict(), before)
 
 
+def test_a_file_that_is_no_checkpoint_is_named_with_what_loads_it(tmp_path: Path) -> None:
+    model = _model()
+    old = tmp_path / "old.pt"
+    torch.save(model.state_dict(), old)
+    with pytest.raises(CheckpointError, match=r"old\.pt cannot be loaded: it is a file of torch\.save\(\)") as caught:
+        load(old, model=model)
+    assert caught.value.do == "model.load_state_dict(torch.load('old.pt')), before rankwise.replicate(model)"
+    weights = tmp_path / "old.safetensors"
+    save_file(model.state_dict(), weights)
+    with pytest.raises(CheckpointError, match="it is a file of safetensors") as caught:
+        load(weights, model=model)
+    assert caught.value.do == "rankwise.load_weights('old.safetensors', model)"
+
+
 def test_bad_arguments_are_named(tmp_path: Path) -> None:
     for keep in (0, -1, True, 1.5):
         with pytest.raises(ConfigurationError, match="keep must be a positive integer or None"):
             Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"of Checkpointer\(\) must be the path of a folder, got a NoneType"):
+        Checkpointer(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"of load\(\) must be the path of a folder, got a Linear"):
+        load(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"of save\(\) must be the path of a folder, got a int"):
+        save(3, model=_model())  # type: ignore[arg-type]
     checkpoints = Checkpointer(tmp_path)
     for step in (-1, True, "3"):
         with pytest.raises(ConfigurationError, match="step must be a non-negative integer"):

@@ -43,6 +43,7 @@ def test_an_incomplete_set_names_what_is_missing(complete: dict[str, str], missi
 def test_a_plain_set_of_one_machine_without_address_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="Rank 0 of 2 ranks cannot be found") as caught:
         read({"RANK": "0", "WORLD_SIZE": "2"})
+    assert "env -u RANK -u WORLD_SIZE python" in (caught.value.do or "")
     assert "MASTER_ADDR" in (caught.value.do or "")
 
 

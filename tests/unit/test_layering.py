@@ -68,6 +68,7 @@ FACES = (
     "replicate.blocks",
     "replicate.bucket",
     "replicate.device_mesh",
+    "replicate.device_of_inputs",
     "replicate.global_statistics",
     "replicate.gradient_buckets",
     "replicate.gradient_sync",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from small_datasets import Counting, Squares
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 
 from rankwise.comm import session
 from rankwise.data.loader import DataLoader
@@ -211,16 +211,24 @@ def test_batch_size_is_refused_and_the_error_names_both_alternatives() -> None:
     assert "local_batch_size" in str(caught.value)
 
 
+def test_a_batch_size_without_its_name_is_refused_with_the_line_to_write() -> None:
+    with pytest.raises(ConfigurationError, match="Only the dataset can be passed") as caught:
+        DataLoader(Squares(), 32, shuffle=True)  # type: ignore[arg-type]
+    assert caught.value.do == "name the batch size: rankwise.DataLoader(dataset, global_batch_size=32)"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"drop_last": True, "global_batch_size": 4}, 'remainder="drop"'),
         ({"sampler": [1], "shuffle": True, "global_batch_size": 4}, "Both shuffle"),
         ({"suffle": True, "global_batch_size": 4}, "shuffle"),
-        ({}, "global_batch_size"),
-        ({"global_batch_size": 4, "local_batch_size": 4}, "Both"),
+        ({}, "neither was given"),
+        ({"global_batch_size": 4, "local_batch_size": 4}, "both were given"),
         ({"global_batch_size": 4, "remainder": "pad"}, '"keep"'),
         ({"global_batch_size": 4, "num_workers": -1}, "num_workers"),
+        ({"global_batch_size": 4, "device": "gpu"}, "torch knows no device 'gpu'"),
+        ({"global_batch_size": 4, "device": 7.5}, "torch knows no device 7.5"),
         ({"global_batch_size": 4, "prefetch_factor": 2}, "num_workers=1"),
         ({"global_batch_size": 4, "persistent_workers": True}, "num_workers=1"),
         ({"global_batch_size": 21, "remainder": "drop"}, "leaves nothing"),
@@ -274,6 +282,19 @@ def test_a_loader_of_rankwises_is_no_dataset(options: dict[str, Any]) -> None:
     inner = DataLoader(Squares(), global_batch_size=4)
     with pytest.raises(ConfigurationError, match=r"is a rankwise\.DataLoader, which already yields this rank's part"):
         DataLoader(inner, **options)
+
+
+def test_torchs_loader_is_no_dataset_of_samples() -> None:
+    inner = torch.utils.data.DataLoader(TensorDataset(torch.arange(12)), batch_size=4)
+    with pytest.raises(ConfigurationError, match="The dataset is itself a DataLoader") as caught:
+        DataLoader(inner, global_batch_size=8)
+    assert "rankwise.DataLoader(loader.dataset, global_batch_size=...)" in (caught.value.do or "")
+    # One that yields samples, or whose batches the script collates itself, and a dataset of batches.
+    samples = torch.utils.data.DataLoader(TensorDataset(torch.arange(12)), batch_size=None)
+    assert [len(x) for (x,) in DataLoader(samples, global_batch_size=8)] == [8, 4]
+    joined = DataLoader(inner, global_batch_size=2, collate_fn=lambda batches: torch.cat([x for (x,) in batches]))
+    assert [len(x) for x in joined] == [8, 4]
+    assert [len(x) for (x,) in DataLoader(inner, batch_size=None)] == [4, 4, 4]
 
 
 class Divides(Counting):

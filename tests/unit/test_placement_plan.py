@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankwise.errors import ConfigurationError
-from rankwise.place.plan import PartSize, by_hand, by_policy, bytes_text, parse_bytes
+from rankwise.errors import ConfigurationError, bytes_text
+from rankwise.place.plan import PartSize, by_hand, by_policy, parse_bytes
 
 POLICIES = ["auto", "balanced", "balanced_low_0", "sequential"]
 

@@ -85,7 +85,8 @@ class Checkpointer:
                 f"keep must be a positive integer or None, got {keep!r}.",
                 do="pass keep=1 or more, or keep=None to keep all",
             )
-        self.directory = Path(directory).absolute()
+        own = folder.path_of(directory, call="Checkpointer()", of="folder", do='rankwise.Checkpointer("runs/net")')
+        self.directory = own.absolute()
         self.keep = keep
         self.asynchronous = asynchronous
         self._memory = files.StagingMemory()
@@ -155,7 +156,7 @@ class Checkpointer:
         """
         _refuse_immutable(objects)
         self.wait()
-        ranks = CollectiveRanks(current())
+        ranks = CollectiveRanks(current(), "Checkpointer.restore()")
         folder_lock.refuse_other_job(ranks, self._lock, objects.values())
         numbers = folder.numbers_on_ranks(ranks, self.directory)
         if fresh:
@@ -243,7 +244,7 @@ class Checkpointer:
         pending = self._pending
         if pending is None:
             return
-        ranks = CollectiveRanks(current())
+        ranks = CollectiveRanks(current(), "Checkpointer.wait()")
         try:
             # Only collectives notice a rank that died, so they continue while the threads write.
             while not all(ranks.confirm("waiting for the background save", pending.ended)):
@@ -285,7 +286,7 @@ class Checkpointer:
         with meter.current.spending(CHECKPOINT):
             self.wait()
             session.prepare_save()
-            ranks = CollectiveRanks(session)
+            ranks = CollectiveRanks(session, "Checkpointer.save()")
             content = contents.read(ranks, objects)
             if self._session is not session:
                 session.on_leave(self._finish_at_leave)
@@ -341,7 +342,7 @@ class Checkpointer:
 
     def _background_ranks(self, session: Session, token: str) -> CheckpointRanks:
         if session.store is None:
-            return CollectiveRanks(None)
+            return CollectiveRanks(None, "Checkpointer.save()")
         # Every rank has reached this save, so none still reads this rank's reports on the last one.
         if self._talk is not None:
             self._talk.forget()

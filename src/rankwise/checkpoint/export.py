@@ -26,7 +26,7 @@ from rankwise.checkpoint.manifest import whole
 from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.collectives import broadcast
 from rankwise.comm.session import current, current_or_none
-from rankwise.errors import CheckpointError, ConfigurationError, fold_values
+from rankwise.errors import CheckpointError, ConfigurationError, bytes_text, fold_values
 from rankwise.tensors.arrays import as_sent, bytes_of, memory_of_values
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def save_weights(path: str | os.PathLike[str], model: torch.nn.Module | Mapping[
     Source: the safetensors format; safetensors.torch.save_model for tied weights.
     """
     session = current_or_none()
-    ranks = CollectiveRanks(session)
+    ranks = CollectiveRanks(session, "rankwise.save_weights()")
     if session is not None:
         session.prepare_save()
     weights = unwrapped(model)
@@ -278,8 +278,8 @@ class _WeightsFile:
         return CheckpointError(
             f"{self.target} could not be written: {error.strerror or error}.",
             where=None if session is None else str(session.world),
-            evidence=f"the weights need {self._size_bytes} bytes; a file that was there before is unchanged",
-            do=f"free {self._size_bytes} bytes there, or use another folder"
+            evidence=f"the weights need {bytes_text(self._size_bytes)}; a file that was there before is unchanged",
+            do=f"free {bytes_text(self._size_bytes)} there, or use another folder"
             if is_full
             else f"pass a path that this user can write to; this one is in {self.target.parent}",
         )

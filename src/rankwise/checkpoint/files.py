@@ -6,11 +6,13 @@ Also the memory that a save in the background copies tensors into. Knows the saf
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import stat
 import struct
+import zipfile
 import zlib
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     Bytes = bytes | memoryview
 
-TRY_AGAIN = "check the disk and the permissions on every machine, then try again"
+TRY_AGAIN = "check the path, the disk and the permissions on every machine, then try again"
 
 _PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
 """The format does not have all of these: they are written as [..., 2], real and imaginary."""
@@ -253,6 +255,18 @@ def find_damage_to_load(path: Path, entry: FileEntry, pieces: Iterable[int]) -> 
         raise CheckpointError(f"{path.name} cannot be read: {error}", do=TRY_AGAIN) from error
 
 
+def _kind_of_file(path: Path) -> tuple[str, str] | None:
+    """Return what has written a file that is no checkpoint, and how to load it; ``None`` if that is not known."""
+    if not path.is_file():
+        return None
+    if path.suffix == ".safetensors":
+        return "safetensors", f"rankwise.load_weights({path.name!r}, model)"
+    with contextlib.suppress(OSError):
+        if zipfile.is_zipfile(path):
+            return "torch.save()", f"model.load_state_dict(torch.load({path.name!r})), before rankwise.replicate(model)"
+    return None
+
+
 def manifest_bytes(path: Path) -> bytes | None:
     """Return the bytes of a checkpoint's manifest; ``None`` if its directory has none.
 
@@ -264,6 +278,11 @@ def manifest_bytes(path: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         if path.is_dir():
             return None
+        kind = _kind_of_file(path)
+        if kind is not None:
+            raise CheckpointError(
+                f"it is a file of {kind[0]}, and a checkpoint of rankwise is a folder", do=kind[1]
+            ) from None
         what = "it is not a directory" if path.exists() else "there is no such directory"
     except OSError as error:
         what = f"{MANIFEST_NAME} cannot be read: {error}"

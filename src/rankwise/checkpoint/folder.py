@@ -45,16 +45,16 @@ def staging_path(target: Path, token: str) -> Path:
     return target.with_name(f".{target.name}.staging-{token}")
 
 
-def path_of(path: object, *, call: str) -> Path:
-    """Return the user's argument as a path.
+def path_of(path: object, *, call: str, of: str = "file", do: str = "") -> Path:
+    """Return the user's argument as a path. ``do`` is the call as it should be.
 
     Raises:
         ConfigurationError: it is not a path.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise ConfigurationError(
-            f"The first argument of {call} must be the path of a file, got a {type(path).__name__}.",
-            do=f'pass the path, then the model: {call.removesuffix("()")}("model.safetensors", model)',
+            f"The first argument of {call} must be the path of a {of}, got a {type(path).__name__}.",
+            do=do or f'pass the path, then the model: {call.removesuffix("()")}("model.safetensors", model)',
         )
     return Path(os.fspath(path))
 

@@ -73,7 +73,7 @@ def load_weights(path: str | os.PathLike[str], model: M, /) -> M:
             their own on any rank.
         PeerFailed: that happened on another rank.
     """
-    ranks = CollectiveRanks(current_or_none())
+    ranks = CollectiveRanks(current_or_none(), "rankwise.load_weights()")
     opened: list[TensorFiles] = []
     copies: list[_TensorRead] = []
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from rankwise.errors import CheckpointError, ConfigurationError, RankwiseError, 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from rankwise.checkpoint.manifest import Manifest
     from rankwise.comm.agreement import CheckpointRanks
@@ -58,8 +58,9 @@ def load(directory: str | os.PathLike[str], /, **objects: object) -> dict[str, A
         ConfigurationError: the objects differ between ranks; none has changed.
         PeerFailed: that happened on another rank.
     """
-    ranks = CollectiveRanks(current_or_none())
-    path = folder.find(Path(directory).absolute())
+    ranks = CollectiveRanks(current_or_none(), "rankwise.load()")
+    own = folder.path_of(directory, call="load()", of="folder", do='rankwise.load("runs/best", model=model)')
+    path = folder.find(own.absolute())
     saved, damage = verify(ranks, path)
     if saved is None:
         raise CheckpointError(

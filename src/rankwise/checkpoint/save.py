@@ -27,7 +27,7 @@ from rankwise.checkpoint.folder import make_folder
 from rankwise.checkpoint.manifest import FileEntry, Manifest, Written
 from rankwise.comm.agreement import SLICE_SECONDS, CollectiveRanks
 from rankwise.comm.session import current
-from rankwise.errors import CheckpointError
+from rankwise.errors import CheckpointError, bytes_text
 from rankwise.meter import CHECKPOINT
 from rankwise.tensors.arrays import memory_of_values
 from rankwise.version import VERSION
@@ -107,11 +107,13 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
     """
     with meter.current.spending(CHECKPOINT):
         current().prepare_save()
-        ranks = CollectiveRanks(current())
+        ranks = CollectiveRanks(current(), "rankwise.save()")
         content = contents.read(ranks, objects)
 
         def choose() -> list[str]:
-            return [str(Path(directory).absolute()), secrets.token_hex(8)] if ranks.rank == 0 else []
+            do = 'rankwise.save("runs/best", model=model)'
+            own = folder.path_of(directory, call="save()", of="folder", do=do)
+            return [str(own.absolute()), secrets.token_hex(8)] if ranks.rank == 0 else []
 
         path, token = ranks.confirm("choosing the checkpoint's directory", choose)[0]
         target = Path(path)
@@ -226,7 +228,7 @@ def _explained(stage: Callable[[SaveJob], Any], job: SaveJob) -> Any:
         raise CheckpointError(
             f"{job.target} could not be saved: {error.strerror or error}.",
             where=str(job.world),
-            evidence=f"{error}\nthis rank writes {job.num_bytes} bytes; earlier checkpoints are unchanged",
+            evidence=f"{error}\nthis rank writes {bytes_text(job.num_bytes)}; earlier checkpoints are unchanged",
             do=_what_to_do(error.errno, job),
         ) from error
 
@@ -235,7 +237,7 @@ def _what_to_do(number: int | None, job: SaveJob) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         total = sum(part["size_bytes"] for part, _ in job.written if part is not None)
         needed = max(total, job.num_bytes)
-        return f"free {needed} bytes there, keep fewer checkpoints, or use another folder"
+        return f"free {bytes_text(needed)} there, keep fewer checkpoints, or use another folder"
     if number == errno.ENOENT:
         return "use a folder that can be created, on a file system that every rank sees"
     return f"use a folder that this user can write to; this one is {job.target.parent}"

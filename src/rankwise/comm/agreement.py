@@ -147,7 +147,9 @@ def same_on_all_ranks(label: str, value: object, *, do: str, error: type[Rankwis
 class CollectiveRanks:
     """All ranks of the session, through the collectives; without a session, as in a notebook, this process alone."""
 
-    def __init__(self, session: Session | None) -> None:
+    def __init__(self, session: Session | None, call: str) -> None:
+        """Take part in the steps of a ``call`` of the script, which errors name."""
+        self._call = call
         self.rank, self.world_size = (0, 1) if session is None else (session.world.rank, session.world.world_size)
         self._is_alone = session is None
 
@@ -163,7 +165,7 @@ class CollectiveRanks:
         Raises:
             PeerFailed: the step failed on another rank. The rank it failed on raises its own error.
         """
-        return [work()] if self._is_alone else _share(label, _outcome_of(work), "saving or loading")
+        return [work()] if self._is_alone else _share(label, _outcome_of(work), self._call)
 
 
 class StoreRanks:

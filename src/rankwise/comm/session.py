@@ -73,6 +73,8 @@ class Session:
     preemption: Preemption = field(default_factory=Preemption)
     axes: Axes | None = None
     """How the ranks are arranged, once ``mesh`` was called."""
+    laid_out_by: str = ""
+    """The call that arranged them, and its line."""
     device_mesh: object = None
     """torch's mesh of the same axes."""
     parts: dict[tuple[str, ...], Exchange] = field(default_factory=dict)
@@ -134,10 +136,11 @@ class Session:
         self.num_groups += 1
         return self.num_groups
 
-    def lay_out(self, axes: Axes, device_mesh: object) -> None:
-        """Note how the ranks are arranged. Called by: every rank, once."""
+    def lay_out(self, axes: Axes, device_mesh: object, *, by: str) -> None:
+        """Note how the ranks are arranged, and ``by`` which call of the script. Called by: every rank, once."""
         self.axes = axes
         self.device_mesh = device_mesh
+        self.laid_out_by = by
 
     def split_work(self, data_ranks: Sequence[int], loop: Loop) -> None:
         """Note which ranks take samples, if not all do, and this rank's actions around a loop over a loader."""

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from functools import cache, partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 import torch
@@ -41,11 +41,15 @@ from rankwise.data.sources import (
     StreamSource,
     columns_of,
     is_stream,
+    length_of,
 )
 from rankwise.data.workers import WorkerOptions, Workers
 from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.health.preemption import StepSource
 from rankwise.meter import DATA, EVALUATION
+from rankwise.world.device import accelerator
+from rankwise.world.device.choice import device_named
+from rankwise.world.device.kinds import is_accelerator
 from rankwise.world.device.streams import can_pin, pins
 
 if TYPE_CHECKING:
@@ -153,7 +157,7 @@ class DataLoader(StepSource, EpochPosition):
     def __init__(
         self,
         dataset: Any,
-        *,
+        *unnamed: Never,
         global_batch_size: int | None = None,
         local_batch_size: int | None = None,
         shuffle: bool = False,
@@ -178,7 +182,7 @@ class DataLoader(StepSource, EpochPosition):
         self.seed = seed
         self.shuffle = shuffle
         self.sampler = sampler
-        self.device = torch.device(world.device if device is None else device)
+        self.device = torch.device(world.device) if device is None else _available(device)
         self._cursor = EpochCursor()
         self._pin = pins(self.device) if pin_memory is None else pin_memory and can_pin()
         ranks = current().data_rank("a DataLoader")
@@ -187,8 +191,9 @@ class DataLoader(StepSource, EpochPosition):
         # As torch's loader: batch_size=None is for a dataset of batches.
         self._is_ready = unknown.get("batch_size", 0) is None
         with all_ranks_succeed("DataLoader"):
-            _refuse_unknown(unknown)
+            _refuse_unknown(unnamed, unknown)
             _refuse_own(dataset)
+            _refuse_batches(dataset, collate_fn, is_ready=self._is_ready)
             options = WorkerOptions(
                 num_workers=num_workers,
                 prefetch_factor=prefetch_factor,
@@ -203,7 +208,7 @@ class DataLoader(StepSource, EpochPosition):
             sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
             self._check_order_and_batches(batch_sampler, sizes, remainder)
             columns = None if self._is_stream or self._is_ready or collate_fn is not None else columns_of(dataset)
-            self._length = None if self._is_stream else len(dataset if columns is None else columns)
+            self._length = None if self._is_stream else length_of(dataset if columns is None else columns)
             self._given = given_order(sampler, batch_sampler, self._length or 0, seed)
             has_sampler = batch_sampler is not None
             self._shards, self._parts = self._divide(sizes, remainder, ranks, has_batch_sampler=has_sampler)
@@ -447,18 +452,46 @@ def _as_returned(convert: Callable[[Any], Batch], items: list[Any]) -> Batch:
     return convert(item)
 
 
+def _available(device: str | torch.device) -> torch.device:
+    """Return the device that the script names; raise if this process has no such device."""
+    named = device_named(device)
+    if is_accelerator(str(named)) and accelerator.found_kind() is None:
+        raise ConfigurationError(
+            f"The loader was given device={str(named)!r}, but torch finds no accelerator in this process.",
+            do="leave device= out: batches then go to world.device",
+        )
+    return named
+
+
 def _refuse_own(dataset: object) -> None:
     """Raise if a dataset is a loader of rankwise's, whose batches are parts already."""
     if isinstance(dataset, DataLoader):
         raise ConfigurationError(
             "The dataset is a rankwise.DataLoader, which already yields this rank's part of each global batch.",
-            do="pass torch.utils.data.DataLoader(dataset, batch_size=...) as the dataset: its batches are divided "
-            "among the ranks by rows with batch_size=None, and kept whole with global_batch_size=",
+            do="pass torch.utils.data.DataLoader(dataset, batch_size=...) as the dataset: with "
+            "batch_size=None each of its batches is divided among the ranks by rows",
         )
 
 
-def _refuse_unknown(unknown: dict[str, object]) -> None:
-    """Raise for keywords that the loader does not have, naming what to use instead of torch's."""
+def _refuse_batches(dataset: object, collate_fn: object, *, is_ready: bool) -> None:
+    """Raise if a dataset is torch's loader, and its batches would become samples of a batch."""
+    yields_batches = isinstance(dataset, torch.utils.data.DataLoader) and dataset.batch_sampler is not None
+    if yields_batches and not is_ready and collate_fn is None:
+        raise ConfigurationError(
+            "The dataset is itself a DataLoader: each of its batches would become one sample of a larger batch.",
+            do="pass its dataset: rankwise.DataLoader(loader.dataset, global_batch_size=...)\n"
+            "or batch_size=None, which divides each of its batches among the ranks",
+        )
+
+
+def _refuse_unknown(unnamed: tuple[object, ...], unknown: dict[str, object]) -> None:
+    """Raise for arguments that the loader does not have, naming what to use instead of torch's."""
+    if unnamed:
+        size = unnamed[0] if type(unnamed[0]) is int else "..."
+        raise ConfigurationError(
+            "Only the dataset can be passed to rankwise.DataLoader without a name.",
+            do=f"name the batch size: rankwise.DataLoader(dataset, global_batch_size={size})",
+        )
     for name, given in unknown.items():
         if name in _TORCH_WORDS and not (name == "batch_size" and given is None):
             raise ConfigurationError(f"rankwise.DataLoader does not support {name}=.", do=_TORCH_WORDS[name])

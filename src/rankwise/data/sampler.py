@@ -17,6 +17,7 @@ from rankwise.data.epoch_order import Permutation
 from rankwise.data.same_data import check_same_order, check_with_peers, prober_in_memory
 from rankwise.data.sampler_order import SAME_DRAWS, GivenBatches, GivenOrder, check_order
 from rankwise.data.shards import EpochCursor, Shards, State, check_not_empty, local_batches, make_shards, place_in
+from rankwise.data.sources import length_of
 from rankwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
             self._number = current().new_loader()
         with all_ranks_succeed("ShardedSampler") if joined else nullcontext():
             check_order(dataset, is_stream=False, shuffle=bool(shuffle), sampler=sampler)
-            self._length = dataset if isinstance(dataset, int) else len(dataset)
+            self._length = dataset if isinstance(dataset, int) else length_of(dataset)
             self._given = None if sampler is None else GivenOrder(sampler, self._length, seed)
             self._shards = make_shards(
                 self._length if self._given is None else len(self._given),

@@ -7,6 +7,7 @@ Holds no order and no dataset; imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from rankwise.errors import ConfigurationError, DatasetError, fold_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     Indices = npt.NDArray[np.int64]
 
@@ -80,10 +81,13 @@ def resolve_global_batch_size(global_batch_size: int | None, local_batch_size: i
             batch is smaller than the number of ranks.
     """
     if (global_batch_size is None) == (local_batch_size is None):
-        given = "Neither was" if global_batch_size is None else "Both were"
+        is_missing = global_batch_size is None
         raise ConfigurationError(
-            f"Exactly one of global_batch_size and local_batch_size is required, {given} given.",
-            evidence=f"global_batch_size={global_batch_size}, local_batch_size={local_batch_size}",
+            "Pass exactly one of global_batch_size and local_batch_size; "
+            f"{'neither was' if is_missing else 'both were'} given.",
+            evidence=None
+            if is_missing
+            else f"global_batch_size={global_batch_size}, local_batch_size={local_batch_size}",
             do="pass global_batch_size (samples per step of all ranks together: the result "
             "does not depend on the number of ranks), or local_batch_size (samples per step "
             "of each rank)",
@@ -300,11 +304,12 @@ def place_in(state: Mapping[str, Any], facts: Mapping[str, object]) -> tuple[int
         DatasetError: the dataset had another length.
         ConfigurationError: it had another order, or this is not such a state.
     """
-    missing = [name for name in ("epoch", "position", *facts) if name not in {*state, "sampler_length"}]
+    held = list(state) if isinstance(state, Mapping) else []
+    missing = [name for name in ("epoch", "position", *facts) if name not in {*held, "sampler_length"}]
     if missing:
         raise ConfigurationError(
             "This is not the state of a loader or sampler: it has no " + ", ".join(missing) + ".",
-            evidence="it holds " + (", ".join(map(str, state)) or "nothing"),
+            evidence="it holds " + (", ".join(map(str, held)) or "nothing"),
             do="pass what state_dict() of a rankwise DataLoader or ShardedSampler returned",
         )
     for name in dict.fromkeys([*facts, "sampler_length"]):

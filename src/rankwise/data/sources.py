@@ -331,11 +331,13 @@ def is_stream(dataset: object) -> bool:
     """
     if isinstance(dataset, IterableDataset):
         return True
-    if hasattr(dataset, "__getitem__"):
+    is_text = isinstance(dataset, str | bytes)
+    if hasattr(dataset, "__getitem__") and not is_text:
         return False
-    if not isinstance(dataset, Iterable):
+    if is_text or not isinstance(dataset, Iterable):
         raise ConfigurationError(
-            f"A {type(dataset).__name__} is not a dataset: it can neither be indexed nor iterated.",
+            f"A {type(dataset).__name__} is not a dataset"
+            + (": its samples would be its characters." if is_text else ": it can neither be indexed nor iterated."),
             do="pass a map-style dataset (__getitem__ and __len__), an iterable one, tensors or arrays",
         )
     if isinstance(dataset, Iterator):
@@ -344,6 +346,22 @@ def is_stream(dataset: object) -> bool:
             do="pass an object whose __iter__ starts from the beginning each time, like an IterableDataset",
         )
     return True
+
+
+def length_of(dataset: object) -> int:
+    """Return the number of samples of a dataset that can be indexed.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
+    try:
+        return len(dataset)  # type: ignore[arg-type] # that is checked here
+    except TypeError as error:
+        raise ConfigurationError(
+            f"A {type(dataset).__name__} has no number of samples.",
+            evidence=str(error),
+            do="give the dataset a __len__ that returns an integer, or make it an IterableDataset",
+        ) from None
 
 
 def innermost(dataset: Any) -> Any:

@@ -61,9 +61,9 @@ class WorkerOptions(NamedTuple):
         Raises:
             ConfigurationError: see above.
         """
-        if self.num_workers < 0:
+        if not isinstance(self.num_workers, int) or self.num_workers < 0:
             raise ConfigurationError(
-                f"num_workers must be at least 0, got {self.num_workers}.",
+                f"num_workers must be at least 0, got {self.num_workers!r}.",
                 do="pass 0 to read in this process, or a positive number",
             )
         for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
@@ -72,6 +72,22 @@ class WorkerOptions(NamedTuple):
                     f"{name} is for worker processes, but num_workers=0.",
                     do="pass num_workers=1 or more, or leave it out",
                 )
+        if not isinstance(self.timeout_seconds, int | float):
+            raise ConfigurationError(
+                f"timeout_seconds must be a number of seconds, got {self.timeout_seconds!r}.",
+                do="leave it out, or pass timeout_seconds=600",
+            )
+        if self.worker_init_fn is not None and not callable(self.worker_init_fn):
+            raise ConfigurationError(
+                f"worker_init_fn must be a function of the worker's number, got {self.worker_init_fn!r}.",
+                do="pass the function itself: worker_init_fn=begin",
+            )
+        methods = multiprocessing.get_all_start_methods()
+        if isinstance(self.multiprocessing_context, str) and self.multiprocessing_context not in methods:
+            raise ConfigurationError(
+                f"Unknown multiprocessing_context={self.multiprocessing_context!r}.",
+                do="use one of " + ", ".join(methods),
+            )
 
 
 class WorkerFailure(NamedTuple):
@@ -197,8 +213,17 @@ class Workers:
         return self._fetched()
 
     def _fetched(self) -> Iterator[FetchedBatch]:
-        with threads_are_known():
-            answers = iter(self._loader)
+        try:
+            with threads_are_known():
+                answers = iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise DatasetError(
+                "The workers of the loader could not start: what they need cannot be pickled.",
+                where=self._where,
+                evidence=f"{type(error).__name__}: {error}",
+                do="define the dataset's classes and functions at the top of a module, without lambda; "
+                'or leave multiprocessing_context= out, or pass "fork"',
+            ) from error
         while True:
             try:
                 answer = next(answers, None)

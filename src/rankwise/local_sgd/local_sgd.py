@@ -21,6 +21,7 @@ from rankwise.log import log
 from rankwise.pipeline.plan import StagedModel
 from rankwise.replicate.batchnorm import take_torchs_batchnorm
 from rankwise.replicate.device_mesh import axes_for, exchange_along
+from rankwise.replicate.device_of_inputs import check_device_of_inputs
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import subscribe
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks
@@ -239,6 +240,7 @@ def _follow_alone(model: nn.Module, session: Session) -> GradientStrategy:
     sync = GradientSync(names, parameters, None, type(model).__name__, strategy="local_sgd")
     register(model, sync)
     session.preemption.unless(WeakMethod(sync.is_mid_step))
+    check_device_of_inputs(model, session.world.device, "local_sgd")
     model.register_forward_hook(cast("Any", SyncAfterForward(sync, None)), with_kwargs=True)
     sync.loss.expect_weights(averages_elsewhere=True)
     subscribe(sync.loss, session)

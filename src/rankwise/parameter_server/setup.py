@@ -22,6 +22,7 @@ from rankwise.parameter_server.shard import ParameterShard
 from rankwise.parameter_server.snapshot import ServerSnapshots, dense, options_of, set_options
 from rankwise.parameter_server.worker import ServerAddress, Worker, close_all
 from rankwise.replicate.batchnorm import take_torchs_batchnorm
+from rankwise.replicate.device_of_inputs import check_device_of_inputs
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import subscribe
 from rankwise.replicate.loss.reports import Mode
@@ -128,6 +129,7 @@ def _open_worker(
     worker.connect(servers, secret)
     weakref.finalize(worker, close_all, worker.channels).atexit = False
     register(model, sync)
+    check_device_of_inputs(model, setup.world.device, "parameter_server")
     _follow(model, setup.optimizer, worker, weight, sync, num_workers=len(settings.workers))
     return RankRole(worker=worker, loader_state=loader_state)
 

@@ -42,7 +42,7 @@ from rankwise.replicate.buffers import BufferSync
 from rankwise.replicate.device_mesh import axes_for, exchange_along, submesh
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.loss.batch_statistics import FollowedLoss
-from rankwise.replicate.loss.graph import amount_of, check_weight, ratio
+from rankwise.replicate.loss.graph import amount_of, check_weight, given_weight, ratio
 from rankwise.replicate.loss.hooks import forget_losses, warn_unless_finite
 from rankwise.replicate.same_model import describe_arguments
 from rankwise.replicate.sparse_gradients import sparse_layers
@@ -404,7 +404,9 @@ class Pipeline:
         return StepRun(found, self._link, rank_of, loss_fn, self._draws), programs
 
     def _weight_of(self, target: object, size: int) -> Amount:
-        weight = amount_of(size if self._weight is None else self._weight(target))
+        weight = (
+            amount_of(size) if self._weight is None else given_weight(self._weight, (target,), {}, "loss_fn's target")
+        )
         check_weight(weight, "micro-batch", self._num_begun)
         return weight
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, bytes_text
 from rankwise.meter import note_layout
 from rankwise.place import hooks
 from rankwise.place.plan import (
@@ -28,7 +28,6 @@ from rankwise.place.plan import (
     PlacementPlan,
     by_hand,
     by_policy,
-    bytes_text,
     default_budgets,
     device_name,
     executing,

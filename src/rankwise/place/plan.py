@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.comm.session import current_or_none
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, bytes_text
 from rankwise.replicate.blocks import near
 from rankwise.world.device import accelerator
 from rankwise.world.device.kinds import is_accelerator
@@ -173,14 +173,6 @@ def parse_bytes(text: str | int) -> int:
             f"{text!r} is not an amount of memory.", do='pass a number of bytes, or "500MB", "10GiB"'
         )
     return int(float(match[1]) * unit)
-
-
-def bytes_text(num_bytes: int) -> str:
-    """Return a number of bytes as text: ``1.5 GiB``."""
-    for power, word in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.4g} {word}"
-    return f"{num_bytes} B"
 
 
 def by_policy(policy: str, sizes: Sequence[PartSize], budgets: Mapping[str, int]) -> PlacementPlan:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rankwise.errors import CheckpointError, ConfigurationError
-from rankwise.place.plan import bytes_text
+from rankwise.errors import CheckpointError, ConfigurationError, bytes_text
 from rankwise.replicate.blocks import near
 from rankwise.tensors.files import CODES, SUFFIX
 from rankwise.torch_private.modules import forget_flat_weights, own_buffers, replace_buffers, update_flat_weights

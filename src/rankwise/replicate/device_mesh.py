@@ -11,6 +11,7 @@ from rankwise.comm.agreement import all_ranks_succeed
 from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError, fold_values
+from rankwise.health.call_site import user_call_site, words
 from rankwise.log import log, warn
 from rankwise.meter import note_layout
 from rankwise.torch_private.groups import mesh_groups
@@ -137,7 +138,7 @@ def _lay_out(sizes: dict[str, int], caller: str) -> DeviceMesh:
     device_type = type_of(world.device) if is_carried else "cpu"
     with mesh_groups():
         device_mesh = init_device_mesh(device_type, tuple(axes.size(name) for name in NAMES), mesh_dim_names=NAMES)
-    session.lay_out(axes, device_mesh)
+    session.lay_out(axes, device_mesh, by=f"{caller} at {words(user_call_site())}")
     if world.rank == 0:
         note_layout("mesh", axes={name: axes.size(name) for name in NAMES if axes.size(name) > 1})
     if axes.worker_groups > 1:
@@ -185,8 +186,9 @@ def _refuse_if_laid_out(caller: str, axes: Axes) -> None:
     session = current()
     if session.axes is not None:
         raise ConfigurationError(
-            f"{caller} was called after the mesh was created ({session.axes}).",
-            do="call rankwise.mesh() once, right after rankwise.join()",
+            f"{caller} was called after the ranks were laid out.",
+            evidence=f"{session.laid_out_by} laid them out: {session.axes}",
+            do="call rankwise.mesh() once, right after rankwise.join(), with the axes of all strategies",
         )
     if session.data_parts is not None and axes.data_world_size != session.world.world_size:
         raise ConfigurationError(

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rankwise.errors import ConfigurationError
-from rankwise.replicate.loss.graph import amount_of, multiplied
+from rankwise.replicate.loss.graph import multiplied, one_amount
 from rankwise.replicate.strategy_registry import registered_strategy
 from rankwise.torch_private.autograd import version_of
 
@@ -68,7 +68,7 @@ def weight(model: nn.Module, amount: float | torch.Tensor) -> Generator[None]:
         ConfigurationError: the model is neither, or the amount is negative or not finite.
     """
     found = registered_strategy(model, "weight")
-    before = found.set_given_weight(amount_of(amount))
+    before = found.set_given_weight(one_amount(amount, "rankwise.weight() takes", "pass"))
     try:
         yield
     finally:

@@ -24,6 +24,7 @@ from rankwise.replicate.batchnorm import (
     watch_copies,
 )
 from rankwise.replicate.buffers import BufferSync, DivergedBuffers
+from rankwise.replicate.device_of_inputs import check_device_of_inputs
 from rankwise.replicate.gradient_hooks import ModuleHooks
 from rankwise.replicate.gradient_sync import GradientSync, SyncAfterForward
 from rankwise.replicate.loss.hooks import check_weight_function, subscribe, unsubscribe
@@ -141,9 +142,7 @@ def replicate(
         group = exchange.dup()
     sync = GradientSync(names, parameters, group, type(model).__name__, method, sparse=sparse_layers(model))
     sync.loss.expect_weights(by_forward=weight is not None)
-    subscribe(sync.loss, session)
-    register(model, sync)
-    session.preemption.unless(WeakMethod(sync.is_mid_step))
+    _follow_session(model, sync, session)
     before: list[Callable[..., object]] = []
     """What is done before each forward pass."""
     after_training = None
@@ -171,6 +170,14 @@ def replicate(
     draw_as_one_rank(model, session, exchange, randomness)
     leave_out_of_copies(model)
     return model
+
+
+def _follow_session(model: nn.Module, sync: GradientSync, session: Session) -> None:
+    """Have the session know a model and its losses, and the model know the session's device."""
+    subscribe(sync.loss, session)
+    register(model, sync)
+    session.preemption.unless(WeakMethod(sync.is_mid_step))
+    check_device_of_inputs(model, session.world.device, "replicate")
 
 
 def _undo(model: object, session: Session) -> bool:
@@ -243,9 +250,12 @@ def _exchange_of(axes: Axes) -> Exchange | None:
     """Return the exchange of the ranks that hold copies of the same parameters."""
     for axis, strategy in (("dp_shard", "shard"), ("pp", "pipeline")):
         if axes.size(axis) > 1:
+            size = axes.size("dp_replicate")
+            left = "has none left" if size == 1 else f"would average over {size} of {axes.world_size}"
             raise ConfigurationError(
-                f"replicate() does not support the axis {axis}; the mesh is {axes}.",
-                do=f"call only rankwise.{strategy}(model, ...): it averages over dp_replicate too",
+                f"{current().laid_out_by} laid the ranks out along {axis}, so replicate() {left}.",
+                evidence=f"the mesh is {axes}",
+                do=f"call rankwise.{strategy}() for this model too: it averages over dp_replicate itself",
             )
     from rankwise.replicate.device_mesh import exchange_along  # noqa: PLC0415 - torch's mesh is only there with axes
 

@@ -165,7 +165,7 @@ def registered_strategy(model: nn.Module, caller: str) -> GradientStrategy:
     Raises:
         ConfigurationError: the model went through no strategy.
     """
-    found = strategy_of(model)
+    found = strategy_of(model) if isinstance(model, torch.nn.Module) else None
     if found is None:
         raise ConfigurationError(
             f"{caller}() was given a {type(model).__name__} that is neither replicated nor sharded.",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from rankwise.errors import ConfigurationError, PeerMissing
+from rankwise.errors import ConfigurationError, PeerMissing, bytes_text
 from rankwise.store.keys import LARGEST_FRAME_BYTES, PURPOSE, SECONDS, Reply
 from rankwise.store.wire import open_connection, pack_fields, receive_frame, send_frame, unpack_fields
 
@@ -173,8 +173,8 @@ class StoreConnection(dist.Store):
         request = pack_fields(fields)
         if len(request) > LARGEST_FRAME_BYTES:
             raise ConfigurationError(
-                f"{len(request)} bytes are too many for one call to the job's store.",
-                evidence=f"the limit is {LARGEST_FRAME_BYTES} bytes",
+                f"{bytes_text(len(request))} are too many for one call to the job's store.",
+                evidence=f"the limit is {bytes_text(LARGEST_FRAME_BYTES)}",
                 do="send large values with all_gather_object() or broadcast(), or through files",
             )
         if self._socket.fileno() < 0 and self._lost is None:

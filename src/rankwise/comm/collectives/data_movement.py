@@ -161,6 +161,11 @@ def whole_batch(value: T, *, gradients: bool = False, group: Group | None = None
         ConfigurationError, CollectiveMismatch, PeerFailed, PeerMissing: as :func:`all_gather`.
     """
     leaves, tensors, spec = flattened(value, "whole_batch")
+    if any(tensor.ndim == 0 for tensor in tensors):
+        raise ConfigurationError(
+            "whole_batch joins the rows of all ranks, but a number has none.",
+            do="use rankwise.all_gather() for numbers, or pass tensors with one row per sample",
+        )
     columns = list(zip(*all_gather_uneven(tensors, group=group), strict=True))
     wholes = [back(leaf, torch.cat(parts)) for leaf, parts in zip(leaves, columns, strict=True)]
     if gradients:

@@ -11,7 +11,7 @@ import torch
 
 from rankwise.comm.backends.protocol import NOTE_BYTES
 from rankwise.comm.session import Group, current, exchange_of
-from rankwise.errors import ConfigurationError, fold_values
+from rankwise.errors import ConfigurationError, fold_ranks, fold_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +63,8 @@ def new_group(ranks: Sequence[int]) -> Group:
     members = tuple(sorted(set(given)))
     if not members or len(members) < len(given) or members[0] < 0 or members[-1] >= world.world_size:
         raise ConfigurationError(
-            f"rankwise.new_group() cannot have {given}.",
-            evidence=f"the ranks are 0 to {world.world_size - 1}",
+            f"new_group({given}): a group is one or more of this job's ranks, each once.",
+            evidence=f"this job has only {fold_ranks(range(world.world_size))}",
             do="pass one or more of these, each once",
         )
     own = members.index(world.rank) if world.rank in members else None

@@ -19,7 +19,7 @@ import torch
 
 from rankwise.comm.collectives.group import gather_bytes
 from rankwise.comm.session import agreed, current, exchange_of, group_of, rank_in_group, source_in_group
-from rankwise.errors import NotSigned
+from rankwise.errors import ConfigurationError, NotSigned
 from rankwise.store.wire import pack_fields
 
 if TYPE_CHECKING:
@@ -113,6 +113,17 @@ def barrier(*, group: Group | None = None) -> None:
     agreed("barrier()", group, sends=False)
 
 
+def _pickled(value: object, call: str) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{call} cannot send a {type(value).__name__}: it cannot be pickled.",
+            evidence=f"{type(error).__name__}: {error}",
+            do="pass numbers, text, arrays, or lists and dicts of them; no lambda, generator, open file or lock",
+        ) from error
+
+
 def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
     """Collect a picklable object of every rank, in rank order; objects may differ in type and size.
 
@@ -128,7 +139,7 @@ def all_gather_object(value: T, *, group: Group | None = None) -> list[T]:
         PeerFailed, PeerMissing: as :func:`rankwise.all_reduce`.
         NotSigned: a process that is not a rank of this job has sent or changed an object.
     """
-    payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    payload = _pickled(value, "all_gather_object()")
     call = signed_call("all_gather_object()", group)
     received = gather_bytes(exchange_of(group), call.sign(payload), "all_gather_object()")
     objects = [call.load(one, rank) for one, rank in zip(received, group_of(group).ranks, strict=True)]
@@ -157,7 +168,7 @@ def broadcast_object(value: T, source: int = 0, *, group: Group | None = None) -
     exchange = agreed(f"broadcast_object(source={source})", group)
     is_source = rank_in_group(group) == source_rank
     call = signed_call("broadcast_object()", group)
-    payload = call.sign(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)) if is_source else b""
+    payload = call.sign(_pickled(value, "broadcast_object()")) if is_source else b""
     if exchange is None:
         return call.load(payload, source)  # type: ignore[no-any-return]
     size = int(exchange.broadcast(torch.tensor([len(payload)]), source_rank, what="broadcast_object(size)"))

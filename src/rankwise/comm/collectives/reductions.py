@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OPS = ("sum", "mean", "min", "max", "product")
+_OPS_ELSEWHERE = {"avg": "mean", "average": "mean", "prod": "product", "add": "sum"} | {op: op for op in OPS}
+"""Other names of them, as of torch's ``ReduceOp``, in small letters."""
 
 
 def all_reduce(value: T, op: str = "sum", *, group: Group | None = None) -> T:
@@ -111,7 +113,9 @@ def reduce_scatter(value: T, op: str = "sum", *, group: Group | None = None) -> 
 
 def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:
     if op not in OPS:
-        raise ConfigurationError(f"{name} has no op {op!r}.", do="use one of " + ", ".join(OPS))
+        meant = _OPS_ELSEWHERE.get(str(op).rpartition(".")[2].lower())
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        raise ConfigurationError(f"{name} has no op {op!r}{hint}", do="use one of " + ", ".join(OPS))
     for tensor in tensors:
         dtype = tensor.dtype
         if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):

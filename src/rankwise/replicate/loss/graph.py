@@ -25,7 +25,7 @@ from rankwise.world.device.kinds import kind_named
 from rankwise.world.device.streams import check_later
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from torch.autograd.graph import Node
 
@@ -232,6 +232,49 @@ class ForwardCall:
         return not isinstance(self.num_samples, torch.Tensor) and self.num_samples == 0.0
 
 
+def given_weight(
+    weight: Callable[..., float | torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], of: str = "model(...)"
+) -> Amount:
+    """Return what the user's function says that a loss is a mean over.
+
+    Raises:
+        ConfigurationError: it does not take the arguments of the call ``of``, or returned no number.
+    """
+    try:
+        value = weight(*args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # of its own
+        given = [*(type(one).__name__ for one in args), *(f"{name}=" for name in kwargs)]
+        raise ConfigurationError(
+            f"weight= is called with the arguments of {of}, and does not take these.",
+            evidence=f"the call has {', '.join(given) or 'none'}; {error}",
+            do="pass a function that takes them: weight=lambda x: len(x), or weight=lambda *args, **kwargs: ...",
+        ) from None
+    return one_amount(value, "weight= must return", "return")
+
+
+def one_amount(value: object, rule: str, verb: str) -> Amount:
+    """Return a number that a script has given as what a loss is a mean over.
+
+    Args:
+        value: given.
+        rule: the first words of the error: "weight= must return".
+        verb: what to do with the number.
+
+    Raises:
+        ConfigurationError: it is not one number.
+    """
+    try:
+        return amount_of(value)  # type: ignore[arg-type] # that is checked here
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{rule} one number, got {type(value).__name__}.",
+            evidence=str(error),
+            do=f"{verb} the number of samples or tokens that the loss is a mean over: len(x)",
+        ) from None
+
+
 def forward_call(
     model: int, weight: Callable[..., float | torch.Tensor] | None, args: object, kwargs: dict[str, Any]
 ) -> ForwardCall:
@@ -246,7 +289,7 @@ def forward_call(
     first = first_tensor((args, kwargs))
     amount: Amount | None = None if first is None else float(first.shape[0])
     if weight is not None:
-        amount = amount_of(weight(*args, **kwargs))  # type: ignore[misc] # a tuple, whatever torch calls it
+        amount = given_weight(weight, args, kwargs)  # type: ignore[arg-type] # a tuple, whatever torch calls it
     return ForwardCall(model, amount, () if first is None or first.is_nested else tuple(first.shape))
 
 

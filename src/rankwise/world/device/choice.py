@@ -40,7 +40,7 @@ def choose_device(device: str | torch.device | None, backend: str | None, index:
         ConfigurationError: there is no such device.
     """
     if device is not None:
-        return str(torch.device(device))
+        return str(device_named(device))
     kind = accelerator.found_kind()
     if backend == HOST or kind is None:
         return "cpu"
@@ -52,6 +52,22 @@ def choose_device(device: str | torch.device | None, backend: str | None, index:
             do=START_FEWER.format(title=kind.title),
         )
     return f"{kind.name}:{index}"
+
+
+def device_named(device: str | torch.device) -> torch.device:
+    """Return the device that a script names.
+
+    Raises:
+        ConfigurationError: torch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(
+            f"torch knows no device {device!r}.",
+            evidence=str(error).splitlines()[0],
+            do='pass "cpu", "cuda" or "cuda:0", or leave device= out',
+        ) from None
 
 
 def look_at_devices(
@@ -66,7 +82,7 @@ def look_at_devices(
         mask: the entries of the variable that limits which devices it sees; ``None`` if it is not set.
     """
     kind = accelerator.found_kind()
-    asked = None if device is None else torch.device(device)
+    asked = None if device is None else device_named(device)
     uses_it = backend != HOST if asked is None else kind is not None and asked.type == kind.name
     if kind is None or kind.is_shared or not uses_it:
         return Sight(local_rank=local_rank)

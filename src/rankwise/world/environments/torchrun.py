@@ -133,5 +133,6 @@ ENV_ROW = Environment(
     because="RANK and WORLD_SIZE are set, but no launcher's own variable",
     names=ENV_NAMES,
     read=_read_env,
-    set_address="set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there",
+    set_address="to run as one rank: env -u RANK -u WORLD_SIZE python ...\n"
+    "to run as several: set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there, or use a launcher",
 )
