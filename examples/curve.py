@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,25 @@ COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df")
 TEXT = "#1f2328"
 FAINT = "#d0d7de"
 FONT = 'font-family="system-ui, sans-serif" font-size="13"'
+LINE = 16
+"""Between two names, one below the other."""
 NUM_LINES = 4
 """Lines across, below the topmost."""
+
+
+def _round_step(highest: float) -> float:
+    """Return a round number of which ``NUM_LINES`` reach the highest value."""
+    size = 10.0 ** math.floor(math.log10(highest / NUM_LINES))
+    return next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor * NUM_LINES >= highest)
+
+
+def _apart(heights: Mapping[str, float]) -> dict[str, float]:
+    """Return the heights of names beside the ends of their curves, lowest name first, so that none covers another."""
+    apart: dict[str, float] = {}
+    above = float(HEIGHT)
+    for name in sorted(heights, key=heights.__getitem__, reverse=True):
+        above = apart[name] = min(heights[name], above - LINE)
+    return apart
 
 
 def draw(
@@ -25,7 +43,8 @@ def draw(
 ) -> None:
     """Write a picture of curves, each a list of points (x, y); the y axis begins at zero."""
     xs = sorted({x for points in curves.values() for x, _ in points})
-    highest = max(y for points in curves.values() for _, y in points) * 1.05 or 1.0
+    step = _round_step(max(y for points in curves.values() for _, y in points))
+    highest = step * NUM_LINES
     wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -38,22 +57,23 @@ def draw(
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
     for number in range(NUM_LINES + 1):
-        value = highest * number / NUM_LINES
+        value = step * number
         _, y = place(xs[0], value)
         lines += [
             f'<path d="M{LEFT} {y}h{wide}" stroke="{FAINT}"/>',
-            f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end" fill="{TEXT}">{value:.3g}</text>',
+            f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end" fill="{TEXT}">{value:g}</text>',
         ]
     for x in xs:
         lines.append(
             f'<text x="{place(x, 0)[0]}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" fill="{TEXT}">{x:g}</text>'
         )
+    heights = _apart({name: place(*points[-1])[1] + 4 for name, points in curves.items()})
     for (name, points), color in zip(curves.items(), COLORS, strict=False):
         places = [place(x, y) for x, y in points]
         joined = " ".join(f"{x},{y}" for x, y in places)
         lines.append(f'<polyline points="{joined}" fill="none" stroke="{color}" stroke-width="2"/>')
         lines += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in places]
-        lines.append(f'<text x="{places[-1][0] + 8}" y="{places[-1][1] + 4}" fill="{color}">{escape(name)}</text>')
+        lines.append(f'<text x="{LEFT + wide + 10}" y="{heights[name]}" fill="{color}">{escape(name)}</text>')
     turned = f'transform="translate(16 {TOP + high / 2}) rotate(-90)"'
     lines += [
         f'<text x="{LEFT + wide / 2}" y="{HEIGHT - 12}" text-anchor="middle" fill="{TEXT}">{escape(x_label)}</text>',
