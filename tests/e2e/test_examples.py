@@ -102,19 +102,6 @@ def test_fashion_mnist(command: Command, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_unet3d(command: Command, tmp_path: Path, ranks: str) -> None:
-    text = run_on(
-        command, ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "4", "--size", "32",
-        "--crop", "32", "--global-batch-size", "3", "--epochs", "1",
-    )  # fmt: skip
-    loss = re.search(r"Dice loss (\S+)", text)
-    assert loss is not None
-    # The same crops, weights and batches on any number of ranks.
-    assert float(loss[1]) == pytest.approx(0.7716, abs=0.005)
-    assert len(list(tmp_path.glob("image*.nii.gz"))) == 4
-
-
 def largest_differences(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"largest difference.*?(\d\.\d+e[+-]\d+)", text)]
 
