@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example, in a short form, by the command its docstring gives."""
+"""Every example, in a short form, by the command its docstring gives; those of the course are in test_course.py."""
 
 from __future__ import annotations
 
@@ -102,19 +102,6 @@ def test_fashion_mnist(command: Command, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000001", "checkpoint-000002"]
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_unet3d(command: Command, tmp_path: Path, ranks: str) -> None:
-    text = run_on(
-        command, ranks, str(EXAMPLES / "unet3d.py"), "--data", str(tmp_path), "--volumes", "4", "--size", "32",
-        "--crop", "32", "--global-batch-size", "3", "--epochs", "1",
-    )  # fmt: skip
-    loss = re.search(r"Dice loss (\S+)", text)
-    assert loss is not None
-    # The same crops, weights and batches on any number of ranks.
-    assert float(loss[1]) == pytest.approx(0.7716, abs=0.005)
-    assert len(list(tmp_path.glob("image*.nii.gz"))) == 4
-
-
 def largest_differences(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"largest difference.*?(\d\.\d+e[+-]\d+)", text)]
 
@@ -133,27 +120,6 @@ def test_llama_on_ranks(command: Command, how: str, ranks: str) -> None:
 def test_llama_in_one_process(command: Command) -> None:
     (difference,) = largest_differences(run(command, str(EXAMPLES / "llama.py"), "--how", "place", "--small"))
     assert difference <= 1e-10
-
-
-@pytest.mark.timeout(120)
-def test_the_toy_model_on_two_devices_and_on_two_ranks(command: Command) -> None:
-    text = run_on(command, "2", str(EXAMPLES / "toy_model_parallel.py"), "--small")
-    differences = largest_differences(text)
-    assert len(differences) == 2
-    assert max(differences) <= 1e-10
-
-
-@pytest.mark.timeout(120)
-def test_resnet50_placed_and_pipelined(command: Command, tmp_path: Path) -> None:
-    plot = tmp_path / "times.png"
-    text = run_on(
-        command, "2", str(EXAMPLES / "resnet50_model_parallel.py"), "--small", "--micro-batches", "2",
-        "--plot", str(plot),
-    )  # fmt: skip
-    differences = largest_differences(text)
-    assert len(differences) == 3
-    assert max(differences) <= 1e-10
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.timeout(120)
