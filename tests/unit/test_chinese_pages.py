@@ -68,6 +68,16 @@ def test_there_are_pages() -> None:
     assert [page for page in PAGES if not (DOCS / page).exists()] == [], "of each Chinese page there is an English one"
 
 
+def _menu(page: str) -> list[list[str]]:
+    """Return the pages under each caption of the menu."""
+    return [body.split() for body in re.findall(r":caption: .*\n\n((?:.+\n)+)```", (DOCS / page).read_text("utf-8"))]
+
+
+def test_the_menu_has_the_order_of_the_english_one() -> None:
+    there = [[page for page in group if f"{page}.md" in PAGES] for group in _menu(NAVIGATION)]
+    assert _menu(f"zh/{NAVIGATION}") == [group for group in there if group]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_says_what_the_english_page_says(page: str) -> None:
     chinese = f"zh/{page}"

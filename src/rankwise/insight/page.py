@@ -284,7 +284,8 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
 def _events(run: RunRecords, language: Language) -> Section:
     titles = TITLES[language]
     rows = tuple(
-        (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text) for time, text in events_of(run)
+        (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), words.event_in_words(text, language))
+        for time, text in events_of(run)
     )
     note = "" if rows else titles["no events"]
     return tabled("events", titles["events"], (titles["time"], titles["event"]), rows, note=note, is_text=True)
@@ -296,4 +297,5 @@ def _environment(run: RunRecords, language: Language) -> Section:
         (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts.get(name, "")) for name in _FACTS))
         for record in run.ranks
     )
-    return tabled("environment", titles["environment"], (titles["rank"], *_FACTS), rows)
+    head = (titles["rank"], *(titles[f"fact {name}"] for name in _FACTS))
+    return tabled("environment", titles["environment"], head, rows)
