@@ -98,6 +98,8 @@ def test_nothing_is_left_in_english(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_pages_and_headings_that_exist(page: str) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", _prose(f"zh/{page}")):
+        if "://" in target:
+            continue
         file = (DOCS / "zh" / page).parent / target if target else DOCS / "zh" / page
         assert file.exists(), target
         if anchor:
