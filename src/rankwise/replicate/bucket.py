@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -154,13 +155,9 @@ class Bucket:
     @torch.no_grad()
     def send(self, weights: Weights) -> None:
         """Copy the gradients into the claimed channel and start it. A parameter without a gradient counts as zero."""
-        gradients: list[torch.Tensor | None] = []
-        absent: list[int] = []
-        for index, parameter in enumerate(self.parameters):
-            gradient = own_gradient(parameter) if self._is_split else parameter.grad
-            gradients.append(gradient)
-            if gradient is None:
-                absent.append(index)
+        own = own_gradient if self._is_split else attrgetter("grad")
+        gradients: list[torch.Tensor | None] = [*map(own, self.parameters)]
+        absent = [index for index, gradient in enumerate(gradients) if gradient is None]
         if self._streams:
             self._follow_streams(gradients)
         share, weight = cast("float", weights.share), cast("float", weights.weight)
@@ -238,6 +235,11 @@ class Bucket:
         if self.channel.result is not self._result:
             self._result = self.channel.result
             self._results = _views(self._result, self.parameters)
+        if not self._num_absent and not self._is_split:
+            for parameter, result in zip(self.parameters, self._results, strict=True):
+                parameter.grad = result
+            self._streams.clear()
+            return
         for index, (parameter, result) in enumerate(zip(self.parameters, self._results, strict=True)):
             # The flag is only read if this rank had no gradient itself: reading one element is slow.
             if not self._num_absent or parameter.grad is not None or self.channel.is_flag_set(index):

@@ -121,11 +121,16 @@ class GradientHooks:
     def _take_over(self) -> None:
         """Replace hooks that were registered since, in torch's tables, where their handles still remove them."""
         self.held.clear()
-        for number, parameter in enumerate(self.parameters):
-            changing: Hooks = hooks_of_gradient(parameter) or {}
-            following: Hooks = hooks_after_accumulation(parameter) or {}
-            # Other strategies have a hook of their own there.
-            if not changing and len(following) <= (0 if self.is_in_stages else 1):
+        # Other strategies have a hook of their own there.
+        num_own = 0 if self.is_in_stages else 1
+        all_changing = [*map(hooks_of_gradient, self.parameters)]
+        all_following = [*map(hooks_after_accumulation, self.parameters)]
+        if not any(all_changing) and max(map(len, filter(None, all_following)), default=0) <= num_own:
+            return
+        for number in range(len(self.parameters)):
+            changing: Hooks = all_changing[number] or {}
+            following: Hooks = all_following[number] or {}
+            if not changing and len(following) <= num_own:
                 continue
             for table in (changing, following):
                 for key, hook in list(table.items()):

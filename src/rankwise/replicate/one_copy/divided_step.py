@@ -29,6 +29,7 @@ from rankwise.comm.step_hooks import Follower, Phase, ask_again, closure_of, fol
 from rankwise.errors import CollectiveMismatch, ConfigurationError, RankwiseError, ReplicasDiffer, fold_values
 from rankwise.log import log
 from rankwise.replicate.one_copy.agreed_meeting import AgreedMeeting
+from rankwise.replicate.one_copy.fused_update import FusedUpdates
 from rankwise.replicate.one_copy.lost_state import lose_state
 from rankwise.replicate.one_copy.shared_parameters import (
     KINDS,
@@ -202,6 +203,7 @@ class DividedOptimizer:
         self._division = Division.of(optimizer, [])
         self._is_begun = False
         """Whether the optimizer has only what this rank owns."""
+        self._fused = FusedUpdates()
         self._had_state = False
         self._is_state_whole = True
         """Whether this rank has the state of all parameters."""
@@ -344,6 +346,7 @@ class DividedOptimizer:
         division = self._division
         # First of all: an interrupt may come between any two lines.
         self._is_begun = True
+        self._fused.begin(optimizer)
         for group, own in zip(optimizer.param_groups, division.own_groups, strict=True):
             group["params"] = own
         if self._is_loaded:
@@ -363,7 +366,7 @@ class DividedOptimizer:
             return
         try:
             self._restore(optimizer)
-            is_new = self._state.share_new(optimizer, self._division.own)
+            is_new = self._state.share_new(optimizer, self._division.own, self._division.parameters)
             self._last_meeting = self._steps.meeting.number + 1
             rows = self._synchronize(_AFTER, [int(is_new or self._is_loaded)])
             if any(row[0] for row in rows):
@@ -395,6 +398,7 @@ class DividedOptimizer:
         division = self._division
         for group, parameters in zip(optimizer.param_groups, division.groups, strict=True):
             group["params"] = parameters
+        self._fused.end()
         for model, numbers in zip(division.models, division.numbers, strict=True):
             model.close_after_update(numbers)
         self._is_begun = False

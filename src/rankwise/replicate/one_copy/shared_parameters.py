@@ -144,10 +144,10 @@ class SharedParameters:
 
     def moved(self) -> str | None:
         """Return the name of a parameter that the script has given other memory."""
-        for number, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
-            if parameter.data_ptr() != address:
-                return self.names[number]
-        return None
+        now = [parameter.data_ptr() for parameter in self.parameters]
+        if now == self._addresses:
+            return None
+        return next(name for name, a, b in zip(self.names, now, self._addresses, strict=True) if a != b)
 
     def written(self) -> list[int]:
         """Return the numbers of the parameters that this rank's script may have written since :meth:`publish`."""

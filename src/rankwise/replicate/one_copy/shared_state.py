@@ -15,6 +15,7 @@ import torch
 
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.comm.collectives.group import gather_bytes
+from rankwise.replicate.one_copy.seen_state import SeenState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,17 +61,23 @@ class SharedState:
         self._of_others: dict[int, dict[str, torch.Tensor]] = {}
         """Views, by the position of the parameter."""
         self._views: list[ViewPart] = []
+        self._seen = SeenState()
 
     @property
     def has_tensors(self) -> bool:
         """Whether any rank has state here."""
         return bool(self._views)
 
-    def share_new(self, optimizer: Optimizer, owned: Iterable[tuple[int, torch.Tensor]]) -> bool:
+    def share_new(
+        self, optimizer: Optimizer, owned: Iterable[tuple[int, torch.Tensor]], parameters: Sequence[torch.Tensor]
+    ) -> bool:
         """Have the state of this rank's parameters be in shared memory; return whether some of it has no place yet.
 
-        A step or ``load_state_dict`` may have put new tensors into the state.
+        A step, ``load_state_dict`` or the script may have put other tensors into the state. Those that the script has
+        put into the state of others' parameters are dropped: the owners have them too.
         """
+        if not self._seen.look(optimizer):
+            return False
         is_missing = False
         for position, parameter in owned:
             state = optimizer.state.get(parameter)
@@ -85,6 +92,8 @@ class SharedState:
                     continue
                 shared.copy_(value)
                 state[key] = shared
+        self.show_others(optimizer, parameters)
+        self._seen.look(optimizer)
         return is_missing
 
     @torch.no_grad()
