@@ -297,5 +297,4 @@ def _environment(run: RunRecords, language: Language) -> Section:
         (f"{titles['rank']} {record.facts['rank']}", *(str(record.facts.get(name, "")) for name in _FACTS))
         for record in run.ranks
     )
-    head = (titles["rank"], *(titles[f"fact {name}"] for name in _FACTS))
-    return tabled("environment", titles["environment"], head, rows)
+    return tabled("environment", titles["environment"], (titles["rank"], *_FACTS), rows)
