@@ -263,6 +263,14 @@ def test_every_finding_has_words_in_both_languages() -> None:
             assert duration(finding.predicted_seconds) in words.gain(finding, language)
 
 
+def test_saves_are_told_in_chinese_and_warnings_stay_in_english() -> None:
+    assert words.event_in_words("saved runs/a/checkpoint-000003", "zh") == "已保存 runs/a/checkpoint-000003"
+    assert words.event_in_words("ranks 0, 2-3: saving runs/a", "zh") == "ranks 0, 2-3: 正在保存 runs/a"
+    for text in ("rank 1: saved by nobody", "this rank works 50% longer than the others"):
+        assert words.event_in_words(text, "zh") == text
+    assert words.event_in_words("saved runs/a", "en") == "saved runs/a"
+
+
 def test_both_languages_have_the_same_texts() -> None:
     for texts in (TITLES, PART_NAMES):
         assert texts["en"].keys() == texts["zh"].keys()

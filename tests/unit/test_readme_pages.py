@@ -47,9 +47,19 @@ def test_both_pages_have_the_same_headings_and_items() -> None:
 def test_both_pages_lead_to_the_same_pages() -> None:
     ours = [re.findall(r'(?:\]\(|src="|srcset=")([^)"]+)[)"]', text_of(page)) for page in READMES]
     first, second = ([link for link in links if link not in READMES] for links in ours)
-    assert first == second
-    missing = [link for link in first if not link.startswith("https:") and not (ROOT / link).exists()]
+    of_english = [link.replace("docs/zh/", "docs/") for link in second]
+    more = {link for link in of_english if link not in first}
+    assert [link for link in of_english if link not in more] == first
+    assert {link for link in second if link.replace("docs/zh/", "docs/") in more} == {
+        link.replace("docs/", "docs/zh/") for link in more
+    }, "only Chinese pages are linked to besides"
+    missing = [link for link in {*first, *second} if not link.startswith("https:") and not (ROOT / link).exists()]
     assert missing == []
+
+
+def test_the_chinese_page_leads_to_chinese_pages() -> None:
+    english = re.findall(r"\]\(docs/([\w-]+\.md)\)", text_of("README.zh.md"))
+    assert [page for page in english if (ROOT / "docs/zh" / page).exists()] == []
 
 
 def test_both_pages_have_the_same_figures() -> None:

@@ -325,7 +325,8 @@ def _memory(table: StepTable, names: Sequence[str], language: Language) -> Secti
 def _events(run: RunRecords, language: Language) -> Section:
     titles = TITLES[language]
     rows = tuple(
-        (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), text) for time, text in events_of(run)
+        (datetime.fromtimestamp(time).astimezone().strftime("%H:%M:%S"), words.event_in_words(text, language))
+        for time, text in events_of(run)
     )
     note = "" if rows else titles["no events"]
     return tabled("events", titles["events"], (titles["time"], titles["event"]), rows, note=note, is_text=True)

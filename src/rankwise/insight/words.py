@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from rankwise.charts import duration, speed
@@ -42,7 +43,7 @@ _CAUSES: dict[Language, dict[str, str]] = {
         "data": "它在等待自己的数据",
         "more samples": "它的样本比其他 rank 多",
         "shared processor": "它的处理器还被其他进程占用",
-        "stopped": "它反复被暂停，或在计算中等待某样东西",
+        "stopped": "它反复被暂停，或在计算过程中等待其他资源",
         "swapping": "它在从磁盘换回内存",
         "slower": "同样数量的样本，它计算得更久",
         "longer": "它计算得更久",
@@ -92,7 +93,7 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "shared processor": "结束占用它的核的其他进程，或向调度系统申请独占的核",
         "stopped": "找出是什么暂停了它（调试器、批处理系统、容器的处理器时间限制），或它的模型、优化器在等什么"
         "（锁、文件、网络、sleep）：rankwise stacks 可以看到",
-        "swapping": "给它更多内存，或减少占用：减少 worker、减小批量、rankwise.share(dataset)",
+        "swapping": "给它更多内存，或减少占用：减少 worker、减小 batch size、rankwise.share(dataset)",
         "slower": "比较它与其他处理器的频率和温度，或不使用那台机器",
         "longer": "检查它的样本是否比其他 rank 多，或处理器是否更慢",
         "script": "找出只有这个 rank 在两步之间做的事（日志、打印、保存）：rankwise stacks 可以看到",
@@ -101,18 +102,22 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "update": "每个参数由主机上的一个 rank 更新：如果有一个参数与其余的总和一样大，把它分成两个较小的就可以分摊",
         "unseen": "检查它的样本是否比其他 rank 多，以及只有这个 rank 在两步之间做的事：rankwise stacks 可以看到；"
         "用 rankwise.replicate(model) 可以测量前向计算",
-        "turns": "各个 rank 轮流变慢，例如样本长度不等或机器被共用：把长度相近的样本放在同一批",
+        "turns": "各个 rank 轮流变慢，例如样本长度不等或机器被共用：把长度相近的样本放在同一个 batch 里",
         "all data": "增大 loader 的 num_workers，或把数据一次准备好，而不是每步都做",
-        "exchange": '每步使用更大的批量，用 rankwise.no_sync 累积梯度，或减少发送量：replicate(model, compress="bf16")',
+        "exchange": "每步使用更大的 batch，用 rankwise.no_sync 累积梯度，或减少发送量："
+        'replicate(model, compress="bf16")',
         "slow link": "与其他链路比较速度（ethtool、iperf3）：检查网线、交换机端口，以及发送方的机器或容器是否被限速；"
         '在此之前减少发送量：replicate(model, compress="powersgd")，或 rankwise.local_sgd',
-        "network": '减少经过它的数据：replicate(model, compress="bf16") 或 "powersgd"，更大的批量，或等待次数也更少的'
+        "network": '减少经过它的数据：replicate(model, compress="bf16") 或 "powersgd"，更大的 batch，或等待次数也更少的'
         " rankwise.local_sgd；或用更快的网络连接各主机",
         "shifted": "有的 rank 单独调用了 optimizer.step()，它之后的步与其他 rank 的下一步对在一起：让每个 rank "
         "调用同样多次，或在 rankwise.join() 之前调用",
         "all checkpoint": "减少保存次数，或在后台保存：Checkpointer(asynchronous=True)",
     },
 }
+
+_SAVES = re.compile(r"((?:ranks? [\d, -]+: )?)(saved|saving) (?=\S+$)")
+"""The events of checkpoints: saved, or saving in the background."""
 
 TOLD_RESENT = 0.01
 """From which share of data that was sent again a sentence says so."""
@@ -158,7 +163,7 @@ def headline(
         start = f"{num_ranks} 个 rank，{num_steps:,} 步，每步 {duration(step_seconds)}"
         start += "" if times_one_rank is None else f"，是一个 rank 的 {times_one_rank:.1f} 倍快"
         start += (
-            "" if failed is None else f"，然后 {ranks_in_words(failed, '', language) + ' ' if failed else '任务'}失败"
+            "" if failed is None else f"，然后 {ranks_in_words(failed, '', language) + ' ' if failed else '作业'}失败"
         )
         nothing = f"没有明显的问题，{largest_in_words(mean_parts, language)}。"
         return f"{start}；{finding_in_words(first, language) if first else nothing}"
@@ -281,6 +286,13 @@ def _condition(network: SlowNetwork, language: Language) -> str:
         return "with half as many bytes, at best" if language == "en" else "若数据量减半，最好的情况下"
     others = _others(network, language)
     return f"if it were as fast as {others}" if language == "en" else f"若它与{others}一样快"
+
+
+def event_in_words(text: str, language: Language) -> str:
+    """Return an event in a language. Errors and warnings are in English, as on the terminal."""
+    if language == "en":
+        return text
+    return _SAVES.sub(lambda found: f"{found[1]}{'已保存' if found[2] == 'saved' else '正在保存'} ", text)
 
 
 def checkpoint_headline(
