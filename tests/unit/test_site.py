@@ -38,7 +38,9 @@ def test_the_reference_has_no_name_that_is_not_public() -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_begins_with_what_it_is_for_and_a_snippet(path: Path) -> None:
-    text = re.sub(r"<!--.*?-->\n*", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    # Comments, settings of the page, and what is folded.
+    hidden = r"<!--.*?-->\n*|\A---\n.*?\n---\n+|<details>.*?</details>\n*"
+    text = re.sub(hidden, "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     title, _, rest = text.partition("\n")
     assert title.startswith("# ")
     beginning = rest.partition("\n## ")[0].strip()
