@@ -35,6 +35,7 @@ NUM_BATCHES = 8
 ROUNDS = 40
 WARM_UP_ROUNDS = 4
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=1e-3),
     "SGD with momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=1e-4),
 }
@@ -47,6 +48,7 @@ REACH = {
         "transformer": 0.85,
         "MONAI 3D UNet": 1.0,
     },
+    ("SGD", "one copy", "none"): {"60 small layers": 1.12, "wide MLP": 1.12, "transformer": 1.06},
     ("SGD with momentum", "one copy", "none"): {"60 small layers": 1.05, "wide MLP": 1.05, "transformer": 1.05},
     ("SGD with momentum", "own copies", "ddp"): {"60 small layers": 0.62, "wide MLP": 0.68},
     ("AdamW", "own copies", "ddp"): {"60 small layers": 0.70, "wide MLP": 0.71},
