@@ -25,7 +25,7 @@ def timed(statement: str) -> float:
 
 
 if __name__ == "__main__":
-    names = ", ".join(name for name in rankwise.__all__ if name not in {"shard", "tensor_parallel"})
+    names = ", ".join(name for name in rankwise.__all__ if name not in {"plan_of", "shard", "tensor_parallel"})
     sides = {"rankwise": lambda: timed(f"from rankwise import {names}"), "torch": lambda: timed("import torch")}
     interleaved(sides, 1)
     figures = interleaved(sides, REPETITIONS)

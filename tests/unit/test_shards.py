@@ -67,7 +67,7 @@ def test_local_size_is_per_rank() -> None:
     assert resolve_global_batch_size(7, None, 4) == 7
 
 
-@pytest.mark.parametrize(("total", "local", "word"), [(None, None, "Neither"), (8, 2, "Both")])
+@pytest.mark.parametrize(("total", "local", "word"), [(None, None, "neither was given"), (8, 2, "both were given")])
 def test_exactly_one_size(total: int | None, local: int | None, word: str) -> None:
     with pytest.raises(ConfigurationError, match=word) as caught:
         resolve_global_batch_size(total, local, 2)
