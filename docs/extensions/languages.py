@@ -22,9 +22,6 @@ FOLDER_OF = {"en": "", "zh_CN": "zh/"}
 NAME_OF = {"en": "English", "zh_CN": "中文"}
 
 
-TO_ENGLISH = re.compile(r"(?<!!)\[([^\[\]]+)\]\(\.\./([\w/-]+)\.md(#[^)\s]+)?\)")
-
-
 def setup(app: Sphinx) -> dict[str, Any]:
     """Give the templates ``other_language``, and let pages lead out of their tree."""
     app.connect("source-read", lead_to_english)
@@ -32,10 +29,12 @@ def setup(app: Sphinx) -> dict[str, Any]:
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def lead_to_english(app: Sphinx, docname: str, source: list[str]) -> None:  # noqa: ARG001 - the same for all
+def lead_to_english(app: Sphinx, docname: str, source: list[str]) -> None:
     """Make a link of HTML of each to an English page: of a Markdown link Sphinx would ask for a page of this tree."""
     if app.config.language == "zh_CN":
-        source[0] = TO_ENGLISH.sub(r'<a href="../\2.html\3">\1</a>', source[0])
+        up = "../" * (docname.count("/") + 1)
+        link = rf"(?<!!)\[([^\[\]]+)\]\({re.escape(up)}([\w/-]+)\.md(#[^)\s]+)?\)"
+        source[0] = re.sub(link, rf'<a href="{up}\2.html\3">\1</a>', source[0])
 
 
 def add_link(

@@ -516,7 +516,7 @@ def test_doctor_sees_the_devices() -> None:
     assert rank["machine"]["device_type"] == "standin"
     assert rank["machine"]["gpus"] == ["stand-in on the CPU"] * NUM_DEVICES
     (told,) = [finding for finding in report["findings"] if finding["check"] == "GPUs"]
-    assert told["what"].startswith("4x stand-in on the CPU on each host")
+    assert told["what"].startswith("4x stand-in on the CPU; ")
 
 
 TIMED = """

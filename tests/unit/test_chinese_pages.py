@@ -35,7 +35,8 @@ def _headings(page: str) -> list[int]:
 
 
 def _code(page: str) -> list[str]:
-    return [COMMENT.sub("", block) for block in BLOCK.findall(_text(page))]
+    """Return the blocks without comments and ``../``: the files they include are a folder further up in Chinese."""
+    return [COMMENT.sub("", block).replace("../", "") for block in BLOCK.findall(_text(page))]
 
 
 def _paragraphs(page: str) -> list[int]:
