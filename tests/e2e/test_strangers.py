@@ -88,7 +88,7 @@ def test_strangers_neither_read_nor_change_nor_stop_a_job(command: Command) -> N
         (command.folder / "stop").touch()
         _, said_by_job = job.communicate(timeout=40)
     assert job.returncode == 0, said_by_job
-    assert said_by_job.count("\n") <= 2, "strangers are no news"
+    assert said_by_job.count("\n") == 3, "strangers are no news"
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def submit(slurm: Slurm, folder: Path, text: str, *options: str) -> str:
 def test_srun_trains_to_the_one_rank_result(slurm: Slurm, tmp_path: Path, reference: list[Parameters]) -> None:
     ran = slurm.run(*SRUN, sys.executable, str(TRAINING), str(tmp_path), "{}")
     assert ran.exit_code == 0, ran.stderr
-    assert "because the variables of a Slurm step are set" in ran.stderr
+    assert "4 ranks: started by Slurm; " in ran.stderr
     check_trained(tmp_path, reference, NUM_RANKS)
 
 

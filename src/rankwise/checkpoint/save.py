@@ -112,8 +112,10 @@ def save(directory: str | os.PathLike[str], /, **objects: object) -> Path:
 
         def choose() -> list[str]:
             do = 'rankwise.save("runs/best", model=model)'
+            if ranks.rank:
+                return []
             own = folder.path_of(directory, call="save()", of="folder", do=do)
-            return [str(own.absolute()), secrets.token_hex(8)] if ranks.rank == 0 else []
+            return [str(own.absolute()), secrets.token_hex(8)]
 
         path, token = ranks.confirm("choosing the checkpoint's directory", choose)[0]
         target = Path(path)

@@ -163,14 +163,17 @@ def refuse_misplaced_count(options: argparse.Namespace, command: str, option: st
 
 def misplaced_options(options: argparse.Namespace) -> str:
     """Return a hint on options of rankwise after the script, which has none of these names; else an empty text."""
-    script = Path(options.target)
-    if options.is_ended or not script.is_file():
+    given = [word.partition("=")[0] for word in options.arguments if word.startswith("--") and word != "--help"]
+    if not given or options.is_ended:
         return ""
-    text = script.read_text(encoding="utf-8", errors="replace").replace("-", "_")
-    given = [word.partition("=")[0] for word in options.arguments if word.startswith("--")]
     known = options_of(options.parser)
+    try:
+        text = Path(options.target).read_text(encoding="utf-8", errors="replace").replace("-", "_")
+    except OSError:
+        return ""
     found = [name for name in given if name in known and name[2:].replace("-", "_") not in text]
-    if not found:
+    # A parser elsewhere may know them.
+    if not found or "add_argument(" not in text:
         return ""
     belong = "belongs" if len(found) == 1 else "belong"
     return f"{', '.join(found)} {belong} before the script, if meant for rankwise: here the script receives it\n"

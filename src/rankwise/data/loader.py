@@ -49,7 +49,7 @@ from rankwise.health.preemption import StepSource
 from rankwise.meter import DATA, EVALUATION
 from rankwise.world.device import accelerator
 from rankwise.world.device.choice import device_named
-from rankwise.world.device.kinds import is_accelerator
+from rankwise.world.device.kinds import KINDS
 from rankwise.world.device.streams import can_pin, pins
 
 if TYPE_CHECKING:
@@ -455,7 +455,7 @@ def _as_returned(convert: Callable[[Any], Batch], items: list[Any]) -> Batch:
 def _available(device: str | torch.device) -> torch.device:
     """Return the device that the script names; raise if this process has no such device."""
     named = device_named(device)
-    if is_accelerator(str(named)) and accelerator.found_kind() is None:
+    if named.type in KINDS and accelerator.found_kind() is None:
         raise ConfigurationError(
             f"The loader was given device={str(named)!r}, but torch finds no accelerator in this process.",
             do="leave device= out: batches then go to world.device",
@@ -480,7 +480,8 @@ def _refuse_batches(dataset: object, collate_fn: object, *, is_ready: bool) -> N
         raise ConfigurationError(
             "The dataset is itself a DataLoader: each of its batches would become one sample of a larger batch.",
             do="pass its dataset: rankwise.DataLoader(loader.dataset, global_batch_size=...)\n"
-            "or batch_size=None, which divides each of its batches among the ranks",
+            "or batch_size=None, which divides each of its batches among the ranks; or, if whole batches are meant as "
+            "samples, collate_fn=",
         )
 
 

@@ -331,7 +331,7 @@ def is_stream(dataset: object) -> bool:
     """
     if isinstance(dataset, IterableDataset):
         return True
-    is_text = isinstance(dataset, str | bytes)
+    is_text = isinstance(dataset, str)
     if hasattr(dataset, "__getitem__") and not is_text:
         return False
     if is_text or not isinstance(dataset, Iterable):

@@ -16,6 +16,7 @@ import threading
 import traceback
 from contextlib import suppress
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,9 +62,9 @@ class WorkerOptions(NamedTuple):
         Raises:
             ConfigurationError: see above.
         """
-        if not isinstance(self.num_workers, int) or self.num_workers < 0:
+        if not isinstance(self.num_workers, Integral) or self.num_workers < 0:
             raise ConfigurationError(
-                f"num_workers must be at least 0, got {self.num_workers!r}.",
+                f"num_workers must be a whole number, at least 0, got {self.num_workers!r}.",
                 do="pass 0 to read in this process, or a positive number",
             )
         for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
@@ -72,7 +73,12 @@ class WorkerOptions(NamedTuple):
                     f"{name} is for worker processes, but num_workers=0.",
                     do="pass num_workers=1 or more, or leave it out",
                 )
-        if not isinstance(self.timeout_seconds, int | float):
+        if not isinstance(self.prefetch_factor, Integral | None):
+            raise ConfigurationError(
+                f"prefetch_factor must be a whole number, got {self.prefetch_factor!r}.",
+                do="leave it out, or pass prefetch_factor=2",
+            )
+        if not isinstance(self.timeout_seconds, Real):
             raise ConfigurationError(
                 f"timeout_seconds must be a number of seconds, got {self.timeout_seconds!r}.",
                 do="leave it out, or pass timeout_seconds=600",
@@ -217,6 +223,8 @@ class Workers:
             with threads_are_known():
                 answers = iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if "pickle" not in f"{type(error).__name__} {error}".lower():
+                raise
             raise DatasetError(
                 "The workers of the loader could not start: what they need cannot be pickled.",
                 where=self._where,

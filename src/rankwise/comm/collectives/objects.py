@@ -116,6 +116,8 @@ def barrier(*, group: Group | None = None) -> None:
 def _pickled(value: object, call: str) -> bytes:
     try:
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except MemoryError:
+        raise
     except Exception as error:
         raise ConfigurationError(
             f"{call} cannot send a {type(value).__name__}: it cannot be pickled.",

@@ -115,7 +115,7 @@ def _check(name: str, tensors: list[torch.Tensor], op: str) -> None:
     if op not in OPS:
         meant = _OPS_ELSEWHERE.get(str(op).rpartition(".")[2].lower())
         hint = f"; did you mean {meant!r}?" if meant else ""
-        raise ConfigurationError(f"{name} has no op {op!r}{hint}", do="use one of " + ", ".join(OPS))
+        raise ConfigurationError(f"{name} has no op {op!r}{hint or '.'}", do="use one of " + ", ".join(OPS))
     for tensor in tensors:
         dtype = tensor.dtype
         if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):

@@ -260,7 +260,7 @@ class Output:
         path = self.log_path(rank, attempt, number)
         stream = _Stream(descriptor=reader, number=number, terminal=terminal, tail=tail)
         if number == STDOUT and not self._has_controller:
-            stream.watch = partial(self._compare_losses, rank)
+            stream.watch = partial(self._compare_losses, attempt, rank)
         if tail is not None:
             stream.prefix = prefix_of(rank, world_size, is_tty=terminal.is_tty)
         if path is not None:
@@ -334,8 +334,8 @@ class Output:
             what = f"the ranks continue; their output is kept in {self._log_dir}, as far as there is space"
         self.say(f"{terminal.problem}; {what}")
 
-    def _compare_losses(self, rank: int, lines: Sequence[bytes]) -> None:
-        text = self._losses.notice(rank, lines)
+    def _compare_losses(self, attempt: int, rank: int, lines: Sequence[bytes]) -> None:
+        text = self._losses.notice(attempt, rank, lines)
         if text:
             self.say(text)
 

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 WATCHED_BYTES = 1 << 16
 """How much of a job's output is compared: what a script prints of its losses, it prints early."""
-_NAME = re.compile(rb"loss|accuracy|\bacc\b", re.IGNORECASE)
 _NUMBER = re.compile(rb"\d+\.\d+(?:e[-+]?\d+)?")
+_LOSS = re.compile(rb"\b(?:loss|accuracy|acc)\b\D{0,12}(" + _NUMBER.pattern + rb")", re.IGNORECASE)
+"""A time or a pace in the same line differs between ranks, whatever the loss is."""
 
 
 class OwnLosses:
@@ -20,25 +21,26 @@ class OwnLosses:
 
     def __init__(self) -> None:
         """Begin without lines."""
-        self._seen: dict[bytes, dict[int, bytes]] = {}
-        """The first such line of each rank, by the line without its numbers."""
+        self._seen: dict[tuple[int, bytes], dict[int, tuple[bytes, bytes]]] = {}
+        """The loss in the first such line of each rank, and the line, by attempt and the line without its numbers."""
         self._num_bytes_left = WATCHED_BYTES
 
-    def notice(self, rank: int, lines: Sequence[bytes]) -> str:
+    def notice(self, attempt: int, rank: int, lines: Sequence[bytes]) -> str:
         """Return what to say about new lines of a rank; empty if there is nothing to say, or no more."""
         if self._num_bytes_left <= 0:
             return ""
         self._num_bytes_left -= sum(map(len, lines))
         for line in lines:
-            if _NAME.search(line) is None:
+            found = _LOSS.search(line)
+            if found is None:
                 continue
-            by_rank = self._seen.setdefault(_NUMBER.sub(b"#", line), {})
-            other, first = next(iter(by_rank.items()), (rank, line))
-            if rank not in by_rank and first != line:
+            by_rank = self._seen.setdefault((attempt, _NUMBER.sub(b"#", line)), {})
+            other, (loss, first) = next(iter(by_rank.items()), (rank, (found[1], line)))
+            if rank not in by_rank and loss != found[1]:
                 self._num_bytes_left = 0
                 self._seen.clear()
                 return _text(other, first, rank, line)
-            by_rank.setdefault(rank, line)
+            by_rank.setdefault(rank, (found[1], line))
         return ""
 
 

@@ -113,11 +113,12 @@ def whole(failed: FailedAttempt, *, advises: bool = True) -> str:
         lines.append(f"[rankwise] its stderr is in {failed.log_path}")
     others = [] if _is_common(failed) else _ends_of_others(failed)
     lines += others
+    is_elsewhere = failed.hostname not in {"", socket.gethostname()}
     if first.traceback:
         lines += [f"[rankwise] the error of rank {first.rank}:"] if others else []
         lines.append(first.traceback.rstrip("\n"))
-    elif failed.stderr_tail and (failed.log_path or first.type != SystemExit.__name__):
-        # What a script prints before it calls sys.exit() is on the terminal already.
+    elif failed.stderr_tail and (failed.log_path or is_elsewhere or first.type != SystemExit.__name__):
+        # What a script prints before it calls sys.exit() is on this machine's terminal already.
         lines.append(f"[rankwise] the last lines rank {first.rank} wrote to stderr:")
         lines.extend(f"  {line}" for line in failed.stderr_tail)
     advice = advice_for(f"{first.type}: {first.message or first.how}") if advises else None

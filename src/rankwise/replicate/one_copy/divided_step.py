@@ -346,11 +346,12 @@ class DividedOptimizer:
         division = self._division
         # First of all: an interrupt may come between any two lines.
         self._is_begun = True
-        self._fused.begin(optimizer)
+        self._fused.begin(optimizer, division.unshared)
         for group, own in zip(optimizer.param_groups, division.own_groups, strict=True):
             group["params"] = own
         if self._is_loaded:
             self._is_state_whole = False
+            self._fused.forget()
             for parameter in division.of_others:
                 optimizer.state.pop(parameter, None)
         for model, numbers in zip(division.models, division.numbers, strict=True):
@@ -412,6 +413,7 @@ class DividedOptimizer:
 
     def take_own_copy(self, optimizer: Optimizer) -> None:
         """Give this rank its own copy of the state."""
+        self._fused.forget()
         self._state.take_own_copy(optimizer, _parameters_of(optimizer))
 
     @torch.no_grad()

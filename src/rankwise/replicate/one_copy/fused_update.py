@@ -14,6 +14,8 @@ import torch
 from rankwise.replicate.one_copy.seen_state import SeenState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.optim.optimizer import Optimizer
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
@@ -36,22 +38,29 @@ class FusedUpdates:
         self._ready: set[int] = set()
         """The identities of the parameters that can be updated so, if their gradients can."""
 
-    def begin(self, optimizer: Optimizer) -> None:
+    def begin(self, optimizer: Optimizer, unshared: Sequence[torch.Tensor]) -> None:
         """Have the update that follows be fused where it can be, which is the same on all ranks of all hosts.
 
         Not where the script has chosen a way, and not the first one, which makes the state.
 
         Args:
             optimizer: with all of its parameters and their state, whichever rank updates them.
+            unshared: those that each rank has for itself. A group with one of them is updated by the loop: its
+                gradients and state may be there on some ranks only.
         """
         groups = optimizer.param_groups
         if type(optimizer) not in _STATE:
             return
         if self._seen.look(optimizer, [bool(group.get(key)) for group in groups for key in _KINDS]):
-            self._ready = {id(one) for group in groups for one in _ready(optimizer, group)}
+            ready = (id(one) for group in groups for one in _ready(optimizer, group))
+            self._ready = set(ready).difference(map(id, unshared))
         self._groups = [group for group in groups if self._is_fused(group)]
         for group in self._groups:
             group["fused"] = True
+
+    def forget(self) -> None:
+        """Keep nothing of the state, which is about to be replaced."""
+        self._seen = SeenState()
 
     def end(self) -> None:
         """Give the groups back as they were."""

@@ -21,7 +21,8 @@ class SeenState:
 
     def look(self, optimizer: Optimizer, more: Sequence[bool] = ()) -> bool:
         """Look again; return whether some values, or ``more``, are others than before. Writes are not noticed."""
-        values = [*chain.from_iterable(state.values() for state in optimizer.state.values()), *more]
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+        values = [*chain.from_iterable(map(dict.values, states)), *more]
         if len(values) == len(self._values) and all(map(is_, values, self._values)):
             return False
         self._values = values

@@ -160,7 +160,10 @@ class SharedState:
         """Show the state of the other ranks' parameters in ``optimizer.state``, in one order on every rank."""
         for position, parameter in enumerate(parameters):
             own = optimizer.state.pop(parameter, None)
-            state = own if position not in self._of_others else dict(self._of_others[position])
+            state = own
+            if position in self._of_others:
+                numbers = {key: one for key, one in (own or {}).items() if not isinstance(one, torch.Tensor)}
+                state = {**numbers, **self._of_others[position]}
             if state is not None:
                 optimizer.state[parameter] = state
 
@@ -194,6 +197,7 @@ class SharedState:
         self._own_views.clear()
         self._of_others.clear()
         self._views.clear()
+        self._seen = SeenState()
 
 
 def _tensor(memory: Any, entry: Entry, start: int) -> torch.Tensor:
