@@ -136,6 +136,32 @@ def test_what_the_kernels_cannot_take_is_updated_by_the_loop(
     _check(make, change, num_fused)
 
 
+def _with_a_parameter_of_its_own(world: World) -> Result:
+    """Train with one group for a shared model and a parameter that each rank has for itself."""
+    model = rw.replicate(built(Net), one_copy_per_host=True)
+    own = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([*model.parameters(), own], lr=0.05)
+    optimizer.state["epoch"] = 3
+    num_fused = 0
+    for step, batch in enumerate(batches(SIZES)):
+        x, y = (part(one, world.rank, world.world_size) for one in batch)
+        nn.functional.mse_loss(model(x), y).backward()
+        own.grad = torch.ones_like(own) if step % 2 else None
+        with mock.patch.object(torch, "_fused_adamw_", wraps=torch._fused_adamw_) as kernel:
+            optimizer.step()
+            num_fused += kernel.called
+        optimizer.zero_grad()
+    return {**{name: one.clone() for name, one in model.state_dict().items()}, "fused": torch.tensor(float(num_fused))}
+
+
+def test_a_group_with_parameters_of_one_rank_alone_is_updated_by_the_loop() -> None:
+    reference = one_rank(_with_a_parameter_of_its_own)
+    for result in run_ranks(_with_a_parameter_of_its_own, 2):
+        found = result.get()
+        assert found["fused"] == 0
+        assert largest_difference(found, reference) < TOLERANCE
+
+
 def _in_bfloat16(_world: World) -> tuple[Result, Result]:
     """Return parameters after steps with large gradients, by one copy per host and by a loop."""
     torch.manual_seed(0)

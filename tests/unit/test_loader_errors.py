@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from small_datasets import Counting, Squares
@@ -61,6 +62,12 @@ class Unequal(Squares):
     def __getitem__(self, index: int) -> Any:
         pixels = None if index == 6 else torch.zeros(3, 5 if index == 5 else 4)
         return {"pixels": pixels, "label": index}
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    sizes = {"num_workers": np.int64(1), "timeout_seconds": np.float32(60), "prefetch_factor": np.int64(2)}
+    loader = DataLoader(Squares(), global_batch_size=4, **sizes)  # type: ignore[arg-type]
+    assert len(list(loader)) == len(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -60,5 +60,7 @@ def owner_of(file: str) -> str:
 def line_of(error: BaseException) -> tuple[str, str]:
     """Return the innermost line of the user's own files that raised, and its function; empty texts without one."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not in_library(frame.filename)] or frames[-1:]
+    # A script may itself be installed.
+    installed = [one for one in frames if "-packages" in one.filename and not owner_of(one.filename)]
+    own = [frame for frame in frames if not in_library(frame.filename)] or installed or frames[-1:]
     return (f"{Path(own[-1].filename).name}:{own[-1].lineno}", own[-1].name) if own else ("", "")
