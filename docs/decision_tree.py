@@ -149,7 +149,7 @@ CHINESE = {
     "What do you start from?": "手上有什么？",
     "a training loop for one device": "单卡的训练循环",
     "Data parallel: one copy per rank": "数据并行：每个 rank 一份模型",
-    "a function, or a notebook cell": "函数或笔记本单元",
+    "a function, or a notebook cell": "函数，或 notebook 单元格",
     "From a function": "从函数启动",
     "a script written for another library": "为别的库写的脚本",
     "Which one?": "哪个库？",
@@ -195,6 +195,8 @@ class Edition:
     page: Path
     words: dict[str, str] = field(default_factory=dict[str, str])
     """Of what is in English in the tree; what is not in it stays."""
+    colon: str = ": "
+    """Between an answer and where it leads."""
 
     def say(self, english: str) -> str:
         """Return a text in this language."""
@@ -203,7 +205,7 @@ class Edition:
 
 EDITIONS = (
     Edition(HERE / "decision_tree.svg", HERE / "which-call.md"),
-    Edition(HERE / "zh" / "decision_tree.svg", HERE / "zh" / "which-call.md", CHINESE),
+    Edition(HERE / "zh" / "decision_tree.svg", HERE / "zh" / "which-call.md", CHINESE, "："),
 )
 
 
@@ -237,9 +239,9 @@ def _answers(edition: Edition, question: Question, indent: str) -> list[str]:
     for answer, end in question.answers:
         if isinstance(end, Call):
             link = f"[`{edition.say(end.code)}`](#{anchor(edition.say(end.heading))})"
-            lines.append(f"{indent}- {edition.say(answer)}: {link}")
+            lines.append(f"{indent}- {edition.say(answer)}{edition.colon}{link}")
         else:
-            lines.append(f"{indent}- {edition.say(answer)}: **{edition.say(end.text)}**")
+            lines.append(f"{indent}- {edition.say(answer)}{edition.colon}**{edition.say(end.text)}**")
             lines += _answers(edition, end, indent + "  ")
     return lines
 
