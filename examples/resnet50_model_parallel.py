@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument("--norm", choices=["batch", "group"], default="batch")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
     parser.add_argument("--micro-batches", type=int, default=8, help="the most to try")
-    parser.add_argument("--plot", type=Path, help="picture of the time against micro-batches, as .png")
+    parser.add_argument("--plot", type=Path, help="picture of the time against micro-batches, as .png or .svg")
     parser.add_argument("--schedule", type=Path, help="picture of one step, as .svg")
     options = parser.parse_args()
     usual, small = {"size": 128, "batch_size": 120, "steps": 3, "width": 64}, (32, 8, 2, 8)

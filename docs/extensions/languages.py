@@ -2,7 +2,7 @@
 """Links between the languages, whose pages Sphinx builds one tree at a time.
 
 On each page one to the same page in the other language, or to that language's first page where there is none; and those
-of Chinese pages to English ones: ``[text](../shard.md)``.
+of Chinese pages to English ones: ``[text](../shard.md)``. An English page without a Chinese one is an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ TREE_OF = {"en": HERE, "zh_CN": HERE / "zh"}
 FOLDER_OF = {"en": "", "zh_CN": "zh/"}
 """Where each language's pages lie in the site."""
 NAME_OF = {"en": "English", "zh_CN": "中文"}
+ENGLISH_ONLY = {"architecture.md", "changelog.md", "contributors.md", "decisions", "reference", "releasing.md"}
+"""Pages for contributors, and those made from docstrings."""
+
+
+def untranslated() -> list[str]:
+    """Return the English pages without a Chinese one."""
+    pages = (path.relative_to(HERE) for path in HERE.rglob("*.md"))
+    translated = (page for page in pages if page.parts[0] not in {*ENGLISH_ONLY, "zh"})
+    return sorted(page.as_posix() for page in translated if not (TREE_OF["zh_CN"] / page).exists())
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Give the templates ``other_language``, and let pages lead out of their tree."""
+    if missing := untranslated():
+        raise FileNotFoundError(f"docs/zh has no {', '.join(missing)}: translate each page")
     app.connect("source-read", lead_to_english)
     app.connect("html-page-context", add_link)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def _anchors(page: str) -> set[str]:
 def test_there_are_pages() -> None:
     assert PAGES
     assert [page for page in PAGES if not (DOCS / page).exists()] == [], "of each Chinese page there is an English one"
+    untranslated = runpy.run_path(str(DOCS / "extensions" / "languages.py"))["untranslated"]
+    assert untranslated() == [], "of each English page there is a Chinese one"
 
 
 def _menu(page: str) -> list[list[str]]:
