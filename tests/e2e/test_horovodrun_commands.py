@@ -55,7 +55,7 @@ def test_ranks_of_any_command_train_together(command: Command, words: list[str],
 def test_the_exit_code_is_the_commands(command: Command) -> None:
     ended = horovodrun(command, "sh", "-c", "[ $RANK = 0 ] || exit 7")
     assert ended.returncode == 7, ended.stderr
-    assert "[rank 1/2" in ended.stderr
+    assert "rank 1 of 2 (" in ended.stderr
 
 
 def test_an_exception_below_options_of_python_is_shown(command: Command) -> None:
@@ -63,7 +63,7 @@ def test_an_exception_below_options_of_python_is_shown(command: Command) -> None
     ended = horovodrun(command, "python", "-W", "error", "add.py", "--fail")
     assert ended.returncode == 1
     report = ended.stderr.partition("failed first")
-    assert report[0].rstrip().endswith("[rank 1/2 on " + os.uname().nodename + "]")
+    assert report[0].rstrip().endswith(f"rank 1 of 2 ({os.uname().nodename})")
     assert "ValueError: of rank 1" in report[2]
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_only_receives_a_failure_is_not_blamed_if_it_ends_first(comm
     command.write("train.py", SLOW_TO_END)
     ended = horovodrun(command, "python", "-W", "error", "train.py")
     report = ended.stderr.partition("failed first")
-    assert report[0].rstrip().endswith("[rank 1/2 on " + os.uname().nodename + "]"), ended.stderr
+    assert report[0].rstrip().endswith(f"rank 1 of 2 ({os.uname().nodename})"), ended.stderr
     assert "ValueError: of rank 1" in ended.stderr
 
 

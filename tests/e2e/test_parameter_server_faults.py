@@ -79,7 +79,7 @@ def test_sync_ends_with_any_rank_and_starts_again_from_its_last_state(command: C
     sums = _undisturbed(command)
     ended = command.run("-n", "3", "train.py", "sync", str(victim), "kill")
     assert ended.returncode == 137
-    assert f"[rank {victim}/3" in ended.stderr
+    assert f"rank {victim} of 3 (" in ended.stderr
     assert "failed first: killed by SIGKILL" in ended.stderr
     assert "Exception ignored" not in ended.stderr
     (command.folder / "hurt").unlink()
@@ -117,7 +117,7 @@ def test_async_ends_with_its_server_and_starts_again_from_its_last_state(command
     command.write("train.py", TRAIN)
     ended = command.run("-n", "3", "train.py", "async", "2", "kill")
     assert ended.returncode == 137
-    assert "[rank 2/3" in ended.stderr
+    assert "rank 2 of 3 (" in ended.stderr
     (command.folder / "hurt").unlink()
     again = command.run("-n", "3", "--max-restarts", "1", "train.py", "async", "2", "kill")
     assert again.returncode == 0, again.stderr

@@ -16,7 +16,7 @@ from rankwise import testing
 from rankwise.comm.collectives.group import gather_bytes
 from rankwise.comm.collectives.objects import SIGNATURE_BYTES, SignedCall, agree_on_key, signed_call
 from rankwise.comm.session import current
-from rankwise.errors import NotSigned
+from rankwise.errors import ConfigurationError, NotSigned
 from rankwise.store.opening import serve
 
 if TYPE_CHECKING:
@@ -150,10 +150,9 @@ def _continues(world: World) -> list[Any]:
         if group.rank is not None:
             results.append(rw.all_gather_object(world.rank, group=group))
             results.append(rw.broadcast_object(world.rank, source=2, group=group))
-    try:
+    with pytest.raises(ConfigurationError, match="cannot be pickled"):
         rw.all_gather_object(lambda: None)
-    except (pickle.PicklingError, AttributeError):
-        results.append(rw.all_gather_object(world.rank))
+    results.append(rw.all_gather_object(world.rank))
     return results
 
 

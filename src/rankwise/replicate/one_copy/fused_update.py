@@ -52,9 +52,13 @@ class FusedUpdates:
         if type(optimizer) not in _STATE:
             return
         if self._seen.look(optimizer, [bool(group.get(key)) for group in groups for key in _KINDS]):
-            ready = (id(one) for group in groups for one in _ready(optimizer, group))
-            self._ready = set(ready).difference(map(id, unshared))
-        self._groups = [group for group in groups if self._is_fused(group)]
+            self._ready = {id(one) for group in groups for one in _ready(optimizer, group)}
+        alone = set(map(id, unshared))
+        self._groups = [
+            group
+            for group in groups
+            if (not alone or alone.isdisjoint(map(id, group["params"]))) and self._is_fused(group)
+        ]
         for group in self._groups:
             group["fused"] = True
 
