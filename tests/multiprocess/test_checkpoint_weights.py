@@ -153,7 +153,7 @@ def test_values_that_such_files_cannot_hold_are_refused(tmp_path: Path, weights:
 def test_a_folder_without_enough_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     # As large as no disk, and without memory.
     endless = torch.zeros(1).expand(2**50)
-    with pytest.raises(CheckpointError, match=r"(?s)No space left.*free 4503599627370\d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"(?s)No space left.*free 4096 TiB"):
         save_weights(tmp_path / "f", {"w": endless})
     assert list(tmp_path.iterdir()) == []
 
