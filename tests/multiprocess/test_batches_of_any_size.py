@@ -85,7 +85,7 @@ def loader_of(kind: str, rank: int) -> rw.DataLoader:
         return rw.DataLoader(torch.utils.data.DataLoader(columns, batch_size=7, shuffle=True), batch_size=None)
     if kind == "several of its batches":
         batches = torch.utils.data.DataLoader(columns, batch_size=3, shuffle=True, drop_last=True)
-        return rw.DataLoader(batches, global_batch_size=3)
+        return rw.DataLoader(batches, global_batch_size=3, collate_fn=torch.utils.data.default_collate)
     if kind == "stream of batches":
         return rw.DataLoader(ReadyStream(), batch_size=None)
     return rw.DataLoader(Ready(), batch_size=None, shuffle=True, num_workers=2 * ("workers" in kind))

@@ -186,7 +186,7 @@ def _refused(world: World, case: str) -> str:
         ("product", "pass mesh(tp=2), or start 3 ranks"),
         ("twice", "once, right after rankwise.join()"),
         ("loader first", "was called after a DataLoader"),
-        ("shard", "only rankwise.shard(model, ...)"),
+        ("shard", "laid the ranks out along dp_shard, so replicate() has none left"),
         ("one rank", "must be an int >= 1, or -1, got 2.5"),
         ("one call", "rank 1: rankwise.mesh() at "),
     ],
