@@ -100,4 +100,4 @@ def test_the_last_of_them_and_any_other_rank_end_all(command: Command) -> None:
     for part, rank, name in ((first, 1, "SIGTERM"), (second, 0, "SIGABRT")):
         assert part.count("[rankwise] rank 2 failed (SIGKILL); the others continue without it\n") == 1
         assert part.count("[rankwise] rank 2 failed earlier: SIGKILL, last seen in ") == 1
-        assert re.search(rf"\[rankwise\] rank {rank} of 3 \(.*\) failed first: killed by {name}", part)
+        assert re.search(rf"\[rankwise\] rank {rank} of 3 \(.*\) failed: killed by {name}", part)

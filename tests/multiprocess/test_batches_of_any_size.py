@@ -84,7 +84,7 @@ def loader_of(kind: str, rank: int) -> rw.DataLoader:
     if kind == "torch's loader":
         return rw.DataLoader(torch.utils.data.DataLoader(columns, batch_size=7, shuffle=True), batch_size=None)
     if kind == "several of its batches":
-        batches = torch.utils.data.DataLoader(columns, batch_size=3, shuffle=True, drop_last=True)
+        batches = torch.utils.data.DataLoader(columns, batch_size=4, shuffle=True, drop_last=True)
         return rw.DataLoader(batches, global_batch_size=3, collate_fn=torch.utils.data.default_collate)
     if kind == "stream of batches":
         return rw.DataLoader(ReadyStream(), batch_size=None)

@@ -166,11 +166,11 @@ def misplaced_options(options: argparse.Namespace) -> str:
     given = [word.partition("=")[0] for word in options.arguments if word.startswith("--") and word != "--help"]
     if not given or options.is_ended:
         return ""
-    known = options_of(options.parser)
     try:
         text = Path(options.target).read_text(encoding="utf-8", errors="replace").replace("-", "_")
     except OSError:
         return ""
+    known = options_of(options.parser)
     found = [name for name in given if name in known and name[2:].replace("-", "_") not in text]
     # A parser elsewhere may know them.
     if not found or "add_argument(" not in text:
