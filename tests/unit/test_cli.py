@@ -290,6 +290,8 @@ def test_a_mistyped_word_is_answered_with_the_one_it_is_like(
         ("parser.add_argument('--log-dir')", ["--log-dir", "logs"], ""),
         ("def main(log_dir): ...", ["--log-dir", "logs"], ""),
         ("", ["--epochs", "3"], ""),
+        ("", ["--help"], ""),
+        ("from lib.options import parse", ["--log-dir", "logs"], ""),
     ],
 )
 def test_an_option_after_a_script_that_has_none_of_this_name_is_pointed_out(  # noqa: PLR0917

@@ -172,8 +172,8 @@ def misplaced_options(options: argparse.Namespace) -> str:
         return ""
     known = options_of(options.parser)
     found = [name for name in given if name in known and name[2:].replace("-", "_") not in text]
-    # A parser elsewhere may know them.
-    if not found or "add_argument(" not in text:
+    is_parsed_elsewhere = "add_argument(" not in text and re.search(r"pars|argv|hydra|cli|fire|typer", text)
+    if not found or is_parsed_elsewhere:
         return ""
     belong = "belongs" if len(found) == 1 else "belong"
     return f"{', '.join(found)} {belong} before the script, if meant for rankwise: here the script receives it\n"

@@ -64,7 +64,7 @@ class WorkerOptions(NamedTuple):
         """
         if not isinstance(self.num_workers, Integral) or self.num_workers < 0:
             raise ConfigurationError(
-                f"num_workers must be a whole number, at least 0, got {self.num_workers!r}.",
+                f"num_workers must be at least 0, got {self.num_workers!r}.",
                 do="pass 0 to read in this process, or a positive number",
             )
         for name in ("prefetch_factor", "persistent_workers", "worker_init_fn"):
