@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rankwise.checkpoint import files, folder, manifest, saved_tree
-from rankwise.checkpoint.content import generators_restorer, unwrapped
+from rankwise.checkpoint.content import unwrapped
+from rankwise.checkpoint.generators import generators_restorer
 from rankwise.checkpoint.layouts import on_no_rank
 from rankwise.comm.agreement import CollectiveRanks
 from rankwise.comm.session import current_or_none
