@@ -202,8 +202,11 @@ CHINESE = {
     "layer {}": "第 {} 层",
 }
 """Each text with its numbers left out."""
-SAME = {"", "{}", "[{}, {}, {}]", "rank {}", "replicate", "up", "down", "every={}", "cpu", "cuda:{}"}
-SAME |= {"all_reduce", "all_reduce(value)", "broadcast", "broadcast(value, {})", "all_gather", "all_gather(value)"}
+SAME = {"", "{}", "[{}, {}, {}]", "rank {}", "replicate", "up", "down", "every={}", "cpu", "cuda:{}"} | {
+    f"{call}{arguments}"
+    for call in ("all_reduce", "broadcast", "all_gather")
+    for arguments in ("", "(value)", "(value, {})")
+}
 """What is written alike in both languages."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _TEXT = re.compile(r"(?<=<title>)[^<]*(?=</title>)|(?<=>)[^<>]*(?=</text>)|(?<= aria-label=\")[^\"]*(?=\")")

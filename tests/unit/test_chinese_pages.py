@@ -140,7 +140,7 @@ def test_the_command_line_has_each_option_of_each_command() -> None:
     (commands,) = (one for one in _parser()._actions if isinstance(one.choices, dict))
     there = {
         f"rankwise {name}": sorted(
-            action.option_strings
+            [*action.option_strings]
             for action in command._actions
             if action.option_strings and action.dest != "help" and action.help != argparse.SUPPRESS
         )
