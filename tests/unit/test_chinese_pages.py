@@ -24,6 +24,8 @@ PAGES = [page for page in CHINESE if page != NAVIGATION]
 OVERVIEWS = {"reference/index.md", "reference/command-line.md", "reference/data-loader.md"}
 """Say in a line each what the English pages say at length, from docstrings and parsers."""
 TWINS = [page for page in PAGES if page not in OVERVIEWS]
+ORIGINS = ("dataparallel", "ddp", "torchrun", "rpc", "megengine", "monai", "horovod", "accelerate")
+"""What users come from, beside Slurm and models in parts."""
 BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 HIDDEN = re.compile(r"<!--.*?-->", re.DOTALL)
 COMMENT = re.compile(r"(?:^|\s+)#.*$", re.MULTILINE)
@@ -84,6 +86,12 @@ def test_there_are_pages() -> None:
 def _menu(page: str) -> list[list[str]]:
     """Return the pages under each caption of the menu."""
     return [body.split() for body in re.findall(r":caption: .*\n\n((?:.+\n)+)```", (DOCS / page).read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("page", [NAVIGATION, f"zh/{NAVIGATION}"])
+def test_the_first_page_leads_to_the_page_of_each_origin(page: str) -> None:
+    sought = {f"from-{origin}.md" for origin in ORIGINS} | {"slurm.md", "7-model-parallel.md", "large-models.md"}
+    assert sought - set(_links(page)) == set()
 
 
 def test_the_menu_has_the_order_of_the_english_one() -> None:
