@@ -60,8 +60,8 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "data": "raise num_workers of the loader, or move its files to a disk as fast as that of the others",
         "more samples": "give every rank equally many samples: use rankwise.DataLoader with global_batch_size, or "
         "samples of similar length",
-        "shared processor": "end the other processes on these cores, start fewer ranks, or ask the scheduler for cores of "
-        "your own",
+        "shared processor": "end the other processes on these cores, start fewer ranks, or ask the scheduler for "
+        "cores of your own",
         "stopped": "look for what stops it (a debugger, a batch system, a limit of its container on processor time), "
         "or what its model or optimizer waits for (a lock, a file, a network, a sleep): rankwise stacks shows it",
         "swapping": "give it more memory, or make it use less: fewer workers, smaller batches, rankwise.share(dataset)",
@@ -220,7 +220,9 @@ def _of_turns(finding: Finding, language: Language) -> str:
     """Return why ranks wait in turn, if it is known, as the second half of a sentence."""
     if finding.cause is None:
         return ""
-    return ", since other processes use their processors too" if language == "en" else "，因为它们的处理器还被其他进程占用"
+    if language == "zh":
+        return "，因为它们的处理器还被其他进程占用"
+    return ", since other processes use their processors too"
 
 
 def _network_in_words(network: SlowNetwork, language: Language) -> str:
