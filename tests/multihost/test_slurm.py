@@ -21,6 +21,14 @@ from tests import plain_script
 if TYPE_CHECKING:
     from slurm import Slurm
 
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+ON_THIS_CLUSTER = {
+    "--partition=gpu": "--partition=main",
+    "#SBATCH --gpus-per-node=4\n": "",
+    "--cpus-per-task=32": "--cpus-per-task=2",
+    "run -n 4 train.py": f"run -n 1 {Path(__file__).with_name('interrupted.py')} .",
+}
+"""What differs from the page's cluster: its partition, GPUs and CPUs, and the script."""
 TRAINING = Path(__file__).with_name("training.py")
 INTERRUPTED = Path(__file__).with_name("interrupted.py")
 TOLERANCE = 1e-10
@@ -158,6 +166,33 @@ def test_a_step_that_is_asked_to_stop_saves_and_its_job_resumes_there(slurm: Slu
     assert said.count("ended with") == 2, said
     assert "stopped early because of SIGUSR2, and saved" in said
     assert len(list((tmp_path / "net").iterdir())) == 1
+    check_resumed(tmp_path, 2)
+
+
+@pytest.mark.timeout(180)
+def test_the_batch_script_of_the_page_saves_and_puts_its_job_back_into_the_queue(slurm: Slurm, tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("```bash\n#!/bin/bash\n")[2].partition("```")[0]
+    for there, here in ON_THIS_CLUSTER.items():
+        assert there in text
+        text = text.replace(there, here)
+    (tmp_path / "train.sbatch").write_text("#!/bin/bash\n" + text, encoding="utf-8")
+    activate = tmp_path / "venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f"PATH={Path(sys.executable).parent}:$PATH\n", encoding="utf-8")
+    # Environment modules are a function of the shell.
+    there = {"HOME": str(tmp_path), "BASH_FUNC_module%%": "() { echo module $*; }"}
+    ran = slurm.run("sbatch", "--parsable", "train.sbatch", cwd=tmp_path, env=there)
+    assert ran.exit_code == 0, ran.stderr
+    job_id = ran.stdout.strip()
+    slurm.await_file(tmp_path / "begun")
+    slurm.run("scancel", "--signal=USR2", job_id)
+    slurm.skip_begin_time(job_id)
+    (tmp_path / "hurry").touch()
+    job = slurm.await_job(job_id, lambda job: job["JobState"] in {"COMPLETED", "FAILED"})
+    said = (tmp_path / f"train-{job_id}.log").read_text(encoding="utf-8")
+    assert job["JobState"] == "COMPLETED", said
+    assert said.count("module load cuda") == 2, said
+    assert "stopped early because of SIGUSR2, and saved" in said
     check_resumed(tmp_path, 2)
 
 
