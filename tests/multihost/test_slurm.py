@@ -10,9 +10,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import interrupted
 import pytest
 import torch
+from interrupted import TOLERANCE, check_resumed, largest_difference
 from training import CASES, Parameters, train_all
 
 from rankwise.testing import run_ranks
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 TRAINING = Path(__file__).with_name("training.py")
 INTERRUPTED = Path(__file__).with_name("interrupted.py")
-TOLERANCE = 1e-10
 NUM_RANKS = 4
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
 
@@ -32,11 +31,6 @@ SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
 def reference() -> list[Parameters]:
     """What one rank comes to."""
     return run_ranks(train_all, 1)[0].get()
-
-
-def largest_difference(left: Parameters, right: Parameters) -> float:
-    """Return the largest difference, relative to the largest element of each tensor."""
-    return max(((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-3)).item() for k in right)
 
 
 def check_trained(folder: Path, reference: list[Parameters], num_ranks: int) -> None:
@@ -126,13 +120,6 @@ def test_two_agents_on_a_machine_are_one_too_many(slurm: Slurm) -> None:
     )
     assert ran.exit_code == 2
     assert "srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py" in ran.stderr
-
-
-def check_resumed(folder: Path, num_ranks: int) -> None:
-    """Hold what the interrupted run came to against the undisturbed one of one rank."""
-    expected = run_ranks(interrupted.train, 1)[0].get()
-    for rank in range(num_ranks):
-        assert largest_difference(torch.load(folder / f"{rank}.pt"), expected) < TOLERANCE
 
 
 @pytest.mark.timeout(180)
