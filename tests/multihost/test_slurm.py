@@ -196,6 +196,39 @@ def test_each_task_of_a_step_reports_its_launcher_and_all_are_examined_together(
     assert "error" not in {finding["level"] for finding in read["findings"]}
 
 
+TASK = """
+import os, sys, time
+from pathlib import Path
+folder, number = Path(sys.argv[1]), os.environ["SLURM_ARRAY_TASK_ID"]
+(folder / f"task-{number}").touch()
+while not (folder / "task-0").exists() or not (folder / "task-1").exists():
+    time.sleep(0.02)
+if os.environ["SLURM_JOB_ID"] == os.environ["SLURM_ARRAY_JOB_ID"]:
+    (folder / f"asked-{number}").touch()
+    sys.exit(75)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_task_of_an_array_that_was_asked_to_stop_requeues_itself_alone(slurm: Slurm, tmp_path: Path) -> None:
+    """The number of one task's job is that of the whole array."""
+    (tmp_path / "task.py").write_text(TASK)
+    command = (sys.executable, "-m", "rankwise", "submit", "--sbatch=--array=0-1", "task.py", str(tmp_path))
+    ran = slurm.run(*command, cwd=tmp_path)
+    assert ran.exit_code == 0, ran.stderr
+    job_id = slurm.run("squeue", "-h", "-o", "%F").stdout.split()[0]
+    assert f"[rankwise] it is an array, whose jobs have a log each; to see them: squeue -j {job_id}\n" in ran.stderr
+    slurm.await_job(f"{job_id}_0", lambda _: any(tmp_path.glob("asked-*")))
+    (asked,) = (path.name.removeprefix("asked-") for path in tmp_path.glob("asked-*"))
+    slurm.await_job(f"{job_id}_{asked}", lambda job: job["Restarts"] == "1")
+    other = slurm.job(f"{job_id}_{1 - int(asked)}")
+    slurm.run("scancel", job_id)
+    for task in range(2):
+        slurm.await_job(f"{job_id}_{task}", lambda job: job["JobState"] == "CANCELLED")
+    assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
+
+
 def test_an_error_of_slurm_is_shown_with_its_own_text(slurm: Slurm, tmp_path: Path) -> None:
     command = ("-m", "rankwise", "submit", "--partition", "nowhere", str(INTERRUPTED))
     ran = slurm.run(sys.executable, *command, cwd=tmp_path)

@@ -316,6 +316,9 @@ def _submit_to_slurm(options: argparse.Namespace, name: str, words: list[str]) -
         return 0
     job_id = submit(script)
     sys.stderr.write(f"[rankwise] job {job_id} has been submitted\n")
+    if job.is_array:
+        sys.stderr.write(f"[rankwise] it is an array, whose jobs have a log each; to see them: squeue -j {job_id}\n")
+        return 0
     try:
         return follow(job_id, _show_job)
     except KeyboardInterrupt:

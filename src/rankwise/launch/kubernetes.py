@@ -99,15 +99,16 @@ def _services(options: KubernetesOptions) -> list[Manifest]:
 
 
 def _job(options: KubernetesOptions, target: Sequence[str]) -> Manifest:
-    spec = _job_spec(options, target, first_pod=f"{options.job_name}-0.{options.job_name}")
-    spec = {"backoffLimitPerIndex": RETRIES, "maxFailedIndexes": 0, **spec}
+    pod = _pod(options, target, first_pod=f"{options.job_name}-0.{options.job_name}")
     if options.nodes > 1:
-        spec["template"]["spec"] = {"subdomain": options.job_name, **spec["template"]["spec"]}
+        pod = {"subdomain": options.job_name, **pod}
+    spec = {"backoffLimitPerIndex": RETRIES, "maxFailedIndexes": 0, **_job_spec(options, pod)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": options.job_name}, "spec": spec}
 
 
 def _jobset(options: KubernetesOptions, target: Sequence[str]) -> Manifest:
-    spec = {"backoffLimit": 0, **_job_spec(options, target, first_pod=_first_pod_of_set(options))}
+    pod = _pod(options, target, first_pod=_first_pod_of_set(options))
+    spec = {"backoffLimit": 0, **_job_spec(options, pod)}
     of_nodes = {"name": NODE, "replicas": 1, "template": {"spec": spec}}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -153,19 +154,18 @@ def _first_pod_of_set(options: KubernetesOptions) -> str:
     return f"{options.job_name}-{NODE}-0-0.{options.job_name}"
 
 
-def _job_spec(options: KubernetesOptions, target: Sequence[str], first_pod: str) -> Manifest:
+def _job_spec(options: KubernetesOptions, pod: Manifest) -> Manifest:
     """Return what Jobs and JobSets share: pods that stopped and saved, or were evicted, start again at no cost."""
     ignored: list[Manifest] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [STOPPED_EXIT_CODE]}},
     ]
-    pod = {"restartPolicy": "Never", **_pod(options, target, first_pod)}
     return {
         "completionMode": "Indexed",
         "completions": options.nodes,
         "parallelism": options.nodes,
         "podFailurePolicy": {"rules": ignored},
-        "template": {"spec": pod},
+        "template": {"spec": {"restartPolicy": "Never", **pod}},
     }
 
 

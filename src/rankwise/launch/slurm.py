@@ -49,6 +49,8 @@ SHORT_NAMES = {
 }
 """The directives that sbatch's short options set, of those that rankwise writes."""
 OPPOSITES = {"no-requeue": "requeue"}
+OWN_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+"""One task of an array: the SLURM_JOB_ID of one of them is that of the whole array."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,11 @@ class JobOptions(JobSize):
         self._check_words()
         self._check_more()
         self._check_time()
+
+    @property
+    def is_array(self) -> bool:
+        """Whether several jobs are submitted at once, each with a number of its own."""
+        return any(directive_name(option) in {"array", "-a"} for option in self.more)
 
     def _check_words(self) -> None:
         for word in (self.time, self.partition, self.account, self.job_name, self.output, *self.more):
@@ -153,7 +160,7 @@ def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str
         "",
         f"# {STOPPED_EXIT_CODE}: the ranks were asked to stop, and have saved. The job is requeued.",
         f"if [ $code = {STOPPED_EXIT_CODE} ]; then",
-        "    scontrol requeue $SLURM_JOB_ID",
+        f"    scontrol requeue {OWN_TASK if options.is_array else '$SLURM_JOB_ID'}",
         "fi",
         "exit $code",
         "",
