@@ -93,6 +93,7 @@ def test_the_secret_of_a_job_fits_its_schema() -> None:
 def test_pods_meet_at_the_first_one(kind: str) -> None:
     objects = manifests(options(kind, **FOUR_PODS), ["train.py", "--price", "$(PRICE)"])
     (container,) = pod_of(objects)["containers"]
+    assert container["command"][-1] == "$$(PRICE)", "Kubernetes would replace $(PRICE)"
     words = [word.replace(INDEX, "3").replace("$$", "$") for word in container["command"]]
     parsed = _parser().parse_args(words[1:])
     first = "train-0.train" if kind == "job" else "train-node-0-0.train"
