@@ -133,7 +133,7 @@ def add_option(
     add_argument(flag, dest=name, help=text, **words | own)
 
 
-def values_of(kind: type[T], options: argparse.Namespace, **own: object) -> T:
+def values_of(kind: type[T], options: argparse.Namespace, /, **own: object) -> T:
     """Return a dataclass with the options that have the names of its fields; ``own`` takes precedence."""
     given = vars(options) | own
     return kind(**{one.name: given[one.name] for one in fields(kind) if one.name in given})
