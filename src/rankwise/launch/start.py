@@ -33,6 +33,8 @@ from rankwise.launch.fork_server.worker import run_rank, threads_per_rank
 from rankwise.launch.inspect.control_socket import ControlSocket
 from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
+from rankwise.launch.rendezvous import find
+from rankwise.store.wire import close_in_children
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
 from rankwise.world.environments.process import device_mask, nodes_of_job, read_launcher
@@ -83,6 +85,10 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         _make_folder(options.log_dir)
     if options.device == "cpu":
         os.environ.update({DEVICE_NAME: options.device, **HIDES_GPUS})
+    # Before torch is imported, which takes seconds on a busy machine: the others see that this one has started.
+    job = find(options) if job_address is None else job_address
+    if job.listener is not None:
+        close_in_children(job.listener)
     # Objects created by imports live as long as the process: collecting garbage among them only takes time.
     gc.disable()
     # Before the fork below: one import serves the launcher and every rank.
@@ -101,11 +107,11 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     )
     os.close(notify_write_end)
     try:
-        return _take_part(
-            target, options, reporter, job_address, folder=folder, server=server, notify_pipe=notify_read_end
-        )
+        return _take_part(target, options, reporter, job, folder=folder, server=server, notify_pipe=notify_read_end)
     finally:
         server.close()
+        if job.listener is not None:
+            job.listener.close()
         # Done by the server, unless it was killed.
         remove_temporary_folder(Path(folder))
 
@@ -176,7 +182,7 @@ def _take_part(
     target: Target,
     options: LaunchOptions,
     reporter: Reporter,
-    job_address: JobAddress | None,
+    job: JobAddress,
     *,
     folder: str,
     server: ForkServer,
@@ -188,10 +194,8 @@ def _take_part(
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.inspection import InspectService  # noqa: PLC0415
     from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
-    from rankwise.launch.rendezvous import find  # noqa: PLC0415
 
     num_ranks, instances = _ranks_here(options)
-    job = find(options) if job_address is None else job_address
     output = Output(options.log_dir, controller=options.controller)
     with ExitStack() as closing:
         job_server = None if job.listener is None else _serve(job, job.listener, options)
