@@ -273,8 +273,9 @@ sys.exit(main())
 """``rankwise``, whose import of torch waits until the test opens a named pipe: a machine that is busy without end."""
 
 
-def test_a_restarted_first_launcher_is_seen_before_it_has_imported_torch(
-    command: Command, launchers: Launchers
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_restarted_launcher_is_waited_for_before_it_has_imported_torch(
+    command: Command, launchers: Launchers, number: int
 ) -> None:
     ending = """
     import os, time
@@ -283,24 +284,27 @@ def test_a_restarted_first_launcher_is_seen_before_it_has_imported_torch(
 """
     command.write("train.py", HELLO + ending)
     words = ("-n", "1", "--nodes", "2", "--max-restarts", "1", "--node-rank")
-    first, second = launchers.start(*words, "0", "train.py"), launchers.start(*words, "1", "train.py")
+    pair = [launchers.start(*words, node, "train.py") for node in "01"]
     deadline = time.monotonic() + 50
     while len(list(command.folder.glob("reached-*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    first.kill()
+    pair[number].kill()
     command.write("restarted", "")
     torch_may_be_imported = command.folder / "torch-may-be-imported"
     os.mkfifo(torch_may_be_imported)
     # A variable that Python reads when it starts: a new process, which has not imported torch as those forked have.
-    again = launchers.start(*words, "0", "train.py", program=("-c", HOLD_TORCH), env={"PYTHONHASHSEED": "0"})
-    assert second.stderr is not None
+    program = ("-c", HOLD_TORCH)
+    pair[number] = launchers.start(*words, str(number), "train.py", program=program, env={"PYTHONHASHSEED": "0"})
+    waiting = pair[1 - number]
+    assert waiting.stderr is not None
     said = ""
-    while f"the launcher at 127.0.0.1:{launchers.port} has started and is getting ready" not in said:
-        said = second.stderr.readline()
-        assert said, "the second launcher has ended"
-    assert "libtorch" not in Path(f"/proc/{again.pid}/maps").read_text(encoding="utf-8")
+    while "has started and is getting ready" not in said:
+        said = waiting.stderr.readline()
+        assert said, "the other launcher has ended"
+    assert (f"the launcher at 127.0.0.1:{launchers.port} has" in said) == (number == 0)
+    assert "libtorch" not in Path(f"/proc/{pair[number].pid}/maps").read_text(encoding="utf-8")
     torch_may_be_imported.open("w").close()
-    (shown, said_again), (_, said) = again.communicate(timeout=50), second.communicate(timeout=50)
-    assert (again.returncode, second.returncode) == (0, 0), said_again + said
-    assert shown == "0 0 2 1\n"
+    outputs = [process.communicate(timeout=50) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    assert outputs[number][0] == f"{number} {number} 2 1\n"

@@ -13,16 +13,17 @@ import importlib
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rankwise.errors import ConfigurationError
 from rankwise.launch.agent.output import Output
@@ -38,10 +39,10 @@ from rankwise.store.wire import close_in_children
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
 from rankwise.world.environments.process import device_mask, nodes_of_job, read_launcher
-from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
+from rankwise.world.processes import die_with_parent, make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from rankwise.launch.controller.link import AgentLink
     from rankwise.launch.controller.server import JobServer
@@ -92,7 +93,8 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     # Objects created by imports live as long as the process: collecting garbage among them only takes time.
     gc.disable()
     # Before the fork below: one import serves the launcher and every rank.
-    importlib.import_module("torch")
+    with _announced(job, options):
+        importlib.import_module("torch")
 
     folder = str(make_temporary_folder())
     # Readable when a rank has recorded a failure.
@@ -233,6 +235,37 @@ def _take_part(
             output.say(f"{num_ranks} ranks finished in {_duration(time.monotonic() - started)}")
         reporter.end(ranks.failures)
         return exit_code
+
+
+@contextmanager
+def _announced(job: JobAddress, options: LaunchOptions) -> Generator[None]:
+    """Have a machine that serves the job know inside the block that this one has started: it may wait for its return.
+
+    In a process of its own, for at most as long as the block: the network must not delay a start, and the launcher may
+    have no threads.
+    """
+    pid = None
+    if job.listener is None and options.can_restart:
+        with suppress(OSError):
+            pid = os.fork()
+    if pid == 0:
+        _announce(job)
+    try:
+        yield
+    finally:
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _announce(job: JobAddress) -> NoReturn:
+    try:
+        die_with_parent()
+        from rankwise.launch.controller.link import announce  # noqa: PLC0415
+
+        announce(job.address, job.secret.encode())
+    finally:
+        os._exit(0)
 
 
 def _connect(

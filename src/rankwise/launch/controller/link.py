@@ -16,14 +16,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from rankwise.errors import LaunchError
-from rankwise.launch.controller.coordinator import LOST_SECONDS
+from rankwise.errors import LaunchError, RankwiseError
+from rankwise.launch.controller.coordinator import LOST_SECONDS, STARTING_SECONDS
 from rankwise.launch.messages import (
     LARGEST_MESSAGE_BYTES,
     PURPOSE,
     Heartbeat,
     Hello,
     Message,
+    NodeStarting,
     decode,
     encode,
 )
@@ -39,8 +40,6 @@ CONNECT_TRY_SECONDS = 1.0
 """The limit of one attempt to connect, so that Ctrl-C is noticed in between."""
 CONNECT_NOTICE_SECONDS = 5.0
 """After how long a wait is logged."""
-STARTING_SECONDS = 120.0
-"""How long a launcher that listens may take to answer: it imports torch, perhaps from a slow disk on a busy machine."""
 
 
 class ControllerLost(ConnectionError):
@@ -283,6 +282,19 @@ def open_link(
             return ControllerLink(connection, hello)
         except (TimeoutError, ControllerLost) as error:
             wait.note_error(error)
+
+
+def announce(address: tuple[str, int], secret: bytes) -> None:
+    """Notify the coordinator that this machine's launcher has started; do nothing if it cannot be reached.
+
+    A job that waits for the return of a machine then waits until it has imported torch.
+    """
+    # The link, which is opened later, reports the same errors.
+    with (
+        contextlib.suppress(OSError, RankwiseError),
+        wire.open_connection(*address, secret, PURPOSE, STARTING_SECONDS) as connection,
+    ):
+        wire.send_frame(connection, encode(NodeStarting(hostname=socket.gethostname())))
 
 
 def _is_hopeless(error: Exception, host: str) -> bool:
