@@ -253,9 +253,11 @@ def _announced(job: JobAddress, options: LaunchOptions) -> Generator[None]:
     try:
         yield
     finally:
+        # Where this process was started with SIGCHLD ignored, the system removes a process that has exited.
         if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def _announce(job: JobAddress) -> NoReturn:
