@@ -244,12 +244,12 @@ def _announced(job: JobAddress, options: LaunchOptions) -> Generator[None]:
     In a process of its own, for at most as long as the block: the network must not delay a start, and the launcher may
     have no threads.
     """
-    pid = None
+    pid, launcher = None, os.getpid()
     if job.listener is None and options.can_restart:
         with suppress(OSError):
             pid = os.fork()
     if pid == 0:
-        _announce(job)
+        _announce(job, launcher)
     try:
         yield
     finally:
@@ -260,12 +260,13 @@ def _announced(job: JobAddress, options: LaunchOptions) -> Generator[None]:
                 os.waitpid(pid, 0)
 
 
-def _announce(job: JobAddress) -> NoReturn:
+def _announce(job: JobAddress, launcher: int) -> NoReturn:
     try:
         die_with_parent()
         from rankwise.launch.controller.link import announce  # noqa: PLC0415
 
-        announce(job.address, job.secret.encode())
+        if os.getppid() == launcher:
+            announce(job.address, job.secret.encode())
     finally:
         os._exit(0)
 
