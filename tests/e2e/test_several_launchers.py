@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,10 +47,12 @@ class Launchers:
         self.port = port
         self.processes: list[Started] = []
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> Started:
+    def start(
+        self, *words: str, env: dict[str, str] | None = None, program: tuple[str, str] = ("-m", "rankwise")
+    ) -> Started:
         """Start ``rankwise run --rendezvous ... words``."""
         meeting = ("run", "--rendezvous", f"127.0.0.1:{self.port}")
-        process = self.command.start_python("-m", "rankwise", *meeting, *words, env={**SECRET, **(env or {})})
+        process = self.command.start_python(*program, *meeting, *words, env={**SECRET, **(env or {})})
         self.processes.append(process)
         return process
 
@@ -253,3 +257,54 @@ def test_a_lost_rendezvous_ends_the_others(command: Command, launchers: Launcher
     _, said = second.communicate(timeout=30)
     assert second.returncode == 1
     assert "lost the rendezvous: its launcher has exited; every rank here has been terminated" in said
+
+
+HOLD_TORCH = """
+import os, sys
+def hold(event, arguments):
+    is_torch = event == "open" and "/torch/__init__." in str(arguments[0]).replace("__pycache__/", "")
+    if is_torch and os.path.exists("torch-may-be-imported"):
+        open("torch-may-be-imported").close()
+        os.remove("torch-may-be-imported")
+sys.addaudithook(hold)
+from rankwise.cli import main
+sys.exit(main())
+"""
+"""``rankwise``, whose import of torch waits until the test opens a named pipe: a machine that is busy without end."""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_restarted_launcher_is_waited_for_before_it_has_imported_torch(
+    command: Command, launchers: Launchers, number: int
+) -> None:
+    ending = """
+    import os, time
+    open(f"reached-{world.rank}", "w").close()
+    time.sleep(0 if os.path.exists("restarted") else 1000)
+"""
+    command.write("train.py", HELLO + ending)
+    words = ("-n", "1", "--nodes", "2", "--max-restarts", "1", "--node-rank")
+    pair = [launchers.start(*words, node, "train.py") for node in "01"]
+    deadline = time.monotonic() + 50
+    while len(list(command.folder.glob("reached-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pair[number].kill()
+    command.write("restarted", "")
+    torch_may_be_imported = command.folder / "torch-may-be-imported"
+    os.mkfifo(torch_may_be_imported)
+    # A variable that Python reads when it starts: a new process, which has not imported torch as those forked have.
+    program = ("-c", HOLD_TORCH)
+    pair[number] = launchers.start(*words, str(number), "train.py", program=program, env={"PYTHONHASHSEED": "0"})
+    waiting = pair[1 - number]
+    assert waiting.stderr is not None
+    said = ""
+    while "has started and is getting ready" not in said:
+        said = waiting.stderr.readline()
+        assert said, "the other launcher has ended"
+    assert (f"the launcher at 127.0.0.1:{launchers.port} has" in said) == (number == 0)
+    assert "libtorch" not in Path(f"/proc/{pair[number].pid}/maps").read_text(encoding="utf-8")
+    torch_may_be_imported.open("w").close()
+    outputs = [process.communicate(timeout=50) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    assert outputs[number][0] == f"{number} {number} 2 1\n"

@@ -19,6 +19,7 @@ from rankwise.launch.controller.coordinator import (
     LOST_SECONDS,
     PEERS_SECONDS,
     RETURN_SECONDS,
+    STARTING_SECONDS,
     Disconnect,
     Phase,
 )
@@ -246,6 +247,39 @@ def test_a_job_that_needs_a_lost_machine_waits_for_it_and_ends() -> None:
     scene.heartbeat_all_but("b", seconds=RETURN_SECONDS - 1)
     assert scene.sent() == []
     scene.heartbeat_all_but("b", seconds=2)
+    ((_, end),) = scene.sent(EndJob)
+    assert "never rejoined: waited 30 s" in end.what
+
+
+@pytest.mark.parametrize("is_loss_known", [True, False])
+def test_a_lost_machine_that_has_announced_itself_is_waited_for_longer(*, is_loss_known: bool) -> None:
+    scene = Scene((2, 2), max_restarts=3)
+    scene.node_joined("a")
+    scene.node_joined("b")
+    if not is_loss_known:
+        scene.coordinator.node_starting("b", scene.now)
+    scene.coordinator.node_lost("b", scene.now, "is gone")
+    scene.ranks_ended("a", 0)
+    if is_loss_known:
+        scene.coordinator.node_starting("b", scene.now)
+    scene.sent()
+    assert ("b has started and is getting ready" in text_to("a", scene)) is is_loss_known
+    scene.heartbeat_all_but("b", seconds=STARTING_SECONDS - 1)
+    assert scene.sent() == []
+    scene.heartbeat_all_but("b", seconds=2)
+    ((_, end),) = scene.sent(EndJob)
+    assert "never rejoined: waited 120 s" in end.what
+
+
+def test_an_announcement_counts_until_the_next_attempt() -> None:
+    scene = Scene((2, 2), max_restarts=3)
+    scene.coordinator.node_starting("b", scene.now)
+    scene.node_joined("a")
+    scene.node_joined("b")
+    scene.coordinator.node_lost("b", scene.now, "is gone")
+    scene.ranks_ended("a", 0)
+    scene.sent()
+    scene.heartbeat_all_but("b", seconds=RETURN_SECONDS + 1)
     ((_, end),) = scene.sent(EndJob)
     assert "never rejoined: waited 30 s" in end.what
 

@@ -65,6 +65,13 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeStarting:
+    """A launcher has started, and sends its hello over another connection once it has imported torch."""
+
+    hostname: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
     """The sender is alive; both ends send it."""
 
@@ -360,7 +367,7 @@ class SignalHost:
     signal: str
 
 
-FromAgent = Hello | RankFailed | RankDeparted | RanksEnded | NodeLeaves
+FromAgent = Hello | NodeStarting | RankFailed | RankDeparted | RanksEnded | NodeLeaves
 ToAgent = StartAttempt | StopAttempt | StopRank | RanksDeparted | ShowText | ReportFailure | Refuse | Wait | EndJob
 BothWays = Heartbeat | RequestStop | InspectRequest | InspectAnswer
 BetweenHosts = HostHere | HostSpec | Ready | SignalHost

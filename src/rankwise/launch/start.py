@@ -13,16 +13,17 @@ import importlib
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rankwise.errors import ConfigurationError
 from rankwise.launch.agent.output import Output
@@ -33,13 +34,15 @@ from rankwise.launch.fork_server.worker import run_rank, threads_per_rank
 from rankwise.launch.inspect.control_socket import ControlSocket
 from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
+from rankwise.launch.rendezvous import find
+from rankwise.store.wire import close_in_children
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
 from rankwise.world.environments.process import device_mask, in_kubernetes, nodes_of_job, read_launcher
-from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
+from rankwise.world.processes import die_with_parent, make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from rankwise.launch.controller.link import AgentLink
     from rankwise.launch.controller.server import JobServer
@@ -83,10 +86,15 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
         _make_folder(options.log_dir)
     if options.device == "cpu":
         os.environ.update({DEVICE_NAME: options.device, **HIDES_GPUS})
+    # Before torch is imported, which takes seconds on a busy machine: the others see that this one has started.
+    job = find(options) if job_address is None else job_address
+    if job.listener is not None:
+        close_in_children(job.listener)
     # Objects created by imports live as long as the process: collecting garbage among them only takes time.
     gc.disable()
     # Before the fork below: one import serves the launcher and every rank.
-    importlib.import_module("torch")
+    with _announced(job, options):
+        importlib.import_module("torch")
 
     folder = str(make_temporary_folder())
     # Readable when a rank has recorded a failure.
@@ -101,11 +109,11 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     )
     os.close(notify_write_end)
     try:
-        return _take_part(
-            target, options, reporter, job_address, folder=folder, server=server, notify_pipe=notify_read_end
-        )
+        return _take_part(target, options, reporter, job, folder=folder, server=server, notify_pipe=notify_read_end)
     finally:
         server.close()
+        if job.listener is not None:
+            job.listener.close()
         # Done by the server, unless it was killed.
         remove_temporary_folder(Path(folder))
 
@@ -176,7 +184,7 @@ def _take_part(
     target: Target,
     options: LaunchOptions,
     reporter: Reporter,
-    job_address: JobAddress | None,
+    job: JobAddress,
     *,
     folder: str,
     server: ForkServer,
@@ -188,10 +196,8 @@ def _take_part(
     from rankwise.launch.agent.agent import Agent  # noqa: PLC0415
     from rankwise.launch.agent.inspection import InspectService  # noqa: PLC0415
     from rankwise.launch.agent.ranks import LocalRanks  # noqa: PLC0415
-    from rankwise.launch.rendezvous import find  # noqa: PLC0415
 
     num_ranks, instances = _ranks_here(options)
-    job = find(options) if job_address is None else job_address
     output = Output(options.log_dir, controller=options.controller)
     with ExitStack() as closing:
         job_server = None if job.listener is None else _serve(job, job.listener, options)
@@ -230,6 +236,40 @@ def _take_part(
             output.say(f"{num_ranks} ranks finished in {_duration(time.monotonic() - started)}")
         reporter.end(ranks.failures)
         return exit_code
+
+
+@contextmanager
+def _announced(job: JobAddress, options: LaunchOptions) -> Generator[None]:
+    """Have a machine that serves the job know inside the block that this one has started: it may wait for its return.
+
+    In a process of its own, for at most as long as the block: the network must not delay a start, and the launcher may
+    have no threads.
+    """
+    pid, launcher = None, os.getpid()
+    if job.listener is None and options.can_restart:
+        with suppress(OSError):
+            pid = os.fork()
+    if pid == 0:
+        _announce(job, launcher)
+    try:
+        yield
+    finally:
+        # Where this process was started with SIGCHLD ignored, the system removes a process that has exited.
+        if pid is not None:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _announce(job: JobAddress, launcher: int) -> NoReturn:
+    try:
+        die_with_parent()
+        from rankwise.launch.controller.link import announce  # noqa: PLC0415
+
+        if os.getppid() == launcher:
+            announce(job.address, job.secret.encode())
+    finally:
+        os._exit(0)
 
 
 def _connect(

@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -24,7 +25,7 @@ from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
 
 if TYPE_CHECKING:
     from asyncio import StreamReader, StreamWriter
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 PROTOCOL = b"rankwise-wire/01"
 NONCE_BYTES = 32
@@ -41,6 +42,8 @@ ATTEMPT_SECONDS = 10.0
 """How long one attempt to connect lasts: the kernel's own pauses between attempts grow too long."""
 SILENCE_SECONDS = 30.0
 """After how long a server that sends nothing is not taken for rankwise's; it may just be slow."""
+SILENCE_POLL_SECONDS = 1.0
+"""How often a caller that follows the silence of a server is called."""
 GREETING_SECONDS = 2.0
 """How long a server may take to greet when only probed for being rankwise's."""
 ENDING_SECONDS = 10.0
@@ -265,7 +268,15 @@ class _Dropped(Exception):
         self.greeted = greeted
 
 
-def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_seconds: float) -> socket.socket:
+def open_connection(
+    host: str,
+    port: int,
+    secret: bytes,
+    purpose: str,
+    timeout_seconds: float,
+    *,
+    while_silent: Callable[[], None] | None = None,
+) -> socket.socket:
     """Return an authenticated connection, waiting until ``host:port`` is served.
 
     Args:
@@ -275,6 +286,8 @@ def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_s
         purpose: what the connection is for; it chooses the server's service, and is part of what is signed.
         timeout_seconds: until when to try again while nothing listens, the network cannot be reached, or the
             server is flooded.
+        while_silent: called every second while something has accepted the connection but has sent nothing. It may
+            raise, which takes the place of the time limit.
 
     Returns:
         A blocking socket without a timeout, positioned right after the handshake.
@@ -291,7 +304,7 @@ def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_s
     while True:
         left = max(deadline - time.monotonic(), FIRST_PAUSE_SECONDS)
         try:
-            return _connected(host, port, secret, purpose, left)
+            return _connected((host, port), secret, purpose, left, while_silent)
         except _Dropped as dropped:
             last: Exception = dropped
             now = time.monotonic()
@@ -307,14 +320,20 @@ def open_connection(host: str, port: int, secret: bytes, purpose: str, timeout_s
         pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
 
 
-def _connected(host: str, port: int, secret: bytes, purpose: str, limit_seconds: float) -> socket.socket:
-    sock = socket.create_connection((host, port), min(limit_seconds, ATTEMPT_SECONDS))
+def _connected(
+    address: tuple[str, int],
+    secret: bytes,
+    purpose: str,
+    limit_seconds: float,
+    while_silent: Callable[[], None] | None,
+) -> socket.socket:
+    sock = socket.create_connection(address, min(limit_seconds, ATTEMPT_SECONDS))
     try:
         prepare(sock)
         sock.settimeout(min(limit_seconds, SILENCE_SECONDS))
         nonce = new_nonce()
-        nonces = Nonces(client=nonce, server=_exchange_hellos(sock, nonce, purpose, (host, port)))
-        _prove(sock, secret, purpose, nonces, (host, port))
+        nonces = Nonces(client=nonce, server=_exchange_hellos(sock, nonce, purpose, address, while_silent))
+        _prove(sock, secret, purpose, nonces, address)
         sock.settimeout(None)
     except BaseException:
         sock.close()
@@ -332,9 +351,17 @@ def greets(host: str, port: int) -> bool:
     return True
 
 
-def _exchange_hellos(sock: socket.socket, nonce: bytes, purpose: str, address: tuple[str, int]) -> bytes:
+def _exchange_hellos(
+    sock: socket.socket,
+    nonce: bytes,
+    purpose: str,
+    address: tuple[str, int],
+    while_silent: Callable[[], None] | None,
+) -> bytes:
     try:
         send_frame(sock, hello(nonce, purpose))
+        while while_silent is not None and not select.select([sock], [], [], SILENCE_POLL_SECONDS)[0]:
+            while_silent()
         return parse_hello(receive_frame(sock, HANDSHAKE_FRAME_BYTES))[0]
     except (FrameTooLong, ValueError):
         raise _not_rankwise(*address, "its greeting is not that of this version of rankwise") from None

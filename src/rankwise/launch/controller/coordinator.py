@@ -52,6 +52,8 @@ LOST_SECONDS = 10.0
 """After how long without a heartbeat a machine is declared lost. A network cut of a few seconds is survived."""
 RETURN_SECONDS = 30.0
 """How long a job that cannot continue without a lost machine waits for it."""
+STARTING_SECONDS = 120.0
+"""How long a launcher that has started may take to take part: it imports torch, perhaps from a slow disk."""
 LAST_CALL_SECONDS = 30.0
 """How long a job that has enough machines waits for more at its start."""
 PEERS_SECONDS = 4.0
@@ -97,7 +99,6 @@ class Coordinator:
         self.phase = Phase.GATHERING
         self.min_nodes, self.max_nodes = nodes
         self._rendezvous = rendezvous
-        self._timeout_seconds = timeout_seconds
         self._max_restarts = max_restarts
         self._num_restarts = 0
         """After failures; those for machines that have joined or are lost do not count."""
@@ -106,7 +107,10 @@ class Coordinator:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._num_arrivals = 0
+        self._gathering_since = now
         self._deadline = now + timeout_seconds
+        self._starting_until = -math.inf
+        """Until when a machine that has announced itself is waited for."""
         self._last_call: float | None = None
         self._stop_requested = False
         self._why_incomplete = ""
@@ -141,6 +145,12 @@ class Coordinator:
             self._show("[rankwise] the ranks save at their next step and restart with it\n")
             self._request_save(f"{node.hostname} joined")
         self.tick(now)
+
+    def node_starting(self, hostname: str, now: float) -> None:
+        """A machine's launcher has started, and joins later."""
+        self._starting_until = now + STARTING_SECONDS
+        if self.phase is Phase.GATHERING and self._attempt is not None:
+            self._show(f"[rankwise] {hostname} has started and is getting ready\n")
 
     @property
     def attempt(self) -> int | None:
@@ -270,7 +280,7 @@ class Coordinator:
         is_time = not is_first or (self._last_call is not None and now >= self._last_call)
         if num_nodes == self.max_nodes or (num_nodes >= self.min_nodes and is_time):
             self._start()
-        elif num_nodes < self.min_nodes and now > self._deadline:
+        elif num_nodes < self.min_nodes and now > max(self._deadline, self._starting_until):
             self._give_up()
 
     def _start(self) -> None:
@@ -279,6 +289,7 @@ class Coordinator:
         self._attempt = Attempt(number=self._num_attempts, world_size=world_size)
         self._num_attempts += 1
         self.phase = Phase.RUNNING
+        self._starting_until = -math.inf
         first_rank = 0
         hostnames = tuple(member.node.hostname for member in members)
         ranks_per_node = tuple(member.node.num_ranks for member in members)
@@ -300,7 +311,7 @@ class Coordinator:
 
     def _give_up(self) -> None:
         which, here = missing_nodes(list(self._members.values()), self.min_nodes)
-        waited = RETURN_SECONDS if self._num_attempts else self._timeout_seconds
+        waited = max(self._deadline, self._starting_until) - self._gathering_since
         node_joined = "rejoined" if self._num_attempts else "joined"
         self._over(
             1,
@@ -376,6 +387,7 @@ class Coordinator:
     def _restart(self, reason: str, now: float) -> None:
         self._show(f"[rankwise] {reason}\n")
         self.phase = Phase.GATHERING
+        self._gathering_since = now
         self._deadline = now + RETURN_SECONDS
         if len(self._members) < self.min_nodes:
             self._show(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to rejoin\n")

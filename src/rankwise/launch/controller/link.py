@@ -16,14 +16,15 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from rankwise.errors import LaunchError
-from rankwise.launch.controller.coordinator import LOST_SECONDS
+from rankwise.errors import LaunchError, RankwiseError
+from rankwise.launch.controller.coordinator import LOST_SECONDS, STARTING_SECONDS
 from rankwise.launch.messages import (
     LARGEST_MESSAGE_BYTES,
     PURPOSE,
     Heartbeat,
     Hello,
     Message,
+    NodeStarting,
     decode,
     encode,
 )
@@ -195,6 +196,64 @@ class LocalLink:
 AgentLink = ControllerLink | LocalLink
 
 
+# -- the wait for a coordinator -----------------------------------------------------------------------------
+
+
+class _Wait:
+    """The wait for the coordinator of a job: what is shown of it, and when it is over."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        timeout_seconds: float,
+        *,
+        between: Callable[[], None],
+        show: Callable[[str], None],
+    ) -> None:
+        self._host, self._port = address
+        self._between = between
+        self._show = show
+        self._start = time.monotonic()
+        self._deadline = self._start + timeout_seconds
+        self._has_shown = False
+        self._is_starting = False
+
+    def note_error(self, error: Exception) -> None:
+        """Continue after an attempt to connect that failed; raise if it was the last."""
+        now = time.monotonic()
+        why = "nothing listens there yet" if isinstance(error.__cause__, ConnectionRefusedError) else str(error)
+        if now > self._deadline or _is_hopeless(error, self._host):
+            raise LaunchError(
+                f"The rendezvous {self._host}:{self._port} did not answer within {now - self._start:.0f} s.",
+                evidence=str(error),
+                do="start `rankwise run` on the first machine, or check the route to it: "
+                f"rankwise doctor, nc -vz {self._host} {self._port}",
+            ) from None
+        if now - self._start > CONNECT_NOTICE_SECONDS and not self._has_shown:
+            self._has_shown = True
+            self._show(f"[rankwise] waiting for the rendezvous at {self._host}:{self._port}: {why}\n")
+
+    def note_silence(self) -> None:
+        """Continue while a connection was accepted that nothing is sent over; raise if that takes too long.
+
+        A launcher listens before it imports torch, so its job will be served: the limit of the wait no longer applies.
+        """
+        self._between()
+        now = time.monotonic()
+        if not self._is_starting:
+            self._is_starting = True
+            self._deadline = max(self._deadline, now + STARTING_SECONDS)
+            self._show(f"[rankwise] the launcher at {self._host}:{self._port} has started and is getting ready\n")
+        if now > self._deadline:
+            raise LaunchError(
+                f"The rendezvous {self._host}:{self._port} accepts connections, but sent nothing within "
+                f"{now - self._start:.0f} s.",
+                evidence="its launcher has not finished importing torch, or another program listens there",
+                do="look at the output of `rankwise run` on the first machine, and at what listens there: "
+                f"ss -ltnp 'sport = :{self._port}' on {self._host}",
+            )
+
+
 def open_link(
     address: tuple[str, int],
     secret: bytes,
@@ -206,31 +265,36 @@ def open_link(
 ) -> ControllerLink:
     """Return a connection to the coordinator; retry until there is one.
 
-    Calls ``between``, which may raise, before each attempt, and shows a line if the wait is long.
+    Calls ``between``, which may raise, before each attempt and while one waits, and shows a line if the wait is long.
+    The time limit applies until something listens there; then it is at least ``STARTING_SECONDS`` more.
 
     Raises:
         LaunchError: nothing answered in time.
         SecretRefused: the coordinator has another secret.
     """
-    host, port = address
-    start = time.monotonic()
-    has_said = False
+    wait = _Wait(address, timeout_seconds, between=between, show=show)
     while True:
         between()
         try:
-            return ControllerLink(wire.open_connection(host, port, secret, PURPOSE, CONNECT_TRY_SECONDS), hello)
+            connection = wire.open_connection(
+                *address, secret, PURPOSE, CONNECT_TRY_SECONDS, while_silent=wait.note_silence
+            )
+            return ControllerLink(connection, hello)
         except (TimeoutError, ControllerLost) as error:
-            waited = time.monotonic() - start
-            if waited > timeout_seconds or _is_hopeless(error, host):
-                raise LaunchError(
-                    f"The rendezvous {host}:{port} did not answer within {waited:.0f} s.",
-                    evidence=str(error),
-                    do="start `rankwise run` on the first machine, or check the route to it: "
-                    f"rankwise doctor, nc -vz {host} {port}",
-                ) from None
-            if waited > CONNECT_NOTICE_SECONDS and not has_said:
-                has_said = True
-                show(f"[rankwise] waiting for the rendezvous at {host}:{port}: {error}\n")
+            wait.note_error(error)
+
+
+def announce(address: tuple[str, int], secret: bytes) -> None:
+    """Notify the coordinator that this machine's launcher has started; do nothing if it cannot be reached.
+
+    A job that waits for the return of a machine then waits until it has imported torch.
+    """
+    # The link, which is opened later, reports the same errors.
+    with (
+        contextlib.suppress(OSError, RankwiseError),
+        wire.open_connection(*address, secret, PURPOSE, STARTING_SECONDS) as connection,
+    ):
+        wire.send_frame(connection, encode(NodeStarting(hostname=socket.gethostname())))
 
 
 def _is_hopeless(error: Exception, host: str) -> bool:

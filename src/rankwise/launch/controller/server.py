@@ -31,6 +31,7 @@ from rankwise.launch.messages import (
     MessageError,
     Node,
     NodeLeaves,
+    NodeStarting,
     RankDeparted,
     RankFailed,
     RanksEnded,
@@ -143,6 +144,9 @@ class JobServer:
         except MessageError as error:
             _write(writer, refusal(error))
             return
+        if isinstance(hello, NodeStarting):
+            self._coordinator.node_starting(hello.hostname, time.monotonic())
+            self._flush()
         if not isinstance(hello, Hello):
             return
         node, why = hello.node, LAUNCHER_EXITED

@@ -26,7 +26,6 @@ from rankwise.launch.rendezvous import LOOPBACK, JobAddress, listen_towards
 from rankwise.launch.report.exit_code import shell_code
 from rankwise.launch.report.failure_report import TerminalReporter
 from rankwise.launch.start import launch
-from rankwise.store import wire
 from rankwise.version import VERSION
 from rankwise.world import network, processes
 from rankwise.world.environments.reading import SECRET_NAME
@@ -57,8 +56,6 @@ def main(token: str) -> NoReturn:
         caller.send(Ready(rendezvous=None if job is None else job.address))
         options = replace(spec.options, rendezvous=caller.receive(Ready).rendezvous)
         _fork_launcher(caller)
-        if job is not None and job.listener is not None:
-            wire.close_in_children(job.listener)
         reporter = _HostReporter(is_first=options.node_rank == 0)
         exit_code = launch(target, options, reporter, job)
         caller.send(EndJob(exit_code=exit_code, what=reporter.last_report))
