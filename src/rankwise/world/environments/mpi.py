@@ -131,7 +131,7 @@ PMI_ROW = _row(
     process_names_job=True,
     set_address="set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there",
 )
-# Source: userguide of MVAPICH2 2.3.7, section 12, and its src/pm/mpirun: mpispawn is the parent of ranks on a machine.
+# Source: "MPIRUN_RSH parameters" of the MVAPICH2 user guide. Its mpispawn is the parent of all ranks on a machine.
 MVAPICH2_ROW = _row(
     "mvapich2",
     "MVAPICH2",
@@ -141,7 +141,7 @@ MVAPICH2_ROW = _row(
     set_address="mpirun_rsh ... MASTER_ADDR=<machine of rank 0> MASTER_PORT=<a free port there> python train.py",
     overrules=SLURM,
 )
-# Source: lightning.fabric.plugins.environments.lsf, which names what jsrun sets; JSM also sets Open MPI's variables.
+# Source: lightning.fabric.plugins.environments.lsf, which lists what jsrun sets; it sets PMIx's variables too.
 JSRUN_ROW = _row(
     "jsrun",
     "jsrun",
@@ -161,8 +161,8 @@ FLUX_ROW = _row(
     set_address="flux run --env=MASTER_ADDR=<machine of rank 0> --env=MASTER_PORT=<a free port there> ...",
     overrules=SLURM,
 )
-# Source: scripts of the Argonne Leadership Computing Facility, whose mpiexec is HPE's PALS. With --pmi=pmix it sets no
-# PMI_SIZE.
+# Source: "Launching with HPE PALS" of Open MPI 6, and scripts for Argonne's Aurora and Polaris, whose mpiexec it is.
+# With --pmi=pmix it sets no PMI_SIZE.
 PALS_ROW = _row(
     "pals",
     "Cray PALS",
