@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 from launcher_variables import ALONE, HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN, facts, golden
@@ -20,9 +19,6 @@ from rankwise.launch.options import LaunchOptions
 from rankwise.launch.start import _with_scheduler as with_scheduler
 from rankwise.world.environments.process import of_one_process, read_launcher, read_process
 from rankwise.world.environments.table import explain, read
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TRAINJOB = {
     "PET_NNODES": "2",
@@ -130,9 +126,9 @@ JOINED = {
 
 
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Variables of the process, which begin as none."""
-    for name in os.environ:
+def only(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Variables of the process, of which there are none at first."""
+    for name in list(os.environ):
         monkeypatch.delenv(name)
     return monkeypatch
 
