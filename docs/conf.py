@@ -83,7 +83,7 @@ html_static_path = ["_static"]
 html_css_files = ["rankwise.css"]
 html_copy_source = False
 html_show_sourcelink = False
-html_js_files = [("search_chinese.js", {"priority": 100})] if is_chinese else []
+html_js_files = [("search_chinese.js", {"priority": 100}), "labels_chinese.js"] if is_chinese else []
 html_sidebars = {
     "**": [
         "sidebar/brand.html",

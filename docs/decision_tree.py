@@ -140,7 +140,7 @@ TREE = (
             ("several machines, with ssh", Call("rankwise run --hosts a,b …", "Several machines")),
             ("several machines, without ssh", Call("rankwise run --nodes 2 …", "Several machines")),
             ("Slurm", Call("rankwise submit --nodes 2 …", "Slurm")),
-            ("Kubernetes", Call("PyTorchJob", "Kubernetes")),
+            ("Kubernetes", Call("rankwise submit --kubernetes …", "Kubernetes")),
         ),
     ),
 )

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of pages that have a shape to show: ``python docs/page_pictures.py`` writes docs/images/*.svg.
+"""Draws the pictures of pages that have a shape to show into docs/images/, and in Chinese into docs/zh/images/.
 
-Sizes and times in them are in proportion, not measured. A test compares the files with what is drawn here.
+``python docs/page_pictures.py`` does this. Sizes and times in them are in proportion, not measured. A test compares the
+files with what is drawn here.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
     from rankwise.charts import Chart, Measured
 
-IMAGES = HERE / "images"
+FOLDERS = {"en": HERE / "images", "zh": HERE / "zh" / "images"}
 FORWARD, BACKWARD = 1.0, 2.0
 """How long a micro-batch takes on a stage."""
 
@@ -38,7 +41,7 @@ FORWARD, BACKWARD = 1.0, 2.0
 def collectives() -> tuple[Chart, list[tuple[str, str]]]:
     """Three ranks, each with a number, and what calls return to each."""
     head = ("value", "all_reduce(value)", "broadcast(value, 0)", "all_gather(value)")
-    rows = [("", [Cell("script", text, text) for text in head])]
+    rows = [("", [Cell("script", call.partition("(")[0], call) for call in head])]
     for rank in range(3):
         texts = (str(rank + 1), "6", "1", "[1, 2, 3]")
         styles = (f"key{rank}", "key4", "key0", "key4")
@@ -154,13 +157,76 @@ PICTURES: dict[str, tuple[str, Callable[[], tuple[Chart, list[tuple[str, str]]]]
 """The name of each file, its title, and what draws it."""
 
 
-def picture(name: str) -> str:
+CHINESE = {
+    "What each rank gets from three collectives": "三种集合通信给每个 rank 的结果",
+    "What each rank gets": "每个 rank 得到什么",
+    "value": "值",
+    "Memory of each rank, as the number of ranks grows": "rank 数增加时，每个 rank 占用的内存",
+    "Memory of each rank": "每个 rank 占用的内存",
+    "shard, {} ranks": "shard，{} 个 rank",
+    "parameters": "参数",
+    "gradients": "梯度",
+    "state of Adam": "Adam 的状态",
+    "Which part of two layers each rank computes": "每个 rank 计算两层中的哪一部分",
+    "Parts of two layers": "两层的各部分",
+    "up: outputs {}, {}": "up：输出 {}、{}",
+    "down: inputs {}, {}": "down：输入 {}、{}",
+    "A step of a pipeline: {} stages, {} micro-batches (GPipe)": "流水线的一步：{} 段，{} 个 micro-batch（GPipe）",
+    "A step of a pipeline": "流水线的一步",
+    "forward": "前向",
+    "backward": "反向",
+    "forward, stage {}, micro-batch {}: {} s": "前向，第 {} 段，micro-batch {}：{} s",
+    "backward, stage {}, micro-batch {}: {} s": "反向，第 {} 段，micro-batch {}：{} s",
+    "Eight steps on two sites: when they wait for the network": "两地的八步：什么时候等待网络",
+    "Exchanges over a slow network": "经过慢的网络的交换",
+    "every step": "每一步",
+    "a step": "一步",
+    "step {}": "第 {} 步",
+    "exchange": "交换",
+    "slow network": "慢的网络",
+    "Memory of a host with {} ranks, with AdamW": "有 {} 个 rank 的主机占用的内存，使用 AdamW",
+    "Memory of a host with {} ranks": "有 {} 个 rank 的主机占用的内存",
+    "a copy per rank": "每个 rank 一份",
+    "one copy": "一份",
+    "record to undo": "用于撤销的记录",
+    "state of AdamW": "AdamW 的状态",
+    "optimizer": "优化器",
+    "checkpoint": "检查点",
+    "The rows of a tensor, saved on {} ranks and loaded on others": "张量的各行：在 {} 个 rank 上保存，换 rank 数加载",
+    "Rows of a tensor": "一个张量的各行",
+    "saved on {}": "在 {} 个上保存",
+    "loaded on {}": "在 {} 个上加载",
+    "Layers on the devices of one process": "一个进程的各设备上的层",
+    "Layers on devices": "各设备上的层",
+    "disk": "磁盘",
+    "layer {}": "第 {} 层",
+}
+"""Each text with its numbers left out."""
+SAME = {"", "{}", "[{}, {}, {}]", "rank {}", "replicate", "up", "down", "every={}", "cpu", "cuda:{}"} | {
+    f"{call}{arguments}"
+    for call in ("all_reduce", "broadcast", "all_gather")
+    for arguments in ("", "(value)", "(value, {})")
+}
+"""What is written alike in both languages."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_TEXT = re.compile(r"(?<=<title>)[^<]*(?=</title>)|(?<=>)[^<>]*(?=</text>)|(?<= aria-label=\")[^\"]*(?=\")")
+
+
+def picture(name: str, language: str) -> str:
     """Return the text of a picture's file."""
     title, draw = PICTURES[name]
     chart, legend = draw()
-    return picture_of(chart, title, legend)
+    english = picture_of(chart, title, legend)
+    return english if language == "en" else _TEXT.sub(lambda found: in_chinese(found.group()), english)
+
+
+def in_chinese(text: str) -> str:
+    """Return a text of a picture in Chinese, its numbers kept."""
+    key = _NUMBER.sub("{}", unescape(text))
+    return text if key in SAME else CHINESE[key].format(*_NUMBER.findall(text))
 
 
 if __name__ == "__main__":
-    for name in PICTURES:
-        (IMAGES / f"{name}.svg").write_text(picture(name), encoding="utf-8")
+    for language, folder in FOLDERS.items():
+        for name in PICTURES:
+            (folder / f"{name}.svg").write_text(picture(name, language), encoding="utf-8")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws docs/images/speed-light.svg and speed-dark.svg: the time of rankwise relative to that of other tools.
+"""Draws speed-light.svg and speed-dark.svg: the time of rankwise relative to that of other tools.
+
+Into docs/images/, and in Chinese into docs/zh/images/.
 
 A bar ends in the middle of the ratios that were measured; a line across its end shows their range.
 
@@ -19,11 +21,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-IMAGES = Path(__file__).parent / "images"
-FIGURES = IMAGES / "speed.json"
+HERE = Path(__file__).parent
+FOLDERS = {"en": HERE / "images", "zh": HERE / "zh" / "images"}
+FIGURES = FOLDERS["en"] / "speed.json"
 TITLE = "Time relative to other tools on 2 CPU cores: shorter is faster, 1.0 is as fast"
+CHINESE = {
+    TITLE: "与其他工具的用时之比，2 个 CPU 核：越短越快，1.0 表示一样快",
+    "one training step on 2 ranks": "训练一步，2 个 rank",
+    "wide MLP": "宽 MLP",
+    "60 small layers": "60 个小层",
+    "3D UNet": "3D UNet",
+    "transformer": "transformer",
+    "sharded transformer": "分片的 transformer",
+    "around the step": "训练步之外",
+    "all_reduce, 25 MB": "all_reduce，25 MB",
+    "pause for a checkpoint": "保存检查点时的停顿",
+    "start of 8 ranks": "启动 8 个 rank",
+    "start of 2 ranks": "启动 2 个 rank",
+    "function on 2 ranks": "在 2 个 rank 上运行函数",
+    " against ": "，对比 ",
+    " to ": " 至 ",
+}
+EDITIONS: Mapping[str, Mapping[str, str]] = {"en": {text: text for text in CHINESE}, "zh": CHINESE}
 
 WIDTH = 760
 LEFT = 250
@@ -108,19 +129,22 @@ def written(figures: Sequence[Figure]) -> str:
     return f"[\n{lines}\n]\n"
 
 
-def draw(figures: Sequence[Figure], colors: Colors) -> str:
+def draw(figures: Sequence[Figure], colors: Colors, language: str) -> str:
     """Return the picture."""
+    words = EDITIONS[language]
     groups = [(name, list(bars)) for name, bars in groupby(figures, key=lambda figure: figure.group)]
     height = TOP + HEADING * len(groups) + PITCH * len(figures) + BOTTOM
-    ratios = "; ".join(f"{figure.label} against {figure.peer} {figure.ratio}" for figure in figures)
-    spoken = escape(f"{TITLE}. {ratios}")
+    spoken = "; ".join(
+        f"{words[figure.label]}{words[' against ']}{figure.peer} {_range_in(words, figure)}" for figure in figures
+    )
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     font = 'font-family="system-ui, sans-serif" font-size="13"'
-    one = LEFT + UNIT
+    one, title = LEFT + UNIT, words[TITLE]
+    spoken = escape(f"{title}. {spoken}")
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{spoken}" {font}>',
-        f'<text x="{WIDTH // 2}" y="18" text-anchor="middle" font-size="14" fill="{colors.text}">{TITLE}</text>',
-        *_bars(groups, colors),
+        f'<text x="{WIDTH // 2}" y="18" text-anchor="middle" font-size="14" fill="{colors.text}">{title}</text>',
+        *_bars(groups, colors, words),
         f'<path d="M{one} {TOP}V{height - BOTTOM}" stroke="{colors.faint}" stroke-dasharray="4 3"/>',
         f'<text x="{one}" y="{TOP - 6}" text-anchor="middle" fill="{colors.faint}">1.0</text>',
         "</svg>",
@@ -128,23 +152,28 @@ def draw(figures: Sequence[Figure], colors: Colors) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _bars(groups: Sequence[tuple[str, Sequence[Figure]]], colors: Colors) -> Iterator[str]:
+def _bars(groups: Sequence[tuple[str, Sequence[Figure]]], colors: Colors, words: Mapping[str, str]) -> Iterator[str]:
     y = TOP
     for name, figures in groups:
-        yield f'<text x="12" y="{y + 19}" font-weight="600" fill="{colors.text}">{escape(name)}</text>'
+        yield f'<text x="12" y="{y + 19}" font-weight="600" fill="{colors.text}">{escape(words[name])}</text>'
         y += HEADING
         for figure in figures:
             length = round(UNIT * figure.middle, 1)
             base = y + BAR - 3
             yield (
-                f'<text x="{LEFT - 10}" y="{base}" text-anchor="end" fill="{colors.text}">{escape(figure.label)}'
+                f'<text x="{LEFT - 10}" y="{base}" text-anchor="end" fill="{colors.text}">{escape(words[figure.label])}'
                 f'<tspan fill="{colors.faint}"> / {escape(figure.peer)}</tspan></text>'
             )
             yield f'<rect x="{LEFT}" y="{y}" width="{length:g}" height="{BAR}" rx="2" fill="{colors.bar}"/>'
             if figure.lowest < figure.highest:
                 yield _range(figure, y + BAR // 2, colors)
-            yield f'<text x="{WIDTH - 12}" y="{base}" text-anchor="end" fill="{colors.text}">{figure.ratio}</text>'
+            ratio = _range_in(words, figure)
+            yield f'<text x="{WIDTH - 12}" y="{base}" text-anchor="end" fill="{colors.text}">{ratio}</text>'
             y += PITCH
+
+
+def _range_in(words: Mapping[str, str], figure: Figure) -> str:
+    return figure.ratio.replace(" to ", words[" to "])
 
 
 def _range(figure: Figure, y: int, colors: Colors) -> str:
@@ -159,8 +188,9 @@ def main() -> None:
     if sys.argv[1:]:
         figures = taken_from([Path(table).read_text("utf-8") for table in sys.argv[1:]], figures)
         FIGURES.write_text(written(figures), encoding="utf-8")
-    for name, colors in COLORS.items():
-        (IMAGES / f"speed-{name}.svg").write_text(draw(figures, colors), encoding="utf-8")
+    for language, folder in FOLDERS.items():
+        for name, colors in COLORS.items():
+            (folder / f"speed-{name}.svg").write_text(draw(figures, colors, language), encoding="utf-8")
 
 
 if __name__ == "__main__":

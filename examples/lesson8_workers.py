@@ -67,7 +67,7 @@ def main() -> None:
             pace, weights[how] = rw.launch(train, how, workers, ranks=ranks)[0]
             curves[how].append((workers, pace))
         paces = ", ".join(f"{how} {curves[how][-1][1]:.0f} samples/s" for how in HOWS)
-        print(f"{workers} workers: {paces}")
+        print(f"{workers} worker{'s:' if workers > 1 else ': '} {paces}")
         print(f"           weights {weights['all_reduce']:.6f} by all_reduce, {weights['sync']:.6f} by sync")
     if options.plot:
         draw(options.plot, curves, x_label="workers", y_label="samples per second", title="Pace as workers grow")

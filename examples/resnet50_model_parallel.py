@@ -203,7 +203,8 @@ def main() -> int:
             split = ["layer3"] if world.world_size == 2 else None
             step = rw.pipeline(model, nn.functional.mse_loss, example=data[0][0], micro_batches=count, split=split)
             losses, times[count] = train(model, step, data)
-            rw.print(f"{count} micro-batches      losses {losses}   {times[count]:.3f} s per step")
+            what = "micro-batches" if count > 1 else "micro-batch"
+            rw.print(f"{count} {what:<18} losses {losses}   {times[count]:.3f} s per step")
             from_one = difference(model, one)
             rw.print(f"                     largest difference {from_one:.1e}")
             largest = max(largest, from_one)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links between the languages, whose pages Sphinx builds one tree at a time.
 
-On each page one to the same page in the other language, or to that language's first page where there is none; and those
-of Chinese pages to English ones: ``[text](../shard.md)``. An English page without a Chinese one is an error.
+On each page one to the same page in the other language, or to the first page of its folder where there is none, or to
+that language's first page; and those of Chinese pages to English ones: ``[text](../shard.md)``. An English page without
+a Chinese one is an error.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def add_link(
     """Put the other language's name and the address of its page into what a page is made of."""
     own = app.config.language
     (other,) = TREE_OF.keys() - {own}
-    page = pagename if (TREE_OF[other] / f"{pagename}.md").exists() else "index"
+    nearest = (pagename, PurePosixPath(pagename).with_name("index").as_posix(), "index")
+    page = next(one for one in nearest if (TREE_OF[other] / f"{one}.md").exists())
     up = "../" * ((FOLDER_OF[own] + pagename).count("/"))
     context["other_language"] = {"name": NAME_OF[other], "address": f"{up}{FOLDER_OF[other]}{page}.html"}

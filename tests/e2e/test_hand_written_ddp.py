@@ -75,6 +75,7 @@ if __name__ == "__main__":
 FAILING = {
     "nccl": (1, 'dist.init_process_group("nccl")', "NCCL needs GPUs"),
     "device": (1, "torch.cuda.set_device(0)", "this rank sees no GPU"),
+    "no wrapper": (2, "torch.nn.Linear(1, 1).module", "model in place of model.module"),
     "model on a gpu": (1, 'torch.nn.Linear(1, 1).to("cuda")', "this rank sees no GPU"),
     "sampler first": (
         1,

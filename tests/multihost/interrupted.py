@@ -2,7 +2,7 @@
 """The script of a job that is stopped and resumed: trains from the newest checkpoint, slowly until notified.
 
 Argument: the folder. Rank 0 says in ``begun`` that a run is under way; the file ``hurry`` ends the waiting between
-steps; each rank writes what it came to. Tests import ``train`` for the one-rank run.
+steps; each rank writes what it came to, which tests compare with the one-rank run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rankwise as rw
+from rankwise.testing import run_ranks
 
 EPOCHS = 40
 NUM_SAMPLES = 61
@@ -23,6 +24,7 @@ STEP_SECONDS = 0.03
 """How long a step takes at least, so that a run is stopped before it ends."""
 STEPS_BEFORE_BEGUN = 4
 Parameters = dict[str, torch.Tensor]
+TOLERANCE = 1e-10
 
 
 def train(world: rw.World, folder: Path | None = None) -> Parameters:
@@ -46,6 +48,18 @@ def train(world: rw.World, folder: Path | None = None) -> Parameters:
                 if world.rank == 0 and num_steps == STEPS_BEFORE_BEGUN:
                     (folder / "begun").touch()
     return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def largest_difference(left: Parameters, right: Parameters) -> float:
+    """Return the largest difference, relative to the largest element of each tensor."""
+    return max(((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-3)).item() for k in right)
+
+
+def check_resumed(folder: Path, num_ranks: int) -> None:
+    """Hold what the interrupted run came to against the undisturbed one of one rank."""
+    expected = run_ranks(train, 1)[0].get()
+    for rank in range(num_ranks):
+        assert largest_difference(torch.load(folder / f"{rank}.pt"), expected) < TOLERANCE
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import interrupted
 import pytest
 import torch
+from interrupted import TOLERANCE, check_resumed, largest_difference
 from training import CASES, Parameters, train_all
 
 from rankwise.testing import run_ranks
@@ -21,9 +21,16 @@ from tests import plain_script
 if TYPE_CHECKING:
     from slurm import Slurm
 
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+ON_THIS_CLUSTER = {
+    "--partition=gpu": "--partition=main",
+    "#SBATCH --gpus-per-node=4\n": "",
+    "--cpus-per-task=32": "--cpus-per-task=2",
+    "run -n 4 train.py": f"run -n 1 {Path(__file__).with_name('interrupted.py')} .",
+}
+"""What differs from the page's cluster: its partition, GPUs and CPUs, and the script."""
 TRAINING = Path(__file__).with_name("training.py")
 INTERRUPTED = Path(__file__).with_name("interrupted.py")
-TOLERANCE = 1e-10
 NUM_RANKS = 4
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
 
@@ -32,11 +39,6 @@ SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1")
 def reference() -> list[Parameters]:
     """What one rank comes to."""
     return run_ranks(train_all, 1)[0].get()
-
-
-def largest_difference(left: Parameters, right: Parameters) -> float:
-    """Return the largest difference, relative to the largest element of each tensor."""
-    return max(((left[k] - right[k]).abs().max() / right[k].abs().max().clamp(min=1e-3)).item() for k in right)
 
 
 def check_trained(folder: Path, reference: list[Parameters], num_ranks: int) -> None:
@@ -128,13 +130,6 @@ def test_two_agents_on_a_machine_are_one_too_many(slurm: Slurm) -> None:
     assert "srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py" in ran.stderr
 
 
-def check_resumed(folder: Path, num_ranks: int) -> None:
-    """Hold what the interrupted run came to against the undisturbed one of one rank."""
-    expected = run_ranks(interrupted.train, 1)[0].get()
-    for rank in range(num_ranks):
-        assert largest_difference(torch.load(folder / f"{rank}.pt"), expected) < TOLERANCE
-
-
 @pytest.mark.timeout(180)
 def test_a_step_that_is_asked_to_stop_saves_and_its_job_resumes_there(slurm: Slurm, tmp_path: Path) -> None:
     # Exported as many people have it, for other libraries: these agree with the step's own.
@@ -158,6 +153,33 @@ def test_a_step_that_is_asked_to_stop_saves_and_its_job_resumes_there(slurm: Slu
     assert said.count("ended with") == 2, said
     assert "stopped early because of SIGUSR2, and saved" in said
     assert len(list((tmp_path / "net").iterdir())) == 1
+    check_resumed(tmp_path, 2)
+
+
+@pytest.mark.timeout(180)
+def test_the_batch_script_of_the_page_saves_and_puts_its_job_back_into_the_queue(slurm: Slurm, tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("```bash\n#!/bin/bash\n")[2].partition("```")[0]
+    for there, here in ON_THIS_CLUSTER.items():
+        assert there in text
+        text = text.replace(there, here)
+    (tmp_path / "train.sbatch").write_text("#!/bin/bash\n" + text, encoding="utf-8")
+    activate = tmp_path / "venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f"PATH={Path(sys.executable).parent}:$PATH\n", encoding="utf-8")
+    # Environment modules are a function of the shell.
+    there = {"HOME": str(tmp_path), "BASH_FUNC_module%%": "() { echo module $*; }"}
+    ran = slurm.run("sbatch", "--parsable", "train.sbatch", cwd=tmp_path, env=there)
+    assert ran.exit_code == 0, ran.stderr
+    job_id = ran.stdout.strip()
+    slurm.await_file(tmp_path / "begun")
+    slurm.run("scancel", "--signal=USR2", job_id)
+    slurm.skip_begin_time(job_id)
+    (tmp_path / "hurry").touch()
+    job = slurm.await_job(job_id, lambda job: job["JobState"] in {"COMPLETED", "FAILED"})
+    said = (tmp_path / f"train-{job_id}.log").read_text(encoding="utf-8")
+    assert job["JobState"] == "COMPLETED", said
+    assert said.count("module load cuda") == 2, said
+    assert "stopped early because of SIGUSR2, and saved" in said
     check_resumed(tmp_path, 2)
 
 
@@ -207,6 +229,39 @@ def test_each_task_of_a_step_reports_its_launcher_and_all_are_examined_together(
     assert [(facts["rank"], facts["world_size"], facts["source"]) for facts in read["ranks"]] == expected
     assert [facts["machine"]["hostname"] for facts in read["ranks"]] == slurm.hosts.hostnames
     assert "error" not in {finding["level"] for finding in read["findings"]}
+
+
+TASK = """
+import os, sys, time
+from pathlib import Path
+folder, number = Path(sys.argv[1]), os.environ["SLURM_ARRAY_TASK_ID"]
+(folder / f"task-{number}").touch()
+while not (folder / "task-0").exists() or not (folder / "task-1").exists():
+    time.sleep(0.02)
+if os.environ["SLURM_JOB_ID"] == os.environ["SLURM_ARRAY_JOB_ID"]:
+    (folder / f"asked-{number}").touch()
+    sys.exit(75)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_task_of_an_array_that_was_asked_to_stop_requeues_itself_alone(slurm: Slurm, tmp_path: Path) -> None:
+    """The number of one task's job is that of the whole array."""
+    (tmp_path / "task.py").write_text(TASK)
+    command = (sys.executable, "-m", "rankwise", "submit", "--sbatch=--array=0-1", "task.py", str(tmp_path))
+    ran = slurm.run(*command, cwd=tmp_path)
+    assert ran.exit_code == 0, ran.stderr
+    job_id = slurm.run("squeue", "-h", "-o", "%F").stdout.split()[0]
+    assert f"[rankwise] it is an array, whose jobs have a log each; to see them: squeue -j {job_id}\n" in ran.stderr
+    slurm.await_job(f"{job_id}_0", lambda _: any(tmp_path.glob("asked-*")))
+    (asked,) = (path.name.removeprefix("asked-") for path in tmp_path.glob("asked-*"))
+    slurm.await_job(f"{job_id}_{asked}", lambda job: job["Restarts"] == "1")
+    other = slurm.job(f"{job_id}_{1 - int(asked)}")
+    slurm.run("scancel", job_id)
+    for task in range(2):
+        slurm.await_job(f"{job_id}_{task}", lambda job: job["JobState"] == "CANCELLED")
+    assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
 
 
 def test_an_error_of_slurm_is_shown_with_its_own_text(slurm: Slurm, tmp_path: Path) -> None:

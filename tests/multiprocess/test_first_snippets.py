@@ -45,8 +45,9 @@ def _block_of(page: str, language: str) -> str:
         ("docs/zh/index.md", "diff", LOOP),
         ("README.md", "diff", ""),
         ("README.md", "python", ""),
+        ("docs/first-steps.md", "python", ""),
     ],
-    ids=["front page", "Chinese front page", "README's change", "README's script"],
+    ids=["front page", "Chinese front page", "README's change", "README's script", "first steps"],
 )
 def test_a_snippet_trains_on_an_accelerator_as_written(tmp_path: Path, page: str, language: str, rest: str) -> None:
     script = tmp_path / "train.py"

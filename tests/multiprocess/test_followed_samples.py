@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +15,13 @@ from replicas import TOLERANCE, Parameters, largest_difference
 from said import listening
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 
 import rankwise as rw
 from rankwise import testing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rankwise.world.facts import World
 
@@ -140,6 +142,46 @@ def test_samples_in_the_second_dim_of_a_square_batch_are_found(num_workers: int)
     expected = one_rank(_on_sequences, 0)
     for result in testing.run_ranks(_on_sequences, 2, num_workers):
         assert largest_difference(result.get(), expected) < TOLERANCE
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randn(4 * LENGTH, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator()))
+
+
+def _on_a_stream(_: World, collate: Callable[[list[torch.Tensor]], torch.Tensor]) -> tuple[Parameters, list[str]]:
+    """Train on a rank's part of as many sequences as they are long; dropout comes before anything else."""
+    torch.manual_seed(0)
+    model = rw.replicate(nn.Sequential(nn.Dropout(0.4), nn.Linear(WIDTH, 1)).double())
+    loader = rw.DataLoader(_Stream(), global_batch_size=2 * LENGTH, collate_fn=collate)
+    with listening() as said:
+        return _trained(model, loader, lambda m, x: m(x).square().mean()), list(said)
+
+
+def test_samples_of_a_stream_are_found_in_the_second_dim() -> None:
+    expected = one_rank(_on_a_stream, _sequence_first)[0]
+    for result in testing.run_ranks(_on_a_stream, 2, _sequence_first):
+        got, said = result.get()
+        assert largest_difference(got, expected) < TOLERANCE
+        assert not [one for one in said if CANNOT_BE_FOLLOWED in one]
+
+
+def _on_joined_rows(_: World, *, is_stream: bool, compare_samples: bool) -> list[str]:
+    """Train on rows of several samples one after another, with as many features as a rank has samples."""
+    model = rw.replicate(nn.Sequential(nn.Dropout(0.4), nn.Linear(WIDTH, 1)).double())
+    data = _Stream() if is_stream else list(torch.randn(4 * WIDTH, LENGTH, WIDTH, dtype=torch.float64))
+    loader = rw.DataLoader(
+        data, global_batch_size=2 * WIDTH, collate_fn=torch.cat, compare_samples=compare_samples, remainder="drop"
+    )
+    with listening() as said:
+        _trained(model, loader, lambda m, x: m(x).square().mean())
+    return [one for one in said if CANNOT_BE_FOLLOWED in one]
+
+
+@pytest.mark.parametrize(("is_stream", "compare_samples"), [(False, True), (False, False), (True, True)])
+def test_features_as_many_as_the_samples_are_not_taken_for_them(is_stream: bool, compare_samples: bool) -> None:
+    train = partial(_on_joined_rows, is_stream=is_stream, compare_samples=compare_samples)
+    assert len(testing.run_ranks(train, 2)[0].get()) == 1
 
 
 class Views(nn.Module):

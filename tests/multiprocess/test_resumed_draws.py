@@ -208,4 +208,4 @@ def test_ranks_with_states_of_their_own_get_them_on_as_many_ranks(tmp_path: Path
     (drawn, said), *_ = [one.get() for one in testing.run_ranks(_own_states, 3, folder, True)]
     assert drawn == saved[0][0]  # as seeded
     assert len(said) == 1
-    assert "torch, Python, NumPy had a state of their own on each of 2 ranks" in said[0]
+    assert "torch, Python, NumPy were not restored: the checkpoint has one state for each of its 2 ranks" in said[0]

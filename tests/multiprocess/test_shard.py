@@ -96,6 +96,53 @@ def test_training_is_as_on_one_device(
         assert largest_part <= 0.7 if world_size > 1 else largest_part == 1
 
 
+class _Scaled(Deep):
+    """With a parameter of the outermost module, which torch keeps between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, seldom=True) * self.factor
+
+
+def _train_clearing_late(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """Clear gradients between forward and backward; run forward and take a norm between backward and the step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    norms = []
+    for _ in range(3):
+        outputs = model(x)
+        model.zero_grad()
+        (outputs - y).square().mean().backward()
+        model(x)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+        optimizer.step()
+    return norms
+
+
+def _sharded_clearing_late(world: World, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = shard(built(_Scaled), **options)
+    x, y = batches((4,))[0]
+    rank, world_size = world.rank, world.world_size
+    norms = _train_clearing_late(model, part(x, rank, world_size), part(y, rank, world_size))
+    return whole(model), norms
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": [Block]}, {"reshard_after_forward": False}, {"reshard_after_forward": False, "recompute": True}],
+)
+def test_the_model_shows_the_shards_between_forward_and_backward(options: dict[str, Any]) -> None:
+    plain = built(_Scaled)
+    expected_norms = _train_clearing_late(plain, *batches((4,))[0])
+    for result in testing.run_ranks(_sharded_clearing_late, 2, options):
+        parameters, norms = result.get()
+        assert norms == pytest.approx(expected_norms, rel=1e-10)
+        assert largest_difference(parameters, whole(plain)) <= TOLERANCE
+
+
 MICROSTEPS = ((5, 3, 1), (4, 4), (2,))
 """Samples of each microstep of each accumulation, over all ranks."""
 

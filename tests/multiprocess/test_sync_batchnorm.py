@@ -170,7 +170,7 @@ def _per_rank(_: World, how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("pipeline", "1 takes its statistics per micro-batch of each copy; GroupNorm makes the result that of one"),
+        ("pipeline", "'1' takes its statistics per micro-batch of each copy; GroupNorm makes the result that of one"),
         ("shard", "call model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before shard()"),
     ],
 )

@@ -110,6 +110,7 @@ def test_an_option_is_not_guessed_from_its_beginning(capsys: pytest.CaptureFixtu
     ("words", "told"),
     [
         (["--nproc-per-node", "2"], "use -n, the number of ranks on this machine"),
+        (["--nprocs", "2"], "use -n, the number of ranks on this machine"),
         (["--nproc_per_node=2"], "use -n, the number of ranks on this machine"),
         (["--standalone"], "leave it out"),
         (["--rdzv_endpoint=a:1"], "use --rendezvous HOST:PORT, where the machines meet"),

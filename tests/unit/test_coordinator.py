@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from rankwise.launch.controller.coordinator import (
     Phase,
 )
 from rankwise.launch.messages import EndJob, Node, Refuse, ReportFailure, RequestStop, StopAttempt, Wait
+from rankwise.launch.report import failure
 
 
 def test_a_job_starts_when_all_machines_have_come() -> None:
@@ -340,6 +342,17 @@ def test_being_asked_to_stop_outlives_a_failure() -> None:
     scene.rank_failed("a", 0, ValueError("boom"), 0)
     scene.ranks_ended("a", 0, failed(ValueError("boom"), 0))
     assert [one.exit_code for _, one in scene.sent(EndJob)] == [75]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGSEGV, 139)])
+def test_a_rank_of_an_evicted_pod_that_cannot_save_leaves_the_job_one_to_be_tried_again(
+    number: signal.Signals, expected: int
+) -> None:
+    scene = Scene((1, 1))
+    scene.node_joined("a")
+    scene.coordinator.request_stop("SIGTERM")
+    scene.ranks_ended("a", 0, failure.from_exit(1, -number, 5.0))
+    assert [one.exit_code for _, one in scene.sent(EndJob)] == [expected]
 
 
 @pytest.mark.parametrize(("nodes", "goes_on"), [((1, 2), True), ((2, 2), False)])

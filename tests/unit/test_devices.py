@@ -18,7 +18,8 @@ from rankwise.launch.start import num_ranks_here
 from rankwise.world.device import accelerator, choice, kinds, streams
 from rankwise.world.device.choice import Sight, index_of, refuse_unequipped
 
-SOURCE = Path(__file__).parents[2] / "src" / "rankwise"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "rankwise"
 EXCEPTIONS = {
     "auto/settings.py": {"cuda"},  # torch.backends.cuda, whose flags a script may set on any machine
     # Horovod's function, which scripts call.
@@ -77,6 +78,12 @@ def test_one_room_alone_names_a_type_of_accelerator() -> None:
         if not name.startswith("world/device/") and (names := _names_cuda(path.read_text())):
             found[name] = names
     assert found == EXCEPTIONS
+
+
+def test_no_example_takes_an_accelerator_that_is_not_there() -> None:
+    # Without check_available=True torch names the one it was built for, also on a machine that has none.
+    files = [*(ROOT / "examples").glob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    assert [path.name for path in files if "current_accelerator()" in path.read_text(encoding="utf-8")] == []
 
 
 class Here:

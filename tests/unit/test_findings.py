@@ -368,7 +368,26 @@ def test_of_two_ranks_one_is_named_only_if_it_causes_most_of_the_waiting() -> No
         for one, two in zip(first, second, strict=True)
     ]
     # Two thirds: with more ranks that would be enough.
-    assert [one.kind for one in found(by_turns)] == ["turns"]
+    assert [(one.kind, one.cause) for one in found(by_turns)] == [("turns", None)]
+
+
+@pytest.mark.parametrize(("queued", "cause"), [(0.006, "shared processor"), (0.003, None)])
+def test_ranks_that_wait_in_turn_for_a_processor_are_said_to_share_it(queued: float, cause: str | None) -> None:
+    halves = [job(2, slow=rank, more={BACKWARD: 0.01}, queued=queued) for rank in (0, 1)]
+    by_turns = [
+        Record(
+            facts=one.facts,
+            steps=[mine if mine.number % 2 else other for mine, other in zip(one.steps, two.steps, strict=True)],
+            notes=[],
+            now=one.now,
+        )
+        for one, two in zip(*halves, strict=True)
+    ]
+    (finding,) = found(by_turns)
+    assert (finding.kind, finding.cause) == ("turns", cause)
+    assert ("other processes use their processors too" in words.finding_in_words(finding, "en")) == (cause is not None)
+    assert ("处理器还被其他进程占用" in words.finding_in_words(finding, "zh")) == (cause is not None)
+    assert ("cores of your own" in words.advice(finding, "en")) == (cause is not None)
 
 
 def test_one_rank_alone_exchanges_nothing() -> None:

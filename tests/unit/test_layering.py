@@ -58,6 +58,8 @@ FACES = (
     "launch.hosts.ssh",
     "launch.inspect.control_socket",
     "launch.inspect.stacks",
+    "launch.job_size",
+    "launch.kubernetes",
     "launch.messages",
     "launch.options",
     "launch.report.failure_report",

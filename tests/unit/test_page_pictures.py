@@ -14,7 +14,8 @@ DRAWING = runpy.run_path(str(DOCS / "page_pictures.py"))
 
 @pytest.mark.parametrize("name", DRAWING["PICTURES"])
 def test_a_picture_is_what_is_drawn_and_on_a_page(name: str) -> None:
-    kept = (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8")
-    assert kept == DRAWING["picture"](name), "run python docs/page_pictures.py"
-    pages = [page.name for page in DOCS.glob("*.md") if f"](images/{name}.svg)" in page.read_text(encoding="utf-8")]
-    assert len(pages) == 1
+    for language, folder in DRAWING["FOLDERS"].items():
+        kept = (folder / f"{name}.svg").read_text(encoding="utf-8")
+        assert kept == DRAWING["picture"](name, language), "run python docs/page_pictures.py"
+        pages = folder.parent.glob("*.md")
+        assert sum(f"](images/{name}.svg)" in page.read_text(encoding="utf-8") for page in pages) == 1

@@ -23,6 +23,20 @@ FIRST_PAGE = (
     "failing.md#when-a-rank-hangs",
     "slurm.md",
 )
+ORIGINS = {
+    "DataParallel": "from-dataparallel.md",
+    "DDP": "from-ddp.md",
+    "torchrun": "from-torchrun.md",
+    "Slurm": "slurm.md",
+    "model parallelism": "course/7-model-parallel.md",
+    "torch.distributed.rpc": "from-rpc.md",
+    "MegEngine": "from-megengine.md",
+    "MONAI": "from-monai.md",
+    "Horovod": "from-horovod.md",
+    "Accelerate": "from-accelerate.md",
+}
+"""What people come from, and the page written for them."""
+CHINESE_ORIGINS = {"model parallelism": "模型并行"}
 
 
 @pytest.mark.parametrize("name", sorted(rankwise.__all__))
@@ -52,6 +66,16 @@ def test_a_page_begins_with_what_it_is_for_and_a_snippet(path: Path) -> None:
 @pytest.mark.parametrize("target", FIRST_PAGE)
 def test_the_first_page_leads_to_what_is_asked_for_most(target: str) -> None:
     assert f"]({target})" in (DOCS / "index.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+@pytest.mark.parametrize(("page", "names"), [("index.md", {}), ("zh/index.md", CHINESE_ORIGINS)], ids=["en", "zh"])
+def test_the_first_page_names_what_people_come_from_next_to_its_page(
+    page: str, names: dict[str, str], origin: str
+) -> None:
+    rows = [line.split("|") for line in (DOCS / page).read_text("utf-8").splitlines() if line.startswith("| ")]
+    name, link = names.get(origin, origin), f"]({ORIGINS[origin]})"
+    assert [wish for _, wish, pages, _ in rows if name in wish and link in pages]
 
 
 @pytest.mark.parametrize("number", ["0003", "0016", "0020"])

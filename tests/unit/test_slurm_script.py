@@ -57,6 +57,12 @@ def test_the_script_is_this() -> None:
     assert batch_script(options, "/env/python", ["train.py", "--name", "two words"]) == SCRIPT
 
 
+@pytest.mark.parametrize("option", ["--array=0-3", "-a0-3"])
+def test_a_task_of_an_array_requeues_itself_alone(option: str) -> None:
+    script = batch_script(JobOptions(more=[option]), "python", ["train.py"])
+    assert "\n    scontrol requeue ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID\n" in script
+
+
 def test_the_shown_command_runs_in_bash(tmp_path: Path) -> None:
     script = batch_script(JobOptions(job_name='a "name"'), "/a folder/python", ["it's.py", "$HOME"])
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=True)

@@ -34,13 +34,14 @@ def chart() -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", ["light", "dark"])
 def test_the_picture_is_drawn_from_the_figures(chart: Any, name: str) -> None:
-    drawn = chart.draw(chart.read(), chart.COLORS[name])
-    assert (chart.IMAGES / f"speed-{name}.svg").read_text("utf-8") == drawn, "run make chart"
+    for language, folder in chart.FOLDERS.items():
+        drawn = chart.draw(chart.read(), chart.COLORS[name], language)
+        assert (folder / f"speed-{name}.svg").read_text("utf-8") == drawn, "run make chart"
 
 
 def test_a_bar_ends_in_the_middle_of_its_range(chart: Any) -> None:
     figures = chart.read()
-    drawn = chart.draw(figures, chart.COLORS["dark"])
+    drawn = chart.draw(figures, chart.COLORS["dark"], "en")
     widths = [float(width) for width in re.findall(r'<rect .*?width="([\d.]+)"', drawn)]
     one = re.search(r'<path d="M(\d+) ', drawn)
     assert one is not None
@@ -52,7 +53,9 @@ def test_a_bar_ends_in_the_middle_of_its_range(chart: Any) -> None:
 
 def test_a_line_shows_the_range_of_a_bar(chart: Any) -> None:
     figures = [figure for figure in chart.read() if figure.lowest < figure.highest]
-    lines = re.findall(r'<path class="range" d="M([\d.]+) \d+H([\d.]+)M', chart.draw(figures, chart.COLORS["light"]))
+    lines = re.findall(
+        r'<path class="range" d="M([\d.]+) \d+H([\d.]+)M', chart.draw(figures, chart.COLORS["light"], "en")
+    )
     ends = [tuple((float(x) - chart.LEFT) / chart.UNIT for x in line) for line in lines]
     assert figures
     assert ends == [pytest.approx((figure.lowest, figure.highest), abs=1e-3) for figure in figures]

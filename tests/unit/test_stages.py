@@ -394,7 +394,7 @@ def test_a_picture_shows_every_span_and_the_bubble(tmp_path: Path) -> None:
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
     # The title, the legend, a row per rank with the numbers of its micro-batches, and the axis of time.
     assert texts == [
-        "1f1b: 2 stages on 2 ranks, 1 micro-batches, 600 ms, bubble 50%", "forward", "backward",
+        "1f1b: 2 stages on 2 ranks, 1 micro-batch, 600 ms, bubble 50%", "forward", "backward",
         "rank 0", "0", "0", "rank 1", "0", "0", "0 s", "150 ms", "300 ms", "450 ms", "600 ms",
     ]  # fmt: skip
     longer = MeasuredStep("1f1b", 1, (ActionSpan(0, FORWARD, 0, 0, 0.0, 3.14),))

@@ -1132,6 +1132,39 @@ def check_fsdp() -> None:
     assert fsdp.whole_of(one).grad is None
 
 
+@canary(
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_forward",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_backward",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.is_unsharded",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.reshard",
+    f"{FSDP}._fsdp_param.FSDPParam._setattr_on_modules",
+    since=SHARD,
+)
+@alone()
+def check_what_the_modules_of_a_group_hold() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from rankwise.torch_private import fsdp
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh, reshard_after_forward=False)
+    shard = model.weight
+    (group,) = fsdp.groups_of(model)
+    fsdp.show_shards_between_passes(group)
+    held: list[object] = []
+    model.register_forward_hook(lambda *_: held.append(model.weight is shard))
+    for value in (1.0, 2.0):
+        nn.init.constant_(shard, value)
+        output = model(torch.ones(1, 2))
+        assert output.tolist() == [[2 * value]]
+        assert model.weight is shard
+    output.register_hook(lambda _: held.append(model.weight is shard))
+    output.sum().backward()
+    assert held == [True, True, False]
+    assert shard.grad.to_local().tolist() == [[1.0, 1.0]]
+
+
 @canary(f"{FSDP}._fsdp_param_group.RegisterPostBackwardFunction")
 @alone()
 def check_the_node_of_a_block() -> None:

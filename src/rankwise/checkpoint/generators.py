@@ -83,8 +83,9 @@ def generators_restorer(
     def restore() -> None:
         if unfit:
             log(
-                f"the random number generators of {', '.join(unfit)} had a state of their own on each of "
-                f"{len(of_ranks[unfit[0]])} ranks: on {ranks.world_size} they keep the one that the script has set"
+                f"the random number generators of {', '.join(unfit)} were not restored: the checkpoint has one state "
+                f"for each of its {len(of_ranks[unfit[0]])} ranks, and this job has {ranks.world_size}; this matters "
+                "only if the script draws from them"
             )
         resume()
         for name in saved["in_loop"]:

@@ -37,6 +37,8 @@ class Command:
 
 _OURS = {
     "nproc-per-node": "use -n, the number of ranks on this machine",
+    "nproc": "use -n, the number of ranks on this machine",
+    "nprocs": "use -n, the number of ranks on this machine",
     "num-processes": "use -n, the number of ranks on this machine",
     "nnodes": "use --nodes, the number of machines",
     "num-machines": "use --nodes, the number of machines",
@@ -49,7 +51,7 @@ _OURS = {
     "rdzv-id": "leave it out; --rendezvous is all that the machines need",
     "standalone": "leave it out; ranks on one machine need no option for this",
 }
-"""Options of torchrun and accelerate, and their equivalents here."""
+"""Options of torchrun, accelerate and others, and their equivalents here."""
 
 
 COUNTS = ("-n", "-np", "--nproc", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
@@ -131,7 +133,7 @@ def add_option(
     add_argument(flag, dest=name, help=text, **words | own)
 
 
-def values_of(kind: type[T], options: argparse.Namespace, **own: object) -> T:
+def values_of(kind: type[T], options: argparse.Namespace, /, **own: object) -> T:
     """Return a dataclass with the options that have the names of its fields; ``own`` takes precedence."""
     given = vars(options) | own
     return kind(**{one.name: given[one.name] for one in fields(kind) if one.name in given})

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``rankwise run`` and ``rankwise submit``: a script on several ranks, from here or as a Slurm job.
+"""``rankwise run`` and ``rankwise submit``: a script on several ranks, from here or as a job of Slurm or Kubernetes.
 
-Their options and how they are translated. Starts nothing, writes no script and does not call Slurm itself.
+Their options and how they are translated. Starts nothing, writes no script and calls neither scheduler itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,12 @@ from rankwise.cli.arguments import (
     values_of,
 )
 from rankwise.errors import ConfigurationError
+from rankwise.launch import kubernetes
 from rankwise.launch.fork_server.entrypoint import find_target
+from rankwise.launch.job_size import SAVE_SECONDS
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import RecordingReporter, TerminalReporter
-from rankwise.launch.slurm import SAVE_SECONDS, JobOptions, batch_script, follow, submit
+from rankwise.launch.slurm import JobOptions, batch_script, follow, submit
 from rankwise.launch.start import launch
 from rankwise.log import WARNING, YELLOW, colored
 from rankwise.world.environments.process import REPORT_OFF, asked_report, asked_torch_store
@@ -252,48 +255,91 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add("ranks_per_node", "ranks on each machine (default: one per GPU, else one)", metavar="N")
     add("gpus_per_node", "GPUs on each machine (default: 0)", metavar="N")
     add("cpus_per_rank", "CPU cores for each rank (default: 1)", metavar="N")
+    add("job_name", "name of the job (default: the name of the script)", metavar="NAME", default=None)
+    add(
+        "save_seconds",
+        "notify the ranks to save this long before the time limit, or before an evicted pod is killed; 0: never "
+        f"(default: {SAVE_SECONDS})",
+        metavar="S",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the script or manifest and submit nothing")
+    add = partial(add_option, parser.add_argument_group("Slurm").add_argument, JobOptions)
     add("time", "time limit, in sbatch's format: 2:00:00, 1-12 (days-hours)", metavar="LIMIT")
     add("partition", "partition to run in", metavar="NAME")
     add("account", "account to charge", metavar="NAME")
-    add("job_name", "name of the job (default: the name of the script)", metavar="NAME", default=None)
     add("output", "the job's log (default: NAME-%%j.log; %%j is its number)", metavar="FILE")
     add(
-        "save_seconds",
-        f"notify the ranks to save this long before the time limit; 0: never (default: {SAVE_SECONDS})",
-        metavar="S",
-    )
-    parser.add_argument(
-        "--sbatch",
-        dest="more",
+        "more",
+        "another option of sbatch, as --sbatch=--qos=high; may be repeated",
+        flag="--sbatch",
         action="append",
         default=[],
         metavar="OPTION",
-        help="another option of sbatch, as --sbatch=--qos=high; may be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the script for sbatch and submit nothing")
+    group = parser.add_argument_group("Kubernetes")
+    group.add_argument("--kubernetes", action="store_true", help="create a job on Kubernetes, with kubectl")
+    add = partial(add_option, group.add_argument, kubernetes.KubernetesOptions, default=None)
+    add("kind", "a plain indexed Job, a JobSet, or a TrainJob of Kubeflow (default: job)")
+    add("image", "container image with Python, rankwise and the script", metavar="NAME")
+    add("claim", "a volume claim, and where each pod mounts it, such as runs:/work/runs", metavar="NAME:/PATH")
     add_command(parser)
 
 
+ONLY_SLURM = ("time", "partition", "account", "output", "more")
+ONLY_KUBERNETES = ("kind", "image", "claim")
+
+
 def _submit(options: argparse.Namespace) -> int:
-    """Check the command, submit it, follow the job, and return its exit code."""
+    """Check the command, submit it, and return the exit code."""
     # Now rather than when the job starts, perhaps an hour later.
     refuse_misplaced_count(options, "rankwise submit", "--ranks-per-node", options.ranks_per_node)
-    find_target(options.target, options.arguments, is_module=options.module)
-    name = options.target.rpartition(".")[2] if options.module else Path(options.target).stem
-    job = values_of(JobOptions, options, job_name=options.job_name or name)
+    name, others = ("Kubernetes", ONLY_SLURM) if options.kubernetes else ("Slurm", ONLY_KUBERNETES)
+    for option in others:
+        if getattr(options, option):
+            raise ConfigurationError(
+                f"--{'sbatch' if option == 'more' else option} is not an option of a job on {name}.",
+                do="remove it" if options.kubernetes else "remove it, or add --kubernetes",
+            )
     dashes = ["--"] if options.target.startswith("-") else []
     words = [*(["-m"] if options.module else []), *dashes, options.target, *options.arguments]
+    name = options.target.rpartition(".")[2] if options.module else Path(options.target).stem
+    return (_submit_to_kubernetes if options.kubernetes else _submit_to_slurm)(options, name, words)
+
+
+def _submit_to_slurm(options: argparse.Namespace, name: str, words: list[str]) -> int:
+    """Submit a job, follow it, and return its exit code."""
+    find_target(options.target, options.arguments, is_module=options.module)
+    job = values_of(JobOptions, options, job_name=options.job_name or name)
     script = batch_script(job, sys.executable, words)
     if options.dry_run:
         sys.stdout.write(script)
         return 0
     job_id = submit(script)
     sys.stderr.write(f"[rankwise] job {job_id} has been submitted\n")
+    if job.is_array:
+        sys.stderr.write(f"[rankwise] it is an array, whose jobs have a log each; to see them: squeue -j {job_id}\n")
+        return 0
     try:
         return follow(job_id, _show_job)
     except KeyboardInterrupt:
         sys.stderr.write(f"\n[rankwise] job {job_id} continues; to cancel it: scancel {job_id}\n")
         return INTERRUPTED
+
+
+def _submit_to_kubernetes(options: argparse.Namespace, name: str, words: list[str]) -> int:
+    """Create a job, or print its manifest. Its script is in the image, and need not be here."""
+    if options.image is None:
+        raise ConfigurationError(
+            "--kubernetes needs the container image to run.", do="pass --image registry.example.org/train:1"
+        )
+    job_name = options.job_name or re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    job = values_of(kubernetes.KubernetesOptions, options, job_name=job_name, kind=options.kind or "job")
+    if options.dry_run:
+        sys.stdout.write(kubernetes.manifest_text(job, words))
+        return 0
+    sys.stdout.write(kubernetes.submit(job, words))
+    sys.stderr.write(kubernetes.next_commands(job))
+    return 0
 
 
 def _show_job(text: str) -> None:
@@ -305,18 +351,20 @@ def _show_job(text: str) -> None:
 SUBMIT = Command(
     name="submit",
     usage="rankwise submit [options] script.py [arguments]\n       rankwise submit [options] -m module [arguments]",
-    help="run a script as a Slurm job",
+    help="run a script as a job of Slurm or Kubernetes",
     description="""\
-Run a training script or a module as a Slurm job, and show its output until it ends.
+Run a training script or a module as a Slurm job, and show its output until it ends; or create a job on Kubernetes.
 
-Before the time limit, and if the job is preempted, the ranks save and stop at one step that all agree on, and
-the job is requeued; it then continues with the next step. This needs a rankwise.Checkpointer that was
-given the rankwise.DataLoader of the loop. Ctrl-C stops the output, not the job. The exit code is that of the job.""",
+Before the time limit, and if the job is preempted or a pod is evicted, the ranks save and stop at one step that all
+agree on, and the job is started again; it then continues with the next step. This needs a rankwise.Checkpointer that
+was given the rankwise.DataLoader of the loop. Ctrl-C stops the output, not the job. The exit code is that of the job;
+with --kubernetes the command ends when the job has been created.""",
     epilog="""\
 examples:
   rankwise submit --nodes 8 --gpus-per-node 4 --time 12:00:00 train.py --lr 0.1
   rankwise submit --nodes 2 --ranks-per-node 16 --partition cpu -m pkg.train
-  rankwise submit --nodes 8 --time 1-0 --sbatch=--qos=high --dry-run train.py   show the script only""",
+  rankwise submit --nodes 8 --time 1-0 --sbatch=--qos=high --dry-run train.py   show the script only
+  rankwise submit --kubernetes --image registry.example.org/train:1 --nodes 8 --gpus-per-node 4 train.py""",
     add_options=_add_submit_options,
     execute=_submit,
 )

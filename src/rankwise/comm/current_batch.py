@@ -51,10 +51,9 @@ class CurrentBatch:
         dims = [dim for dim, size in enumerate(tensor.shape) if size == self.num]
         if self.dims is None:
             return 0 if dims[:1] == [0] else None
-        if len(dims) > 1:
-            found = self.dims().get(path)
-            return found if found in dims else None
-        return dims[0] if dims else None
+        # Also where a single dim has the size: it may be that of something else, as of the features of joined rows.
+        found = self.dims().get(path) if dims else None
+        return found if found in dims else None
 
 
 @dataclass

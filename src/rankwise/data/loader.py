@@ -217,7 +217,7 @@ class DataLoader(StepSource, EpochPosition):
         stop_signals = current().preemption.signals
         in_process = num_workers == 0 or columns is not None
         prober = None
-        if compare_samples and not isinstance(self._source, StreamSource):
+        if not isinstance(self._source, StreamSource):
             prober = Prober(self._source, None if in_process else options, self._where, stop_signals)
         settings = self._compared_facts(compare_samples=compare_samples)
         check_with_peers(settings, dataset if compares else None, prober if compares else None)
@@ -268,7 +268,10 @@ class DataLoader(StepSource, EpochPosition):
         else:
             collate = collate_fn or default_collate
         if self._is_stream:
-            return StreamSource(self.dataset, collate, self._shards, self.seed, self._where, compares=compares)
+            finds_dims = collate_fn is not None and not self._is_ready
+            return StreamSource(
+                self.dataset, collate, self._shards, self.seed, self._where, compares=compares, finds_dims=finds_dims
+            )
         # The samples of a dataset of batches are whole batches, on every rank.
         collates = "samples" if self._is_ready else "batches"
         return SampleSource(self.dataset, collate, self.seed, self._where, collates)
@@ -433,9 +436,11 @@ class DataLoader(StepSource, EpochPosition):
         return (read._replace(batch=pin(read.batch)) for read in fetched)
 
     def _compared(self, fetched: Iterator[FetchedBatch], epoch: int, start: int) -> Iterator[FetchedBatch]:
-        """Yield a stream's batches after comparing the first one with the other ranks'."""
+        """Yield a stream's batches; the first one is compared with the other ranks', and shows the dims of samples."""
         for one in fetched:
             session = current_or_none()
+            if one.dims is not None:
+                self._dims = partial(dict[str, int], one.dims)
             if one.described and session is not None:
                 try:
                     check_same_block(f"{self._number}/{epoch}/{start}", one.described, session.world.node_rank)

@@ -30,7 +30,7 @@ from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.tensors.arrays import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
 
     from rankwise.data.shards import BatchRequest, Shards
 
@@ -150,6 +150,8 @@ class FetchedBatch(NamedTuple):
     """The comparable values of a stream's global batch; empty if it is not compared."""
     num_given: int | None = None
     """Samples of the global batch, if the dataset returned it as one."""
+    dims: Mapping[str, int] | None = None
+    """Which dim of each tensor in a stream's batches holds the samples, if a function of the user's makes them."""
 
 
 class MapSource(Protocol):
@@ -227,18 +229,7 @@ class SampleSource:
         """Return the dim of each tensor in a batch, by its path, that grows by one with each sample."""
         with generators_kept():
             (sample,) = self._read(0, np.array([0]))
-            one, two = (
-                dict(tensors_in(self._collated([copy.deepcopy(sample) for _ in range(num)], [0] * num)))
-                for num in (1, 2)
-            )
-        found: dict[str, int] = {}
-        for path, tensor in one.items():
-            more = two[path].shape if path in two else ()
-            sizes = zip(tensor.shape, more, strict=True) if tensor.dim() == len(more) else ()
-            grown = [(dim, many - few) for dim, (few, many) in enumerate(sizes) if few != many]
-            if [by for _, by in grown] == [1]:
-                found[path] = grown[0][0]
-        return found
+            return _dims_of_samples(sample, lambda samples: self._collated(samples, [0] * len(samples)))
 
     def _read(self, epoch: int, indices: npt.NDArray[np.int64]) -> list[Any]:
         seeds = sample_seeds(self._seed, epoch, indices).tolist()
@@ -265,9 +256,18 @@ class StreamSource:
     """An iterable dataset; every rank reads all of it and keeps its part of each global batch."""
 
     def __init__(
-        self, dataset: Iterable[Any], collate: Collate, shards: Shards, seed: int, where: str, *, compares: bool = False
+        self,
+        dataset: Iterable[Any],
+        collate: Collate,
+        shards: Shards,
+        seed: int,
+        where: str,
+        *,
+        compares: bool = False,
+        finds_dims: bool = False,
     ) -> None:
         self._compares = compares
+        self._finds_dims = finds_dims
         self._dataset = dataset
         self._collate = collate
         self._shards = shards
@@ -279,7 +279,7 @@ class StreamSource:
 
         The stream draws from its own generators, seeded for the epoch, so that one that shuffles yields the same order
         on every rank and the training loop's generators are unaffected. The first global batch is also described, to
-        be compared between ranks.
+        be compared between ranks, and has the dims that hold the samples.
 
         Raises:
             DatasetError: the stream or the collate function raised; that error is the cause.
@@ -294,7 +294,16 @@ class StreamSource:
             if number % num_workers == worker:
                 # Before the collate function, which may change the samples.
                 described = describe_block(block) if self._compares and number == 0 else ""
-                yield FetchedBatch(position, self._part_of(block), described)
+                dims = self._dims_of(block[0]) if self._finds_dims and number == 0 else None
+                yield FetchedBatch(position, self._part_of(block), described, dims=dims)
+
+    def _dims_of(self, sample: Any) -> dict[str, int]:
+        """Return the dims that grow with a sample; none if the collate function fails on two equal samples."""
+        try:
+            with generators_kept():
+                return _dims_of_samples(sample, lambda samples: collated(self._collate, samples, self._where))
+        except Exception:  # noqa: BLE001 - the collate function is the user's
+            return {}
 
     def _blocks(self, position: int) -> Iterator[list[Any]]:
         size = self._shards.global_batch_size
@@ -316,6 +325,19 @@ class StreamSource:
             if low < high:
                 return collated(self._collate, block[low:high], self._where)
             return _of_no_samples(block[0], lambda samples: collated(self._collate, samples, self._where))
+
+
+def _dims_of_samples(sample: Any, collate: Collate) -> dict[str, int]:
+    """Return the dim of each tensor in a batch, by its path, that grows by one when ``sample`` is there twice."""
+    one, two = (dict(tensors_in(collate([copy.deepcopy(sample) for _ in range(num)]))) for num in (1, 2))
+    found: dict[str, int] = {}
+    for path, tensor in one.items():
+        more = two[path].shape if path in two else ()
+        sizes = zip(tensor.shape, more, strict=True) if tensor.dim() == len(more) else ()
+        grown = [(dim, many - few) for dim, (few, many) in enumerate(sizes) if few != many]
+        if [by for _, by in grown] == [1]:
+            found[path] = grown[0][0]
+    return found
 
 
 def _of_no_samples(sample: Any, collate: Collate) -> Batch:

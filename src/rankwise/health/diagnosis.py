@@ -79,8 +79,9 @@ def peer_left(world: World, what: str, number: int, event: Left) -> PeerMissing:
         where=str(world),
         evidence=f"this rank is at collective {number}; rank {rank} left "
         + (f"after collective {event.last}" if event.last is not None else "before it"),
-        do="run the same number of steps on every rank: iterate over rankwise.DataLoader, and decide whether to skip "
-        "a step or stop with rankwise.mean(loss, len(x)), which is the same on every rank",
+        do="make this call on every rank, not below `if world.rank == 0:`; in a loop, take as many steps on every "
+        "rank: iterate over rankwise.DataLoader, and decide whether to skip a step or stop with "
+        "rankwise.mean(loss, len(x)), which is the same on every rank",
     )
 
 

@@ -148,7 +148,8 @@ def _waiting(table: StepTable, hostnames: Sequence[str], network: SlowNetwork | 
     elif len(hosts) > 1 and by_host >= total * (DOMINANT if len(hosts) > 2 else DOMINANT_OF_TWO):  # noqa: PLR2004
         ranks, seconds, hostname = of_host, by_host, hostnames[worst]
     else:
-        return [_finding(table, "turns", total)] if total >= TURNS_SHARE * float(table.seconds.mean()) else []
+        is_much = total >= TURNS_SHARE * float(table.seconds.mean())
+        return [_finding(table, "turns", total, cause=_cause_of_turns(table, total))] if is_much else []
     names = tuple(table.ranks[index] for index in ranks)
     cause = _cause_of(table, ranks)
     # A parameter cannot be divided: that update is no shorter on another rank.
@@ -156,9 +157,24 @@ def _waiting(table: StepTable, hostnames: Sequence[str], network: SlowNetwork | 
     return [_finding(table, "slow ranks", seconds, gain, ranks=names, hostname=hostname, cause=cause)]
 
 
+def _cause_of_turns(table: StepTable, waiting: float) -> Cause | None:
+    """Return why ranks wait in turn, if it is that the slowest of each step waits for a processor.
+
+    The others of such a machine wait for theirs, too, so the slowest is not compared with them.
+    """
+    slowest = _work(table).argmax(axis=0)
+    queued = float(table.queued[slowest, np.arange(len(slowest))].mean())
+    return "shared processor" if queued >= LEAST_QUEUED * waiting else None
+
+
+def _work(table: StepTable) -> Floats:
+    """Return [rank, step]: the time in which a rank does not wait for others."""
+    return table.seconds - table.parts[:, :, EXCHANGE]
+
+
 def _more_work(table: StepTable) -> Floats:
     """Return [rank]: how much longer than the median of the others each works, in seconds per step."""
-    work = (table.seconds - table.parts[:, :, EXCHANGE]).mean(axis=1)
+    work = _work(table).mean(axis=1)
     others = [np.median(np.delete(work, rank)) for rank in range(table.num_ranks)]
     return np.maximum(work - others, 0.0)
 

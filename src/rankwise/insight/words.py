@@ -60,7 +60,8 @@ _ADVICE: dict[Language, dict[str, str]] = {
         "data": "raise num_workers of the loader, or move its files to a disk as fast as that of the others",
         "more samples": "give every rank equally many samples: use rankwise.DataLoader with global_batch_size, or "
         "samples of similar length",
-        "shared processor": "end the other processes on its cores, or ask the scheduler for cores of your own",
+        "shared processor": "end the other processes on these cores, start fewer ranks, or ask the scheduler for "
+        "cores of your own",
         "stopped": "look for what stops it (a debugger, a batch system, a limit of its container on processor time), "
         "or what its model or optimizer waits for (a lock, a file, a network, a sleep): rankwise stacks shows it",
         "swapping": "give it more memory, or make it use less: fewer workers, smaller batches, rankwise.share(dataset)",
@@ -90,7 +91,7 @@ _ADVICE: dict[Language, dict[str, str]] = {
     "zh": {
         "data": "增大 loader 的 num_workers，或把它的文件放到和其他 rank 一样快的磁盘上",
         "more samples": "让每个 rank 的样本一样多：用 rankwise.DataLoader 的 global_batch_size，或让样本长度相近",
-        "shared processor": "结束占用它的核的其他进程，或向调度系统申请独占的核",
+        "shared processor": "结束占用这些核的其他进程，减少 rank 数，或向调度系统申请独占的核",
         "stopped": "找出是什么暂停了它（调试器、批处理系统、容器的处理器时间限制），或它的模型、优化器在等什么"
         "（锁、文件、网络、sleep）：rankwise stacks 可以看到",
         "swapping": "给它更多内存，或减少占用：减少 worker、减小 batch size、rankwise.share(dataset)",
@@ -199,7 +200,7 @@ def finding_in_words(finding: Finding, language: Language) -> str:
     if language == "zh":
         return {
             "slow ranks": f"{share} 的时间里所有 rank 都在等待 {names}，{cause}。",
-            "turns": f"{share} 的时间里各个 rank 轮流互相等待。",
+            "turns": f"{share} 的时间里各个 rank 轮流互相等待{_of_turns(finding, language)}。",
             "data": f"{share} 的时间里每个 rank 都在等待数据。",
             "exchange": f"{share} 的时间用于 rank 之间传输数据{network}。",
             "checkpoint": f"{share} 的时间用于写检查点。",
@@ -207,12 +208,21 @@ def finding_in_words(finding: Finding, language: Language) -> str:
         }[finding.kind]
     return {
         "slow ranks": f"{share} of the time all wait for {names}, {cause}.",
-        "turns": f"{share} of the time ranks wait for one another in turn.",
+        "turns": f"{share} of the time ranks wait for one another in turn{_of_turns(finding, language)}.",
         "data": f"{share} of the time every rank waits for its data.",
         "exchange": f"{share} of the time is spent sending data between ranks{network}.",
         "checkpoint": f"{share} of the time is spent writing checkpoints.",
         "shifted": "the ranks have taken different numbers of steps, so that who waits for whom cannot be told.",
     }[finding.kind]
+
+
+def _of_turns(finding: Finding, language: Language) -> str:
+    """Return why ranks wait in turn, if it is known, as the second half of a sentence."""
+    if finding.cause is None:
+        return ""
+    if language == "zh":
+        return "，因为它们的处理器还被其他进程占用"
+    return ", since other processes use their processors too"
 
 
 def _network_in_words(network: SlowNetwork, language: Language) -> str:
@@ -260,6 +270,8 @@ def advice(finding: Finding, language: Language) -> str:
     told = _ADVICE[language]
     if finding.kind == "slow ranks":
         words = told[finding.cause or "slower"]
+    elif finding.kind == "turns" and finding.cause:
+        words = told[finding.cause]
     elif finding.network:
         words = told["network" if finding.network.extent == "all" else "slow link"]
     else:

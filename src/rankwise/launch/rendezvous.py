@@ -59,7 +59,8 @@ def find(options: LaunchOptions) -> JobAddress:
     listener = None
     if seen.listens_on is not None and options.node_rank in {None, 0}:
         listener = _listen(seen.listens_on, number, options.node_rank)
-    interface = interface_to(seen.address) if options.interface is None else known_interface(options.interface)
+    way = seen.way or seen.address
+    interface = interface_to(way) if options.interface is None else known_interface(options.interface)
     if listener is not None:
         number = listener.getsockname()[1]
     return JobAddress(
@@ -99,16 +100,23 @@ class _SeenFromHere:
     """The rendezvous as this machine sees it."""
 
     address: str
-    """The address to connect to."""
+    """The address to connect to, or the name of a pod, which is looked up for each connection."""
     listens_on: str | None
     """The address to listen on, if this machine may be the host."""
+    way: str = ""
+    """Where ``address`` is a name: an address on the same network."""
     notice: str = ""
 
 
 def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
-    found = network.resolve(host)
+    try:
+        found = network.resolve(host)
+    except ConfigurationError:
+        if not in_kubernetes():
+            raise
+        found = []  # the name of a pod is known once that has started
     outside = [address for address in found if not network.is_loopback(address)]
-    if not outside:
+    if found and not outside:
         # Debian maps the machine's own name to 127.0.1.1 in /etc/hosts; Kubernetes operators tell the first
         # pod that rank 0 is localhost.
         is_itself = options.node_rank == 0 or (options.node_rank is None and host == socket.gethostname())
@@ -117,14 +125,17 @@ def _seen_from_here(host: str, options: LaunchOptions) -> _SeenFromHere:
         if host in {*found, "localhost"}:
             return _SeenFromHere(address=found[0], listens_on=found[0])
         raise network.loopback_name(host, found)
+    if outside and network.is_own(outside[0]):
+        return _SeenFromHere(address=outside[0], listens_on=outside[0])
+    if in_kubernetes():
+        # The name of a service in front of this pod, or of a pod that has just started, and of its predecessor.
+        if options.node_rank == 0 or (options.node_rank is None and host.partition(".")[0] == socket.gethostname()):
+            return _every_interface(host, options)
+        way = outside[0] if outside else network.main_address() or LOOPBACK
+        return _SeenFromHere(address=host, listens_on=None, way=way)
     address = outside[0]
-    if network.is_own(address):
-        return _SeenFromHere(address=address, listens_on=address)
     if options.node_rank != 0:
         return _SeenFromHere(address=address, listens_on=None)
-    if in_kubernetes():
-        # The name may belong to a service in front of this pod.
-        return _every_interface(host, options)
     raise ConfigurationError(
         f"This is node 0, but the rendezvous {host} is another machine.",
         where=socket.gethostname(),
@@ -137,7 +148,7 @@ def _every_interface(host: str, options: LaunchOptions) -> _SeenFromHere:
     address = network.main_address() or LOOPBACK
     if options.interface is not None:
         address = next(iter(_addresses_on(options.interface)), address)
-    notice = f"[rankwise] {host} is not an address at which others reach this machine; listening on every interface\n"
+    notice = f"[rankwise] {host} is not known here as an address of this machine; listening on every interface\n"
     return _SeenFromHere(address=address, listens_on=EVERY_INTERFACE, notice=notice)
 
 

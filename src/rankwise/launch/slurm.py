@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.health.preemption import STOPPED_EXIT_CODE
+from rankwise.launch.job_size import JobSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SAVE_SECONDS = 120
 SLACK_SECONDS = 60
 """How much earlier than requested Slurm may send its signal (sbatch(1), ``--signal``)."""
 
@@ -49,57 +49,33 @@ SHORT_NAMES = {
 }
 """The directives that sbatch's short options set, of those that rankwise writes."""
 OPPOSITES = {"no-requeue": "requeue"}
+OWN_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+"""One task of an array: the SLURM_JOB_ID of one of them is that of the whole array."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobOptions:
+class JobOptions(JobSize):
     """The options of a Slurm job. ``None`` leaves the choice to the cluster."""
 
-    nodes: int = 1
-    ranks_per_node: int | None = None
-    """``None``: one per GPU, or one if no GPUs are requested."""
     time: str | None = None
     """In sbatch's format: ``2:00:00``."""
     partition: str | None = None
     account: str | None = None
-    gpus_per_node: int = 0
-    cpus_per_rank: int = 1
-    job_name: str = "rankwise"
     output: str | None = None
     """The job's log file, with sbatch's patterns; ``NAME-%j.log`` by default."""
-    save_seconds: int = SAVE_SECONDS
-    """How long before the time limit the ranks are notified to save and stop; 0: never."""
     more: Sequence[str] = ()
     """Further options of sbatch, each complete: ``--qos=high``."""
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("cpus_per_rank", 1), ("gpus_per_node", 0), ("save_seconds", 0)):
-            if getattr(self, name) < least:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigurationError(
-                    f"{option} must be >= {least}, got {getattr(self, name)}.",
-                    do=f"pass {option} {least} or more, or remove it",
-                )
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ConfigurationError(f"--ranks-per-node must be >= 1, got {self.ranks_per_node}.", do="pass 1 or more")
-        if 0 < self.gpus_per_node < self.num_ranks:
-            raise ConfigurationError(
-                f"{self.num_ranks} ranks per node need one GPU each, but --gpus-per-node is {self.gpus_per_node}.",
-                do=f"pass --ranks-per-node {self.gpus_per_node}, or --gpus-per-node {self.num_ranks}",
-            )
+        JobSize.__post_init__(self)  # super() does not work in a class with slots that is made by dataclass()
         self._check_words()
         self._check_more()
         self._check_time()
 
     @property
-    def num_ranks(self) -> int:
-        """The number of ranks per node."""
-        return self.ranks_per_node or self.gpus_per_node or 1
-
-    @property
-    def cpus_per_node(self) -> int:
-        """The number of CPU cores for each node's agent and its ranks."""
-        return self.num_ranks * self.cpus_per_rank
+    def is_array(self) -> bool:
+        """Whether several jobs are submitted at once, each with a number of its own."""
+        return any(directive_name(option) in {"array", "-a"} for option in self.more)
 
     def _check_words(self) -> None:
         for word in (self.time, self.partition, self.account, self.job_name, self.output, *self.more):
@@ -184,7 +160,7 @@ def batch_script(options: JobOptions, python: str, target: Sequence[str]) -> str
         "",
         f"# {STOPPED_EXIT_CODE}: the ranks were asked to stop, and have saved. The job is requeued.",
         f"if [ $code = {STOPPED_EXIT_CODE} ]; then",
-        "    scontrol requeue $SLURM_JOB_ID",
+        f"    scontrol requeue {OWN_TASK if options.is_array else '$SLURM_JOB_ID'}",
         "fi",
         "exit $code",
         "",

@@ -35,7 +35,7 @@ from rankwise.launch.messages import Hello, Node
 from rankwise.launch.options import LaunchOptions
 from rankwise.version import VERSION
 from rankwise.world.device.kinds import EXAMPLE, HIDES_GPUS
-from rankwise.world.environments.process import device_mask, nodes_of_job, read_launcher
+from rankwise.world.environments.process import device_mask, in_kubernetes, nodes_of_job, read_launcher
 from rankwise.world.processes import make_temporary_folder, remove_temporary_folder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ __all__ = ["LaunchOptions", "launch", "num_ranks_here"]
 
 DEVICE_NAME = "RANKWISE_DEVICE"
 """Sets which device ranks use; read by ``environments``."""
-SAVES_ON_TERMINATE = "SLURM_JOB_ID"
+IN_SLURM = "SLURM_JOB_ID"
 """If this is set, SIGTERM is Slurm's notice before a preemption or ``scancel``, with time left to save."""
 
 
@@ -221,7 +221,8 @@ def _take_part(
             reporter=reporter,
             hosts_job=job_server is not None,
             options=options,
-            saves_on_terminate=SAVES_ON_TERMINATE in os.environ,
+            saves_on_terminate=IN_SLURM in os.environ or in_kubernetes(),
+            passes_terminate_on=in_kubernetes(),
         )
         reporter.show(_decision(options, num_ranks) + job.notice + _local_rank_notice(target))
         if options.nodes[1] == 1:

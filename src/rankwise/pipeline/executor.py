@@ -398,8 +398,9 @@ class MeasuredStep:
     def title(self) -> str:
         """What was measured, in one line."""
         num_micro_batches = 1 + max((span.micro_batch for span in self.spans), default=-1)
+        batches = "micro-batch" if num_micro_batches == 1 else "micro-batches"
         return (
-            f"{self.schedule}: {self.num_stages} stages on {self.num_ranks} ranks, {num_micro_batches} micro-batches, "
+            f"{self.schedule}: {self.num_stages} stages on {self.num_ranks} ranks, {num_micro_batches} {batches}, "
             f"{duration(self.seconds)}, bubble {self.bubble:.0%}"
         )
 

@@ -363,11 +363,11 @@ class Pipeline:
         norms = [n for n, module in model.named_modules() if isinstance(module, BatchNorm) and module.training]
         others = [name for name in program.changed_states if name.rpartition(".")[0] not in norms]
         if norms:
-            more = f" and {len(norms) - 1} more BatchNorm layers take their" if len(norms) > 1 else " takes its"
+            take = f"s {norms[0]!r} and {len(norms) - 1} more take their" if norms[1:] else f" {norms[0]!r} takes its"
             of, do = ("", "micro_batches=1, or GroupNorm,")
             if self._has_copies:
                 of, do = " of each copy", "GroupNorm"
-            warn(f"{norms[0]}{more} statistics per micro-batch{of}; {do} makes the result that of one device")
+            warn(f"the BatchNorm layer{take} statistics per micro-batch{of}; {do} makes the result that of one device")
         if others:
             do = "change them after the step" if self._has_copies else "micro_batches=1 does so too"
             warn(f"forward changes {', '.join(others)} per micro-batch, and on one device per batch; {do}")

@@ -186,10 +186,10 @@ def _uses_batch(layer: BatchNorm) -> bool:
 
 
 def _take_their(names: list[str]) -> str:
-    """Return the start of a sentence about BatchNorm layers: ``bn1 and 2 more BatchNorm layers take their``."""
+    """Return the start of a sentence about BatchNorm layers: ``the BatchNorm layers 'bn1' and 2 more take their``."""
     if len(names) == 1:
-        return f"{names[0]} (BatchNorm) takes its"
-    return f"{names[0]} and {len(names) - 1} more BatchNorm layer{'s' * (len(names) > 2)} take their"  # noqa: PLR2004
+        return f"the BatchNorm layer {names[0]!r} takes its"
+    return f"the BatchNorm layers {names[0]!r} and {len(names) - 1} more take their"
 
 
 def _warn_of_lacking_gradients(sync: BackwardSync) -> None:

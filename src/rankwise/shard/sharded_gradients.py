@@ -31,6 +31,7 @@ from rankwise.torch_private.fsdp import (
     reduce_dtype_of,
     reduce_instead,
     sharded_of,
+    show_shards_between_passes,
     whole_of,
 )
 from rankwise.world.device.kinds import is_accelerator
@@ -109,6 +110,7 @@ class ShardSync:
         """Parameters that torch has not gathered yet."""
         for group in self._groups:
             call_before_reduction(group, self._before_reduction)
+            show_shards_between_passes(group)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

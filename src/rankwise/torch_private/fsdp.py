@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import inspect
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from rankwise.torch_private.autograd import in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +32,7 @@ __all__ = [
     "reduce_dtype_of",
     "reduce_instead",
     "sharded_of",
+    "show_shards_between_passes",
     "whole_of",
 ]
 
@@ -53,6 +56,42 @@ def call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGrou
         reduce(*unused)
 
     group.post_backward = post_backward
+
+
+def show_shards_between_passes(group: FSDPParamGroup) -> None:
+    """Have the modules of a group hold its shards between forward and backward, also where torch keeps it gathered.
+
+    Otherwise ``model.parameters()`` gives the whole parameters there, ``model.zero_grad()`` and clipping miss the
+    gradients, which the shards hold, and a second forward computes with the values of the first one. What torch has
+    gathered for backward stays gathered.
+    """
+    before_forward, after_forward, before_backward = group.pre_forward, group.post_forward, group.pre_backward
+    is_running = False
+
+    def pre_forward(*given: Any) -> Any:
+        nonlocal is_running
+        if group.is_unsharded and not is_running:
+            group.reshard()
+        is_running = True
+        return before_forward(*given)
+
+    def post_forward(*given: Any) -> Any:
+        nonlocal is_running
+        is_running = False
+        result = after_forward(*given)
+        # Within a backward a checkpointed block runs forward again, and its parameters stay in use.
+        if group.is_unsharded and not in_backward():
+            for one in group.fsdp_params:
+                one._setattr_on_modules(one.sharded_param)  # noqa: SLF001
+        return result
+
+    def pre_backward(*given: Any) -> None:
+        before_backward(*given)
+        if group.is_unsharded:
+            for one in group.fsdp_params:
+                one._setattr_on_modules(one._unsharded_param)  # noqa: SLF001
+
+    group.pre_forward, group.post_forward, group.pre_backward = pre_forward, post_forward, pre_backward
 
 
 params_of: Callable[[FSDPParamGroup], list[FSDPParam]] = attrgetter("fsdp_params")

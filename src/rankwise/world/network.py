@@ -135,8 +135,11 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address always refers to the machine it is used on: 127.0.0.0/8 or ::1."""
-    return _parsed(address).is_loopback
+    """Return whether an address always refers to the machine it is used on: 127.0.0.0/8 or ::1. A name does not."""
+    try:
+        return _parsed(address).is_loopback
+    except ValueError:
+        return False
 
 
 def canonical(address: str) -> str:

@@ -158,8 +158,14 @@ class Agent:
         hosts_job: bool,
         options: LaunchOptions,
         saves_on_terminate: bool,
+        passes_terminate_on: bool,
     ) -> None:
-        """Start nothing; ``open_link`` takes its time limit, and what to call meanwhile, which may raise."""
+        """Start nothing; ``open_link`` takes its time limit, and what to call meanwhile, which may raise.
+
+        With ``saves_on_terminate``, SIGTERM asks for a stop that saves. With ``passes_terminate_on`` only this process
+        receives it (Slurm signals every process of a job): the ranks here get it too, so that those that cannot save
+        end, or handle it in their own way.
+        """
         self._ranks = ranks
         self._open_link = open_link
         self._signals = signals
@@ -169,6 +175,7 @@ class Agent:
         self._hosts_job = hosts_job
         self._options = options
         self._saves_on_terminate = saves_on_terminate
+        self._passes_terminate_on = passes_terminate_on
         self._link: AgentLink | None = None
         self._running: _RunningAttempt | None = None
         self._exit_code: int | None = None
@@ -366,6 +373,9 @@ class Agent:
         self._saves_on_terminate = False
         self._reporter.show(f"[rankwise] {number.name}: the ranks save at their next step and exit\n")
         self._link.send(RequestStop(reason=number.name))
+        if number == signal.SIGTERM and self._passes_terminate_on:
+            for rank in sorted(self._ranks.running):
+                self._ranks.send_signal(rank, number)
 
     def _end_at_once(self, number: signal.Signals) -> int:
         """Terminate the ranks; kill them after a while, or at a second signal."""

@@ -47,6 +47,7 @@ class OwnLosses:
 def _text(rank: int, line: bytes, other: int, other_line: bytes) -> str:
     shown, other_shown = (text.decode("utf-8", "replace").strip()[:80] for text in (line, other_line))
     return (
-        f"ranks print different losses: {shown!r} on rank {rank}, {other_shown!r} on rank {other}; each is the mean "
-        "over that rank's own samples; call rankwise.print(rankwise.mean(loss, len(x))) for the mean over all of them"
+        f"ranks print different losses: {shown!r} on rank {rank}, {other_shown!r} on rank {other}; each is over "
+        "that rank's own samples; on every rank, call rankwise.print(rankwise.mean(loss, len(x))) for the mean over "
+        "all samples, or rankwise.all_reduce(total) for a sum that the loop adds up"
     )

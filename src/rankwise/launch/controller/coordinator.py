@@ -8,6 +8,7 @@ Values in, messages out: no socket, no clock, no thread. Times are seconds of on
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -359,6 +360,9 @@ class Coordinator:
             self._send_all(ReportFailure(failed=failed))
             self._why_incomplete = f"rank {failed.first.rank}: {failed.first.type}"
             code = shell_code(failed.first.exit_code) or 1
+            if self._stop_requested and failed.first.exit_code == -signal.SIGTERM:
+                # A rank of an evicted pod that could not save yet.
+                code = STOPPED_EXIT_CODE
             if self._may_restart:
                 self._num_restarts += 1
                 code, restart_reason = STOPPED_EXIT_CODE, f"restart {self._num_restarts} of {self._max_restarts}"

@@ -82,7 +82,8 @@ class Failure:
         """The error with its line, ``ValueError: boom, at train.py:3``, or how it exited without one."""
         if self.how or not self.traceback:
             return self.words
-        return f"{self.brief[:LONGEST_BRIEF]}{self.line and f', at {self.line}'}"
+        brief = self.brief[:LONGEST_BRIEF]
+        return f"{brief.removesuffix('.')}, at {self.line}" if self.line else brief
 
     @property
     def brief(self) -> str:

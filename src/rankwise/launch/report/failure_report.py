@@ -75,6 +75,10 @@ _NO_STDIN = (
     "argument"
 )
 
+_NO_WRAPPER = (
+    "model in place of model.module: rankwise.replicate() and the other strategies act in place, without a wrapper"
+)
+
 WHAT_TO_DO = (
     # A torch without NCCL, then two with NCCL on a machine without GPUs.
     ("Distributed package doesn't have NCCL built in", _NO_NCCL),
@@ -88,6 +92,7 @@ WHAT_TO_DO = (
     ("Default process group has not been initialized", _NO_GROUP),
     ("trying to initialize the default process group twice", _TWICE),
     ("Expected to have finished reduction in the prior iteration", _UNUSED),
+    ("object has no attribute 'module'", _NO_WRAPPER),
     ("EADDRINUSE", _PORT_TAKEN),
     ("EOFError: EOF when reading a line", _NO_STDIN),
     ("BdbQuit: ", _NO_STDIN),

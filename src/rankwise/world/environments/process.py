@@ -83,8 +83,9 @@ def _with_signals(reading: Reading) -> Reading:
     below_agent = reading.source == rankwise.ROW.name
     # Torchrun's agent ends its ranks with SIGTERM.
     if reading.source != torchrun.ROW.name:
-        # Slurm sends its signals to every process of a step, also below an agent; Kubernetes to a pod's first process.
-        if os.environ.get(slurm.ROW.sign) or (in_kubernetes() and not below_agent):
+        # Slurm sends its signals to every process of a step, also below an agent; Kubernetes to a pod's first process,
+        # and its launcher passes SIGTERM on to the ranks.
+        if os.environ.get(slurm.ROW.sign) or in_kubernetes():
             return replace(reading, stop_signals=(STOP_SIGNAL, "SIGTERM"))
         if below_agent:
             return replace(reading, stop_signals=(STOP_SIGNAL,))
