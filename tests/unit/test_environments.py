@@ -243,8 +243,8 @@ def test_hydra_s_proxy_is_looked_for_among_the_processes_above(
         monkeypatch.setenv(name, value)
     own_parent = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1]
     name = Path(f"/proc/{own_parent}/comm").read_text().strip()
-    monkeypatch.setattr("rankwise.world.environments.process.HYDRA_PROXY", name)
+    monkeypatch.setattr("rankwise.world.environments.process.PROXIES", {"PMI_RANK": name})
     assert (read_process().job_key or "").startswith(f"mpich-{own_parent}-")
-    monkeypatch.setattr("rankwise.world.environments.process.HYDRA_PROXY", "no such process")
+    monkeypatch.setattr("rankwise.world.environments.process.PROXIES", {"PMI_RANK": "no such process"})
     with pytest.raises(ConfigurationError, match="cannot be found"):
         read_process()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from rankwise.cli.arguments import Command
 from rankwise.world.environments.process import explain_process
 from rankwise.world.environments.reading import Reading
-from rankwise.world.environments.table import NOBODY
+from rankwise.world.environments.table import ABSENT, NOBODY
 
 if TYPE_CHECKING:
     import argparse
@@ -136,14 +137,18 @@ def env_as_json(explanation: Explanation) -> str:
 def env_as_text(explanation: Explanation) -> str:
     """Return the explanation as text of several lines."""
     lines = _decided(explanation)
-    width = max(len(row.title) for row in explanation.rows)
-    verdict_width = max(len(row.verdict) for row in explanation.rows)
+    # Most are not there: their titles are enough.
+    present = [row for row in explanation.rows if row.verdict != ABSENT or row.variables]
+    width = max((len(row.title) for row in present), default=0)
+    verdict_width = max((len(row.verdict) for row in present), default=0)
     lines.append("checked, in this order:")
-    for row in explanation.rows:
+    for row in present:
         lines.append(f"  {row.title:<{width}}  {row.verdict:<{verdict_width}}  {_numbers(row)}{row.why}")
         if row.variables:
             told = " ".join(f"{name}={value}" for name, value in row.variables)
             lines.append(f"  {'':<{width}}  {'':<{verdict_width}}  {told}")
+    absent = ", ".join(row.title for row in explanation.rows if row not in present)
+    lines.extend(textwrap.wrap(f"not there: {absent}", width=100, initial_indent="  ", subsequent_indent="    "))
     lines.append(f"RANKWISE_SECRET is {'set' if explanation.secret_is_set else 'not set'}")
     return "\n".join(lines) + "\n"
 

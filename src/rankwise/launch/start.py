@@ -130,23 +130,25 @@ def _unused_nodes() -> str:
 
 
 def _with_scheduler(options: LaunchOptions) -> LaunchOptions:
-    """Return ``options`` with the machines of a scheduler that has started one launcher on each.
-
-    Slurm's step variables number them, or plain ``RANK`` and ``WORLD_SIZE`` as Kubernetes' PyTorchJob sets them.
-    """
+    """Return ``options`` with the machines of a scheduler that has started one launcher on each, as variables show."""
     if options.nodes[1] > 1 or options.rendezvous is not None:
         return options
     reading = read_launcher()
-    if reading is None or reading.world_size == 1:
+    if reading is None:
         return options
-    if (reading.local_world_size or 1) > 1:
-        raise ConfigurationError(
-            f"{reading.local_world_size} launchers were started on this machine, but one is enough.",
-            evidence=reading.reason,
-            do="srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py\n"
-            "or start the ranks themselves: srun python train.py",
-        )
     size = reading.world_size
+    if (reading.local_world_size or 1) > 1 or (reading.num_nodes or size) < size:
+        raise ConfigurationError(
+            f"{reading.local_world_size or 'Several'} launchers were started on this machine, but one is enough.",
+            evidence=reading.reason,
+            do="start one per machine, as with srun --ntasks-per-node=1 rankwise run -n RANKS_PER_NODE train.py\n"
+            "or start the ranks themselves, as with srun python train.py\n"
+            "or set RANKWISE_ALONE=1, if each launcher starts a job of its own",
+        )
+    if options.num_ranks is None and reading.ranks_to_start > 1:
+        options = replace(options, num_ranks=reading.ranks_to_start)
+    if size == 1:
+        return options
     return replace(
         options, nodes=(size, size), node_rank=reading.rank, rendezvous=reading.address, told_by_scheduler=True
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of MPI: Open MPI's mpirun; MPICH's Hydra; a bare PMI server such as Slurm's or Cray's.
+"""The rows of launchers that start one process per rank and set no address: those of MPI, and of clusters built for it.
 
 Reads variables from a mapping; no MPI library is needed.
 """
@@ -24,103 +24,165 @@ if TYPE_CHECKING:
 
     from rankwise.world.environments.reading import ProcessContext
 
+FIELDS = ("rank", "world_size", "local_rank", "local_world_size")
+SLURM = frozenset({"slurm"})
+"""In an allocation these launchers start their daemons as a step of Slurm: the step's variables number the daemons."""
 
-def _read_mpi(
-    source: str, variables: Mapping[str, str], numbers: Mapping[str, str], *, needed: Iterable[str], job: str | None
-) -> Reading | Missing:
-    """Do as :func:`read_numbers`, for a launcher of MPI, which sets no address: only the name of its ``job``."""
-    found = read_numbers(source, variables, numbers, needed=needed)
-    if isinstance(found, Missing):
-        return found
-    if found.is_one_machine:
-        found = replace(found, node_rank=0, num_nodes=1)
-    return replace(
-        found,
-        address=address(variables),
-        secret=job_secret(variables),
-        job_key=file_name(f"{source}-{job}") if job else None,
+
+def _row(
+    name: str,
+    title: str,
+    names: Iterable[str],
+    *,
+    because: str,
+    set_address: str,
+    more: Mapping[str, str] | None = None,
+    signs: tuple[tuple[str, ...], ...] = (),
+    without: tuple[str, ...] = (),
+    needed: Iterable[str] | None = None,
+    job: tuple[str, ...] = (),
+    any_names_job: bool = False,
+    process_names_job: bool = False,
+    complete: str = "",
+    overrules: frozenset[str] = frozenset(),
+    yields: bool = False,
+) -> Environment:
+    """Return a row. What is not listed here is as in :class:`Environment`.
+
+    - ``names``: the variables of rank, world size, local rank and local world size; the last two may be left out.
+    - ``more``: the variables of other fields of :class:`Reading`.
+    - ``signs``: one variable of each group shows that the launcher is present; by default rank or world size.
+      ``without``: any of these shows that it is not.
+    - ``needed``: the variables without which the set is incomplete; by default rank and world size.
+    - ``job``: together they name the job, with ``any_names_job`` those that are set. ``process_names_job``: the
+      launcher's process on this machine does, if they are not set.
+    """
+    numbers = {**dict(zip(FIELDS, names, strict=False)), **(more or {})}
+    signs = signs or ((numbers["rank"], numbers["world_size"]),)
+    required = tuple(needed or (numbers["rank"], numbers["world_size"]))
+
+    def read(around: ProcessContext) -> Reading | Missing | None:
+        variables = around.variables
+        if not all(any(map(variables.get, group)) for group in signs) or any(map(variables.get, without)):
+            return None
+        found = read_numbers(name, variables, numbers, needed=required)
+        if isinstance(found, Missing):
+            return found
+        if found.is_one_machine:
+            found = replace(found, node_rank=0, num_nodes=1)
+        given = [value for value in map(variables.get, job) if value]
+        key = "-".join(given) if any_names_job or len(given) == len(job) else ""
+        if process_names_job and not key:
+            key = around.launcher_process or ""
+        key = file_name(f"{name}-{key}") if key else None
+        return replace(found, address=address(variables), secret=job_secret(variables), job_key=key)
+
+    return Environment(
+        name=name,
+        title=title,
+        sign=signs[0][0],
+        because=because,
+        names=(*numbers.values(), "MASTER_ADDR", "MASTER_PORT"),
+        read=read,
+        set_address=set_address,
+        complete=complete,
+        overrules=overrules,
+        yields=yields,
     )
 
 
 # OMPI_COMM_WORLD_NODE_RANK is not read: it numbers the processes of a machine, not the machines.
-OPENMPI_NUMBERS = {
-    "rank": "OMPI_COMM_WORLD_RANK",
-    "world_size": "OMPI_COMM_WORLD_SIZE",
-    "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-    "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
-}
-# The first is random for each mpirun (version 4); the others may be reused after a while.
-JOB_NAMES = ("OMPI_MCA_orte_precondition_transports", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-
-
-def _read_openmpi(around: ProcessContext) -> Reading | Missing | None:
-    variables = around.variables
-    if not (variables.get("OMPI_COMM_WORLD_RANK") or variables.get("OMPI_COMM_WORLD_SIZE")):
-        return None
-    job = "-".join(variables[name] for name in JOB_NAMES if variables.get(name))
-    return _read_mpi("openmpi", variables, OPENMPI_NUMBERS, needed=OPENMPI_NUMBERS.values(), job=job)
-
-
-OPENMPI_ROW = Environment(
-    name="openmpi",
-    title="Open MPI",
-    sign="OMPI_COMM_WORLD_RANK",
+_OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+OPENMPI_ROW = _row(
+    "openmpi",
+    "Open MPI",
+    _OPENMPI,
+    needed=_OPENMPI,
     because="OMPI_COMM_WORLD_RANK is set, as mpirun does",
-    names=(*OPENMPI_NUMBERS.values(), "MASTER_ADDR", "MASTER_PORT"),
-    read=_read_openmpi,
+    # The first is random for each mpirun (version 4); the others may be reused after a while.
+    job=("OMPI_MCA_orte_precondition_transports", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    any_names_job=True,
     set_address="mpirun -x MASTER_ADDR=<machine of rank 0> -x MASTER_PORT=<a free port there> ...",
-    # In an allocation mpirun starts its daemons as a step of Slurm: the step's variables number the daemons.
-    overrules=frozenset({"slurm"}),
+    overrules=SLURM,
 )
 
-
-PMI_NAMES = ("PMI_RANK", "PMI_SIZE")
-HYDRA_NAMES = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-LOCAL_NAMES = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-FIELDS = ("rank", "world_size", "local_rank", "local_world_size")
-
-
-def _is_hydra(around: ProcessContext) -> bool:
-    return any(around.variables.get(name) for name in HYDRA_NAMES)
-
-
-def _read_hydra(around: ProcessContext) -> Reading | Missing | None:
-    names = (*PMI_NAMES, *HYDRA_NAMES)
-    return _read("mpich", around, names, needed=names) if _is_hydra(around) else None
-
-
-def _read_pmi(around: ProcessContext) -> Reading | Missing | None:
-    return None if _is_hydra(around) else _read("pmi", around, (*PMI_NAMES, *LOCAL_NAMES), needed=PMI_NAMES)
-
-
-def _read(
-    source: str, around: ProcessContext, names: tuple[str, ...], *, needed: tuple[str, ...]
-) -> Reading | Missing | None:
-    variables = around.variables
-    if not any(variables.get(name) for name in PMI_NAMES):
-        return None
-    # Hydra sets no variable with the job's name, but its proxy is the parent of all ranks on a machine.
-    job = variables.get("PMI_JOBID") or around.launcher_process
-    return _read_mpi(source, variables, dict(zip(FIELDS, names, strict=True)), needed=needed, job=job)
-
-
-HYDRA_ROW = Environment(
-    name="mpich",
-    title="MPICH",
-    sign="MPI_LOCALRANKID",
+_PMI = ("PMI_RANK", "PMI_SIZE")
+_HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+HYDRA_ROW = _row(
+    "mpich",
+    "MPICH",
+    (*_PMI, *_HYDRA),
+    needed=(*_PMI, *_HYDRA),
+    signs=(_HYDRA, _PMI),
     because="PMI_RANK and MPI_LOCALRANKID are set, as Hydra's mpiexec does",
-    names=(*PMI_NAMES, *HYDRA_NAMES, "MASTER_ADDR", "MASTER_PORT"),
-    read=_read_hydra,
+    # Hydra sets no variable with the job's name, but its proxy is the parent of all ranks on a machine.
+    job=("PMI_JOBID",),
+    process_names_job=True,
     set_address="mpiexec -genv MASTER_ADDR <machine of rank 0> -genv MASTER_PORT <a free port there> ...",
-    # In an allocation mpiexec starts its proxies as a step of Slurm: the step's variables number the proxies.
-    overrules=frozenset({"slurm"}),
+    overrules=SLURM,
 )
-PMI_ROW = Environment(
-    name="pmi",
-    title="PMI",
-    sign="PMI_RANK",
+PMI_ROW = _row(
+    "pmi",
+    "PMI",
+    (*_PMI, "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    without=_HYDRA,
     because="PMI_RANK and PMI_SIZE are set, as a process manager for MPI does",
-    names=(*PMI_NAMES, *LOCAL_NAMES, "PMI_JOBID", "MASTER_ADDR", "MASTER_PORT"),
-    read=_read_pmi,
+    job=("PMI_JOBID",),
+    process_names_job=True,
     set_address="set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there",
+)
+# Source: "MPIRUN_RSH parameters" of the MVAPICH2 user guide. Its mpispawn is the parent of all ranks on a machine.
+MVAPICH2_ROW = _row(
+    "mvapich2",
+    "MVAPICH2",
+    (f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    because="MV2_COMM_WORLD_RANK is set, as mpirun_rsh does",
+    process_names_job=True,
+    set_address="mpirun_rsh ... MASTER_ADDR=<machine of rank 0> MASTER_PORT=<a free port there> python train.py",
+    overrules=SLURM,
+)
+# Source: lightning.fabric.plugins.environments.lsf, which lists what jsrun sets; it sets PMIx's variables too.
+JSRUN_ROW = _row(
+    "jsrun",
+    "jsrun",
+    (f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    because="JSM_NAMESPACE_RANK is set, as jsrun does",
+    job=("LSB_JOBID", "PMIX_NAMESPACE"),
+    set_address="jsrun -E MASTER_ADDR=<machine of rank 0> -E MASTER_PORT=<a free port there> ...",
+)
+# Source: flux-environment(7). FLUX_URI tells apart instances of Flux, which number their jobs each for itself.
+FLUX_ROW = _row(
+    "flux",
+    "Flux",
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    more={"num_nodes": "FLUX_JOB_NNODES"},
+    because="FLUX_TASK_RANK is set, as flux run does for each task",
+    job=("FLUX_JOB_ID", "FLUX_URI"),
+    set_address="flux run --env=MASTER_ADDR=<machine of rank 0> --env=MASTER_PORT=<a free port there> ...",
+    overrules=SLURM,
+)
+# Source: "Launching with HPE PALS" of Open MPI 6, and scripts for Argonne's Aurora and Polaris, whose mpiexec it is.
+# With --pmi=pmix it sets no PMI_SIZE.
+PALS_ROW = _row(
+    "pals",
+    "Cray PALS",
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    more={"node_rank": "PALS_NODEID"},
+    signs=(("PALS_RANKID",),),
+    because="PALS_RANKID is set, as the mpiexec of HPE Cray systems does",
+    job=("PALS_APID",),
+    set_address="mpiexec --env MASTER_ADDR=<machine of rank 0> --env MASTER_PORT=<a free port there> ...",
+    complete="start the ranks with mpiexec --pmi=cray, or set PMI_SIZE to their number",
+)
+# Slurm, jsrun and others set PMIX_RANK too, beside their own variables, which say more.
+PRRTE_ROW = _row(
+    "prrte",
+    "PRRTE",
+    ("PMIX_RANK", "WORLD_SIZE"),
+    signs=(("PMIX_RANK",),),
+    because="PMIX_RANK is set, as prterun does, and WORLD_SIZE",
+    job=("PMIX_NAMESPACE",),
+    set_address="prterun -x MASTER_ADDR=<machine of rank 0> -x MASTER_PORT=<a free port there> ...",
+    complete="start the ranks with mpirun, or as it does: prterun --personality ompi ..., which sets their number",
+    yields=True,
 )

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from rankwise.errors import ConfigurationError
 from rankwise.world.device.kinds import SHARES_GPUS
-from rankwise.world.environments import rankwise, slurm, table, torchrun
+from rankwise.world.environments import rankwise, siblings, slurm, table, torchrun
 from rankwise.world.environments.reading import (
     Missing,
     ProcessContext,
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from rankwise.world.environments.table import Explanation
 
-HYDRA_PROXY = "hydra_pmi_proxy"
+PROXIES = {"PMI_RANK": "hydra_pmi_proxy", "MV2_COMM_WORLD_RANK": "mpispawn"}
+"""The process on each machine that starts the ranks, by a variable of each rank."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 RPC_INTERFACE = "TP_SOCKET_IFNAME"
@@ -48,7 +49,7 @@ REPORT_OFF = "off"
 _OF_BATCH_SCRIPTS = {"SLURM_JOB_ID", "SLURM_RESTART_COUNT"}
 _OF_RANKS = frozenset(
     {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS"}
-    | {name for row in table.TABLE for name in row.names} - _OF_BATCH_SCRIPTS
+    | {name for row in table.TABLE if not row.yields for name in row.names} - _OF_BATCH_SCRIPTS
 )
 """Variables by which a process recognizes that it is one of several, under any launcher."""
 
@@ -60,14 +61,12 @@ def read_process(environment: str | None = None) -> Reading:
         EnvironmentConflict: two environments contradict each other about this process.
         ConfigurationError: a set of variables is incomplete, a value is invalid, or rank 0 cannot be reached.
     """
-    launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
-    return _with_signals(table.read(dict(os.environ), sys.argv, environment, launcher_process=launcher))
+    return _with_signals(table.read(dict(os.environ), sys.argv, environment, launcher_process=_proxy()))
 
 
 def explain_process() -> Explanation:
     """Return what started this process, and what was checked. Never raises for what it finds."""
-    launcher = _ancestor(HYDRA_PROXY) if "PMI_RANK" in os.environ else None
-    return table.explain(dict(os.environ), sys.argv, launcher)
+    return table.explain(dict(os.environ), sys.argv, _proxy())
 
 
 def explicit(init_method: str, rank: int | None, world_size: int | None) -> Reading:
@@ -96,24 +95,11 @@ def _with_signals(reading: Reading) -> Reading:
 def read_launcher() -> Reading | None:
     """Return which of several launchers this process is, if a scheduler started one on each machine.
 
-    Only Slurm's steps and plain ``RANK`` and ``WORLD_SIZE`` count: a launcher inside a rank of another launcher
-    starts its own job.
-
     Raises:
-        ConfigurationError: a set of variables is incomplete or invalid, or the first machine's address is missing.
+        EnvironmentConflict: as :func:`read_process`.
+        ConfigurationError: as :func:`read_process`.
     """
-    around = ProcessContext(variables=dict(os.environ))
-    if rankwise.ROW.read(around) is not None or torchrun.ROW.read(around) is not None:
-        return None
-    for row in (torchrun.ENV_ROW, slurm.ROW):
-        said = row.read(around)
-        if isinstance(said, Missing):
-            # Users export WORLD_SIZE alone for other libraries.
-            if row is not torchrun.ENV_ROW:
-                raise table.incomplete(row, said, around.variables)
-        elif said is not None and said.world_size > 1:
-            return table.reachable(replace(said, reason=f"{row.title}: {told(around.variables, row.names)}"))
-    return None
+    return table.read_launcher(dict(os.environ), _proxy())
 
 
 def wants_no_color() -> bool:
@@ -202,10 +188,12 @@ def replaced(variables: Mapping[str, str]) -> Generator[None]:
 @contextmanager
 def of_one_process() -> Generator[None]:
     """Remove inside the block what shows that this process is one of several ranks, to a script and what it starts."""
+    variables = dict(os.environ)
+    names = _OF_RANKS | table.names_of_several(variables) | siblings.numbers(variables).keys()
     hidden = {
         name: value
-        for name, value in os.environ.items()
-        if name in _OF_RANKS or name.startswith(("TORCHELASTIC_", rankwise.AGENT_PREFIX))
+        for name, value in variables.items()
+        if name in names or name.startswith(("TORCHELASTIC_", rankwise.AGENT_PREFIX))
     }
     if rankwise.ROW.sign in hidden:
         hidden |= {name: os.environ[name] for name in rankwise.OWN_NAMES if name in os.environ}
@@ -292,8 +280,11 @@ def note_echo() -> None:
             Path(rankwise.echo_note(error_file)).touch()
 
 
-def _ancestor(name: str) -> str | None:
-    """Return id and start time of the nearest ancestor process called ``name``."""
+def _proxy() -> str | None:
+    """Return id and start time of the nearest ancestor process that starts ranks, if this process may be one."""
+    name = next((proxy for variable, proxy in PROXIES.items() if variable in os.environ), None)
+    if name is None:
+        return None
     number = os.getppid()
     while number > 1:
         stat = stat_of(number)

@@ -180,7 +180,7 @@ ROW = Environment(
     names=NAMES,
     read=_read,
     set_address="start the script with `rankwise run`, which sets RANKWISE_STORE",
-    overrules=frozenset({"torchrun", "env", "openmpi", "mpich", "slurm", "pmi"}),
+    owns=True,
 )
 
 

@@ -47,6 +47,8 @@ class Reading:
     """Host and port of the job's store."""
     file: str | None = None
     """Path of the file the job's store is kept in, if the user gave one."""
+    ranks_to_start: int = 1
+    """Number of ranks that a scheduler expects on this machine, where it has started a single process."""
     job_key: str | None = None
     """Text that is unique to this job and valid as a file name: ranks on one machine find each other by it."""
     secret: str | None = field(default=None, repr=False)
@@ -110,8 +112,14 @@ class Environment:
     """Read them; ``None`` when the environment did not start this process."""
     set_address: str
     """How to give the address of rank 0 if the environment does not."""
+    complete: str = ""
+    """What to do about an incomplete set of its variables; empty: set those that are missing."""
     overrules: frozenset[str] = frozenset()
     """Rows whose variables only describe the job around this one, once this one is found."""
+    owns: bool = False
+    """Whether the variables of any other row only describe the job around this one, once this one is found."""
+    yields: bool = False
+    """Whether its variables only describe the job around any other row that is found before it."""
 
 
 def read_numbers(

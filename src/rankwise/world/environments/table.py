@@ -10,10 +10,14 @@ Pure: variables in, a reading out. A new environment is one new file and one lin
   rankwise sets torchrun's variables too, and the job's name in ``RANKWISE_RUN_ID`` and ``TORCHELASTIC_RUN_ID``: where
   the two differ, a rank has started a torchrun in between.
 - mpirun and mpiexec are between Slurm and the process: in an allocation, Slurm's variables number their daemons.
+- Schedulers that start one process per machine describe the job around any launcher of ranks. Under ``rankwise run``
+  they number its machines.
 - Any two other readings must agree on rank and world size, and then complement each other. If they disagree, the error
   shows both.
 - Rank 0 is never assumed to be on this machine. If all ranks are on one machine, it publishes its address in a file
   named after the job; several machines without an address are an error.
+- Without a launcher, variables of any name that number this process among others are an error, not a world of one.
+  ``RANKWISE_ALONE=1`` makes it a world of one, whatever the others give, but not below rankwise and torchrun.
 - A Slurm step over several machines uses the first host of the step and the port
   ``20000 + (101 * job + step) mod 10000``, unless ``MASTER_ADDR`` and ``MASTER_PORT`` are set.
 """
@@ -24,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import ConfigurationError, EnvironmentConflict, RankwiseError
-from rankwise.world.environments import mpi, rankwise, slurm, torchrun
+from rankwise.world.environments import machines, mpi, rankwise, siblings, slurm, torchrun
 from rankwise.world.environments.reading import SECRET_NAME, Environment, Missing, ProcessContext, Reading, misfit, told
 
 if TYPE_CHECKING:
@@ -32,19 +36,25 @@ if TYPE_CHECKING:
 
     from rankwise.world.environments.reading import Environment
 
+OWNERS = (rankwise.ROW, torchrun.ROW)
+"""They own the processes they start: other variables describe the job around them."""
 TABLE = (
-    # The first two own the processes they start: other variables describe the job around
-    # them.
-    rankwise.ROW,
-    torchrun.ROW,
+    *OWNERS,
     # Set by hand, or by an operator, for this particular process.
     torchrun.ENV_ROW,
     # mpirun inside an allocation is between Slurm and the process.
     mpi.OPENMPI_ROW,
     mpi.HYDRA_ROW,
+    mpi.MVAPICH2_ROW,
+    mpi.JSRUN_ROW,
+    mpi.FLUX_ROW,
+    mpi.PALS_ROW,
     slurm.ROW,
     # srun can also serve PMI; Slurm's own variables then hold more.
     mpi.PMI_ROW,
+    # What follows counts only where nothing above has started ranks.
+    *machines.ROWS,
+    mpi.PRRTE_ROW,
 )
 NOBODY = "nobody"
 
@@ -74,7 +84,33 @@ def read(
         _accept(around, partial, found)
     if not found:
         return _nobody(variables)
-    return reachable(_checked(around, _agreed(around, found)))
+    reading = reachable(_checked(around, _agreed(around, found)))
+    if reading.ranks_to_start > 1:
+        raise ConfigurationError(
+            f"{row(reading.source).title} has started one process on this machine, but expects "
+            f"{reading.ranks_to_start} ranks here.",
+            evidence=reading.reason,
+            do="start the script with `rankwise run train.py`, or set RANKWISE_ALONE=1 for one rank of its own",
+        )
+    return reading
+
+
+def read_launcher(variables: Mapping[str, str], launcher_process: str | None = None) -> Reading | None:
+    """Return which of several launchers this process is, if a scheduler has started one on each machine.
+
+    Also what it expects of a single one. ``None`` below rankwise and torchrun: a launcher there starts its own job.
+
+    Raises:
+        EnvironmentConflict: as :func:`read`.
+        ConfigurationError: as :func:`read`.
+    """
+    around = ProcessContext(variables=variables, launcher_process=launcher_process)
+    if any(owner.read(around) is not None for owner in OWNERS):
+        return None
+    # Users export WORLD_SIZE alone for other libraries.
+    found, _ = _complete_readings(around)
+    reading = _checked(around, _agreed(around, found)) if found else _nobody(variables)
+    return reachable(reading) if reading.world_size > 1 or reading.ranks_to_start > 1 else None
 
 
 def row(name: str) -> Environment:
@@ -97,7 +133,7 @@ def incomplete(environment: Environment, missing: Missing, variables: Mapping[st
     return ConfigurationError(
         f"The variables of {environment.title} are incomplete: {names} {verb} not set.",
         evidence=told(variables, environment.names),
-        do=f"set {names} in every process, or unset the others to run as one rank",
+        do=environment.complete or f"set {names} in every process, or unset the others to run as one rank",
     )
 
 
@@ -121,9 +157,8 @@ def reachable(reading: Reading) -> Reading:
 def _complete_readings(around: ProcessContext) -> tuple[list[Reading], Missing | None]:
     found: list[Reading] = []
     partial: Missing | None = None
-    overruled: set[str] = set()
-    for environment in TABLE:
-        if environment.name in overruled:
+    for environment in OWNERS if is_alone(around.variables) else TABLE:
+        if any(_overrules(row(other.source), environment) for other in found):
             continue
         said = environment.read(around)
         if isinstance(said, Missing):
@@ -132,8 +167,17 @@ def _complete_readings(around: ProcessContext) -> tuple[list[Reading], Missing |
             partial = said
         elif said is not None:
             found.append(said)
-            overruled |= environment.overrules
     return found, partial
+
+
+def is_alone(variables: Mapping[str, str]) -> bool:
+    """Return whether the user wants a world of one, whatever other variables are set: ``RANKWISE_ALONE=1``."""
+    return variables.get("RANKWISE_ALONE", "0").strip() not in {"", "0"}
+
+
+def _overrules(one: Environment, other: Environment) -> bool:
+    """Return whether ``other``, which comes later in the table, describes the job around ``one`` once that is found."""
+    return one is not other and (one.owns or other.yields or other.name in one.overrules)
 
 
 def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> None:
@@ -185,7 +229,7 @@ def _conflict(around: ProcessContext, first: Reading, other: Reading) -> Environ
 def _checked(around: ProcessContext, reading: Reading) -> Reading:
     """Return ``reading`` with its reason, if its numbers fit together."""
     environment = row(reading.source)
-    evidence = told(around.variables, environment.names)
+    evidence = told(around.variables, environment.names) or f"{reading.rank} of {reading.world_size}"
     wrong = misfit(reading)
     if wrong is not None:
         raise ConfigurationError(
@@ -195,7 +239,7 @@ def _checked(around: ProcessContext, reading: Reading) -> Reading:
         )
     reason = f"{environment.title}: {evidence}, because {environment.because}"
     # Torchrun and rankwise set the plain variables themselves.
-    others = [one for one in TABLE if one.name in environment.overrules and one is not torchrun.ENV_ROW]
+    others = [one for one in TABLE if _overrules(environment, one) and one not in (*OWNERS, torchrun.ENV_ROW)]
     surrounding = [one.title for one in others if around.variables.get(one.sign)]
     if surrounding:
         reason += f"; variables of {' and '.join(surrounding)} are also set, from the job around it"
@@ -219,9 +263,14 @@ def _named(around: ProcessContext, name: str) -> Reading:
 
 def _nobody(variables: Mapping[str, str]) -> Reading:
     reading = Reading(rank=0, world_size=1, source=NOBODY, reason="no launcher's variables are set")
+    if is_alone(variables):
+        return replace(reading, reason="one rank, because RANKWISE_ALONE is set")
+    siblings.refuse(variables)
     num_tasks = variables.get("SLURM_NTASKS", "")
     if not variables.get("SLURM_JOB_ID") or num_tasks in {"", "1"}:
-        return reading
+        counted = siblings.counts(variables)
+        reason = f"{counted} is set, but no variable numbers this process: one rank; RANKWISE_ALONE=1 says it is meant"
+        return replace(reading, reason=reason, warns=True) if counted else reading
     told_by = told(variables, ("SLURM_JOB_ID", "SLURM_NTASKS"))
     reason = f"{told_by}, but this process is not in a Slurm step; start it with srun to get {num_tasks} ranks"
     return replace(reading, reason=reason, warns=True)
@@ -268,14 +317,21 @@ def explain(variables: Mapping[str, str], argv: Sequence[str] = (), launcher_pro
         error = str(raised)
     around = ProcessContext(variables=variables, argv=argv, launcher_process=launcher_process)
     rows: list[Row] = []
-    overruled_by: dict[str, Environment] = {}
+    found: list[Environment] = []
     for environment in TABLE:
-        checked = _row(environment, around, overruled_by.get(environment.name), decided)
+        over = next((one for one in found if _overrules(one, environment)), None)
+        checked = _row(environment, around, over, decided)
         if checked.verdict == FOUND:
-            for name in environment.overrules:
-                overruled_by.setdefault(name, environment)
+            found.append(environment)
         rows.append(checked)
     return Explanation(decided=decided, error=error, rows=tuple(rows), secret_is_set=bool(variables.get(SECRET_NAME)))
+
+
+def names_of_several(variables: Mapping[str, str]) -> set[str]:
+    """Return the variables by which schedulers of one process per machine number several; others are for scripts."""
+    rows = zip(TABLE, explain(variables).rows, strict=True)
+    several = [one for one, checked in rows if one.yields and checked.verdict != ABSENT and checked.world_size != 1]
+    return {name for one in several for name in (*one.names, one.sign)}
 
 
 def _row(environment: Environment, around: ProcessContext, over: Environment | None, decided: Reading | None) -> Row:

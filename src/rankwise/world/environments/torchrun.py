@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.errors import EnvironmentConflict
-from rankwise.world.environments import rankwise
+from rankwise.world.environments import machines, rankwise
 from rankwise.world.environments.reading import (
     Environment,
     Missing,
@@ -75,7 +75,7 @@ ROW = Environment(
     ),
     read=_read,
     set_address="start the script with torchrun, which sets MASTER_ADDR and MASTER_PORT",
-    overrules=frozenset({"env", "openmpi", "mpich", "slurm", "pmi"}),
+    owns=True,
 )
 
 
@@ -116,7 +116,7 @@ def _local_rank_argument(argv: Sequence[str]) -> int | None:
 def _read_env(around: ProcessContext) -> Reading | Missing | None:
     variables = around.variables
     # MASTER_ADDR alone is not a launch: Slurm users set it for every step of a job.
-    if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
+    if not (variables.get("RANK") or variables.get("WORLD_SIZE")) or machines.numbers_machines(variables):
         return None
     numbers = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_world_size": "LOCAL_WORLD_SIZE"}
     found = read_numbers("env", variables, numbers, needed=("RANK", "WORLD_SIZE"))
