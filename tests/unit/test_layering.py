@@ -57,6 +57,7 @@ FACES = (
     "launch.function.launch",
     "launch.hosts.host_list",
     "launch.hosts.on_ray",
+    "launch.hosts.ray_cluster",
     "launch.hosts.ssh",
     "launch.inspect.control_socket",
     "launch.inspect.stacks",

@@ -12,7 +12,7 @@ from rankwise.cli import main
 from rankwise.errors import ConfigurationError
 from rankwise.launch.controller.coordinator import RETURN_SECONDS, WATCHER, Phase
 from rankwise.launch.function.launch import launch
-from rankwise.launch.hosts.on_ray import ranks_of_nodes
+from rankwise.launch.hosts.ray_cluster import ranks_of_nodes
 from rankwise.launch.messages import EndJob, Node
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.rendezvous import find

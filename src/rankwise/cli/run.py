@@ -171,7 +171,8 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
 def _execute_on_ray(options: argparse.Namespace) -> int:
     # Imported only where Ray is used.
     from rankwise.launch.function.call import CallerContext  # noqa: PLC0415
-    from rankwise.launch.hosts.on_ray import RayNeeds, launch_on_ray  # noqa: PLC0415
+    from rankwise.launch.hosts.on_ray import launch_on_ray  # noqa: PLC0415
+    from rankwise.launch.hosts.ray_cluster import RayNeeds  # noqa: PLC0415
 
     _refuse_one_per_machine(options, "--ray", "the nodes meet here, and are numbered in the order Ray has them")
     if options.hosts is not None:

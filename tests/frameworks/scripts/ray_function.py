@@ -31,18 +31,18 @@ def count(words: Words) -> list:
 
 
 def fail() -> None:
-    """Fail on rank 2."""
+    """Fail on rank 1."""
     with rw.join() as world:
-        if world.rank == 2:
-            raise KeyError("the third")
+        if world.rank == 1:
+            raise KeyError("the second")
         rw.barrier()
 
 
 if __name__ == "__main__":
     ray.init(address=sys.argv[1], log_to_driver=False)
-    told = {"values": rw.launch(count, Words("greetings"), ranks=3, on="ray", cpus_per_rank=2)}
+    told = {"values": rw.launch(count, Words("greetings"), ranks=2, on="ray", cpus_per_rank=2)}
     try:
-        rw.launch(fail, ranks=3, on="ray")
+        rw.launch(fail, ranks=2, on="ray")
     except KeyError as error:
         told["error"] = [repr(error), *error.__notes__]
     told["free"] = ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]

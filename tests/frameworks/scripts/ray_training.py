@@ -44,6 +44,7 @@ def main(folder: Path, kills: int | None = None) -> None:
                 optimizer.zero_grad()
                 if epoch == 1 and world.rank == kills and os.environ.get("RANKWISE_ATTEMPT") == "0":
                     kill_node()
+                    kills = None
             checkpoints.save(model=model, optimizer=optimizer, loader=loader)
         attempt = os.environ.get("RANKWISE_ATTEMPT")
         facts = {"size": world.world_size, "nodes": world.num_nodes, "attempt": attempt, "source": world.source}

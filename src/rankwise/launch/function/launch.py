@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.launch.function.call import CallerMessage, Raised
-    from rankwise.launch.hosts.on_ray import RayNeeds
+    from rankwise.launch.hosts.ray_cluster import RayNeeds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -247,7 +247,7 @@ def _needs(
             'node_rank and rendezvous are for one call per machine, and on="ray" is one call for all.',
             do="omit them: the caller serves the job, and Ray places its nodes",
         )
-    from rankwise.launch.hosts.on_ray import RayNeeds  # noqa: PLC0415 - only where Ray is used
+    from rankwise.launch.hosts.ray_cluster import RayNeeds  # noqa: PLC0415 - only where Ray is used
 
     return RayNeeds(nodes=(num_nodes, num_nodes) if num_nodes > 1 else None, cpus_per_rank=cpus_per_rank)
 

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--ray`` and ``launch(on="ray")``: starts a job's nodes on a cluster of Ray, and replaces those that are lost.
 
-This process, a driver of Ray, serves the job and runs no rank. Ray reserves the resources as a placement group, with
-an actor in each of its bundles. Ray is imported when a job starts. Imported by the command line and by the launch of
-a function.
-
-Source: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html, and "Fault tolerance" there: the bundles
-of a lost node are placed on another one.
+This process, a driver of Ray, serves the job and runs no rank. Each node has an actor, which starts the launcher there.
+Imported by the command line and by the launch of a function.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import os
 import secrets
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,13 +21,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rankwise.errors import ConfigurationError, LaunchError
+from rankwise.errors import LaunchError
+from rankwise.launch.agent.output import STDOUT
 from rankwise.launch.agent.signals import PendingSignals
 from rankwise.launch.auth import draw_secret
 from rankwise.launch.controller.coordinator import Coordinator
 from rankwise.launch.controller.server import JobServer, TorchStores
 from rankwise.launch.function.call import message_of, refusal
-from rankwise.launch.hosts.ray_node import NodeSpec, RayNode
+from rankwise.launch.hosts.ray_cluster import Reservation, connect, needs_of_rank, ranks_of_nodes
+from rankwise.launch.hosts.ray_node import NodeSpec
 from rankwise.launch.hosts.ssh import passed_on, working_folder
 from rankwise.launch.messages import EndJob, ReportFailure, RequestStop, ShowText
 from rankwise.launch.rendezvous import ANY_PORT
@@ -42,35 +39,20 @@ from rankwise.version import VERSION
 from rankwise.world.device.kinds import PASSED_ON
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from rankwise.launch.controller.link import LocalLink
     from rankwise.launch.function.call import CallerContext
+    from rankwise.launch.hosts.ray_cluster import RayNeeds
     from rankwise.launch.hosts.ray_node import Chunk
-    from rankwise.launch.options import LaunchOptions
+    from rankwise.launch.report.failure import FailedAttempt
     from rankwise.launch.report.failure_report import Reporter
 
 Answers = list[tuple[dict[str, Any], bytes | None]]
 """Messages of a node's launcher and ranks, as headers and bodies."""
 
-ANY_CLUSTER = "auto"
-CONNECT_SECONDS = 5.0
-"""How long the address of a cluster may take to answer."""
-NOTICE_SECONDS = 5.0
-"""After how long a wait for Ray's resources is logged."""
 CONCLUDE_SECONDS = 20.0
 """How long the nodes may take to end once the job is over, or once they were told to."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayNeeds:
-    """What a job needs of a cluster."""
-
-    address: str = ANY_CLUSTER
-    """``host:port``, or ``auto``: the cluster that this machine belongs to."""
-    nodes: tuple[int, int] | None = None
-    """The fewest and the most nodes; ``None``: as few as hold the ranks."""
-    cpus_per_rank: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,166 +82,22 @@ def launch_on_ray(
     """
     options = context.options
     with ExitStack() as closing:
-        ray = _connect(needs.address, closing)
+        ray = connect(needs.address, closing)
         signals = PendingSignals() if takes_signals else None
         on_nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        per_rank = _per_rank(on_nodes, needs, options)
+        per_rank = needs_of_rank(on_nodes, needs, options)
         counts = ranks_of_nodes(on_nodes, per_rank, options.num_ranks, needs.nodes)
-        group = _Reservation(ray, counts, per_rank, is_spread=needs.nodes is not None)
+        group = Reservation(ray, counts, per_rank, is_spread=needs.nodes is not None)
         closing.callback(group.give_back)
-        if not group.wait(options.rendezvous_timeout_seconds, reporter.show, signals):
-            return RayEnd(exit_code=128 + signal.SIGINT, answers=[])
+        received = group.wait(options.rendezvous_timeout_seconds, reporter.show, signals)
+        if received is not None:
+            return RayEnd(exit_code=128 + received, answers=[])
         nodes = (needs.nodes[0] if needs.nodes else len(counts), len(counts))
         server, spec = _serve(ray, context, nodes, needs)
         closing.callback(server.close)
         job = _RayJob(group, spec, call, link=server.watch(), reporter=reporter, signals=signals)
         closing.callback(job.close)
         return job.follow()
-
-
-# -- values --------------------------------------------------------------------------------------------
-
-
-def ranks_of_nodes(
-    on_nodes: Sequence[Mapping[str, float]],
-    per_rank: Mapping[str, float],
-    num_ranks: int | None,
-    nodes: tuple[int, int] | None,
-) -> list[int]:
-    """Return how many ranks each node runs.
-
-    Args:
-        on_nodes: the resources of each node of the cluster.
-        per_rank: what a rank needs of them.
-        num_ranks: of the job; ``None``: one per GPU that the cluster has CPUs for, or one.
-        nodes: as in :class:`RayNeeds`.
-
-    Raises:
-        ConfigurationError: there are more ranks than the cluster holds, or fewer than nodes.
-    """
-    room = sorted((_room(resources, per_rank) for resources in on_nodes), reverse=True)
-    wanted = num_ranks or max(1, sum(room) if "GPU" in per_rank else 1)
-    if nodes is not None:
-        # The cluster may grow for them.
-        if wanted < nodes[1]:
-            raise ConfigurationError(
-                f"{wanted} ranks cannot be divided among {nodes[1]} nodes.", do=f"pass -n {nodes[1]} or more"
-            )
-        return [wanted // nodes[1] + (number < wanted % nodes[1]) for number in range(nodes[1])]
-    if wanted > sum(room):
-        of_ranks = ", ".join(f"{amount:g} {name}" for name, amount in per_rank.items())
-        raise ConfigurationError(
-            f"{wanted} ranks with {of_ranks} each were requested, but this cluster of Ray holds {sum(room)}.",
-            evidence="\n".join(_described(resources, per_rank) for resources in on_nodes),
-            do=f"pass {f'-n {sum(room)}' if sum(room) else 'less per rank'}, or add nodes (ray start); "
-            "if the cluster grows on demand, pass the number of nodes to wait for: --nodes 2"
-            + ("; --device cpu runs the ranks without GPUs" if "GPU" in per_rank else ""),
-        )
-    counts: list[int] = []
-    for most in room:
-        counts.append(min(most, wanted - sum(counts)))
-    return [count for count in counts if count]
-
-
-def _room(resources: Mapping[str, float], per_rank: Mapping[str, float]) -> int:
-    return min(int(resources.get(name, 0.0) // amount) for name, amount in per_rank.items())
-
-
-def _described(resources: Mapping[str, float], per_rank: Mapping[str, float]) -> str:
-    address = next((name[5:] for name in resources if name.startswith("node:") and "__" not in name), "a node")
-    has = ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in per_rank)
-    return f"{address} has {has}: {_room(resources, per_rank)} ranks"
-
-
-def _per_rank(on_nodes: Sequence[Mapping[str, float]], needs: RayNeeds, options: LaunchOptions) -> dict[str, float]:
-    has_gpus = options.device != "cpu" and any(resources.get("GPU", 0) >= 1 for resources in on_nodes)
-    return {"CPU": float(needs.cpus_per_rank), **({"GPU": 1.0} if has_gpus else {})}
-
-
-# -- the beginning -------------------------------------------------------------------------------------
-
-
-def _connect(address: str, closing: ExitStack) -> Any:
-    try:
-        ray: Any = importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigurationError(
-            "Ray is not installed here.", evidence=str(error), do="pip install 'rankwise[ray]'"
-        ) from None
-    if ray.is_initialized():
-        return ray
-    host, colon, port = address.rpartition(":")
-    if "://" in address:
-        raise ConfigurationError(
-            f"{address} is the address of a Ray client, which the nodes cannot reach.",
-            do="run this on a machine of the cluster, or submit it: ray job submit --address http://HOST:8265 "
-            "--working-dir . -- rankwise run --ray ...",
-        )
-    try:
-        if colon:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level="WARNING")
-    except (OSError, ValueError) as error:
-        where = "on this machine" if address == ANY_CLUSTER else f"at {address}"
-        raise ConfigurationError(
-            f"No cluster of Ray answers {where}.",
-            evidence=str(error),
-            do="start one: ray start --head; on the other machines: ray start --address=HOST:6379. Or pass the address "
-            "of a running one: --ray=HOST:6379",
-        ) from None
-    closing.callback(ray.shutdown)
-    return ray
-
-
-class _Reservation:
-    """The resources of the job's nodes: a placement group, from its request to its end."""
-
-    def __init__(self, ray: Any, counts: Sequence[int], per_rank: Mapping[str, float], *, is_spread: bool) -> None:
-        self.ray = ray
-        self.counts = counts
-        self._util: Any = importlib.import_module("ray.util")
-        self._strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
-        self.bundles = [{name: amount * count for name, amount in per_rank.items()} for count in counts]
-        strategy = "STRICT_SPREAD" if is_spread else "PACK"
-        self._group = self._util.placement_group(self.bundles, strategy=strategy)
-
-    def wait(self, seconds: float, show: Callable[[str], None], signals: PendingSignals | None) -> bool:
-        """Wait for Ray to reserve them; return whether it has, and no signal was received.
-
-        Raises:
-            LaunchError: it did not within ``seconds``.
-        """
-        started, has_said = time.monotonic(), False
-        words = "; ".join(", ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in self.bundles)
-        while not self._group.wait(1):
-            waited = time.monotonic() - started
-            if signals is not None and select.select([signals.fileno()], [], [], 0)[0]:
-                return False
-            if waited > seconds:
-                raise LaunchError(
-                    f"Ray did not reserve {words} within {seconds:.0f} s.",
-                    evidence=f"free in the cluster: {self.ray.available_resources()}",
-                    do="see what uses the cluster with `ray status`, or pass fewer ranks",
-                )
-            if waited > NOTICE_SECONDS and not has_said:
-                has_said = True
-                show(f"[rankwise] waiting for Ray to reserve {words}\n")
-        return True
-
-    def actor(self, number: int) -> Any:
-        """Return a new actor in a bundle, on the node where Ray has it now."""
-        bundle = self.bundles[number]
-        strategy = self._strategies.PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=number
-        )
-        remote = self.ray.remote(RayNode).options(
-            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_concurrency=4, scheduling_strategy=strategy
-        )
-        return remote.remote()
-
-    def give_back(self) -> None:
-        """Give everything back to the cluster; actors in it are ended."""
-        self._util.remove_placement_group(self._group)
 
 
 def _serve(ray: Any, context: CallerContext, nodes: tuple[int, int], needs: RayNeeds) -> tuple[JobServer, NodeSpec]:
@@ -300,7 +138,7 @@ class _RayJob:
 
     def __init__(
         self,
-        group: _Reservation,
+        group: Reservation,
         spec: NodeSpec,
         call: bytes,
         *,
@@ -318,13 +156,21 @@ class _RayJob:
         self._reader, self._writer = os.pipe()
         self._actors: dict[int, Any] = {}
         self._not_ended = set(range(len(group.counts)))
+        self._started: set[int] = set()
+        """The nodes whose launchers have said something."""
         self._answers: Answers = []
+        self._report: FailedAttempt | None = None
+        """The report of a failure that is shown last, or before a restart."""
         self._exit_code: int | None = None
         self._deadline: float | None = None
         self._signal: signal.Signals | None = None
         self._is_closed = False
-        for number in sorted(self._not_ended):
-            threading.Thread(target=self._follow_node, args=(number,), name="rankwise-ray", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._follow_node, args=(number,), name="rankwise-ray", daemon=True)
+            for number in sorted(self._not_ended)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def follow(self) -> RayEnd:
         """Return how the job has ended; raises what a node or Ray raised before."""
@@ -337,6 +183,7 @@ class _RayJob:
                 self._pass_on(signal.SIGINT)
             except BrokenPipeError:
                 self._pass_on(signal.SIGHUP)
+        self._show_report()
         if is_interrupted:
             raise KeyboardInterrupt
         code = self._exit_code
@@ -351,6 +198,12 @@ class _RayJob:
         for actor in self._actors.values():
             self._group.ray.kill(actor)
         self._link.close()
+        deadline = time.monotonic() + CONCLUDE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self._reader)
+            os.close(self._writer)
 
     def _turn(self) -> None:
         sources = [self._link.fileno(), self._reader, *([self._signals.fileno()] if self._signals else [])]
@@ -364,16 +217,25 @@ class _RayJob:
         for message in self._link.receive() if self._link.fileno() in readable else ():
             match message:
                 case ShowText():
+                    self._show_report()
                     self._reporter.show(message.text)
                 case ReportFailure():
-                    self._reporter.report(message.failed, failure_report.whole(message.failed))
+                    self._report = message.failed
                 case EndJob():
                     self._end(message)
                 case _:
                     pass
 
+    def _show_report(self) -> None:
+        failed, self._report = self._report, None
+        if failed is not None:
+            advises = not self._spec.context.options.controller  # which has a script for one device
+            self._reporter.report(failed, failure_report.whole(failed, advises=advises))
+
     def _end(self, message: EndJob) -> None:
         self._exit_code = message.exit_code
+        # A node that Ray has not replaced yet no longer matters.
+        self._not_ended &= self._started
         self._deadline = time.monotonic() + CONCLUDE_SECONDS
         if message.what:
             error = LaunchError(message.what, evidence=message.evidence or None, do=message.advice or None)
@@ -394,24 +256,26 @@ class _RayJob:
     def _follow_node(self, number: int) -> None:
         exceptions: Any = importlib.import_module("ray.exceptions")
         while not self._is_closed:
+            answers: Answers = []
             try:
                 answers = self._run_node(number)
-                self._post(lambda answers=answers: self._note_end(number, answers))
             except exceptions.RayActorError as error:
-                if self._is_closed:
-                    return
-                if error.actor_init_failed:
+                if error.actor_init_failed and not self._is_closed:
                     self._post(lambda text=str(error): _raise(_not_installed(text)))
-                elif self._spec.context.options.can_restart:
-                    self._post(lambda: self._reporter.show(f"[rankwise] Ray lost node {number}; it starts another\n"))
-                    continue
-                else:
-                    self._post(lambda: self._note_end(number, []))
+                    return
             except exceptions.RayTaskError as error:
                 self._post(lambda cause=error.cause: _raise(cause))
+                return
             except Exception as error:  # noqa: BLE001 - whatever it is, the other thread must not wait
                 self._post(lambda error=error: _raise(error))
-            return
+                return
+            has_ended = any(header["kind"] in {"ended", "refused"} for header, _ in answers)
+            if has_ended or not self._spec.context.options.can_restart:
+                self._post(lambda answers=answers: self._note_end(number, answers))
+                return
+            # The node, its actor or its launcher is lost. The first may be alive, behind a broken network.
+            self._group.ray.kill(self._actors[number])
+            self._post(lambda: self._note_loss(number))
 
     def _run_node(self, number: int) -> Answers:
         ray = self._group.ray
@@ -420,7 +284,7 @@ class _RayJob:
         actor = self._actors[number] = self._group.actor(number)
         ended = actor.run.remote(spec, self._call)
         while chunks := ray.get(actor.read.remote()):
-            self._post(lambda chunks=chunks: _show(chunks))
+            self._post(lambda chunks=chunks: self._show(number, chunks))
         return ray.get(ended)
 
     def _post(self, action: Callable[[], None]) -> None:
@@ -428,20 +292,27 @@ class _RayJob:
         self._news.append(action)
         os.write(self._writer, b"!")
 
+    # -- in the main thread again ------------------------------------------------------------------
+
+    def _show(self, number: int, chunks: Sequence[Chunk]) -> None:
+        self._started.add(number)
+        for descriptor, text in chunks:
+            stream = sys.stdout if descriptor == STDOUT else sys.stderr
+            stream.write(text)
+            stream.flush()
+
+    def _note_loss(self, number: int) -> None:
+        if number in self._started:
+            self._started.discard(number)
+            self._reporter.show(f"[rankwise] Ray has lost node {number}, and starts it on another machine\n")
+
     def _note_end(self, number: int, answers: Answers) -> None:
         self._not_ended.discard(number)
         self._answers += answers
         for header, body in answers:
-            if header["kind"] == "refused":
+            if header["kind"] == "refused" and self._exit_code is None:
                 with contextlib.closing(message_of(header, body)) as message:
                     _raise(refusal(message.read()))
-
-
-def _show(chunks: Sequence[Chunk]) -> None:
-    for number, text in chunks:
-        stream = sys.stdout if number == 1 else sys.stderr
-        stream.write(text)
-        stream.flush()
 
 
 def _raise(error: BaseException) -> None:

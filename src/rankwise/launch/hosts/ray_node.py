@@ -2,7 +2,7 @@
 """One node's end of a job on Ray: an actor, which starts this node's launcher as a process and relays what it says.
 
 The kernel kills the launcher when the actor's process ends, however it ends, and the ranks with it. Nothing of the
-user's is unpickled here. Imported by ``ray`` and, by its name, in the actor.
+user's is unpickled here. Imported by ``on_ray`` and ``ray_cluster``, and by its name in the actor.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.launch.agent.output import STDERR, STDOUT
 from rankwise.launch.function.launcher_process import LauncherProcess
 from rankwise.version import VERSION
+from rankwise.world import processes
 from rankwise.world.environments.reading import SECRET_NAME
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class RayNode:
     """The actor. Its methods run in threads: one runs the launcher while others read its output."""
 
     def __init__(self) -> None:
+        # Ray's own workers may outlive the daemon of their node by half a minute, which Ray takes for lost meanwhile.
+        processes.die_with_parent()
         self._output: queue.Queue[Chunk | None] = queue.Queue(MOST_CHUNKS)
         self._process: LauncherProcess | None = None
 
