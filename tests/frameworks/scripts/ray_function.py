@@ -45,5 +45,4 @@ if __name__ == "__main__":
         rw.launch(fail, ranks=2, on="ray")
     except KeyError as error:
         told["error"] = [repr(error), *error.__notes__]
-    told["free"] = ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
     print(json.dumps(told))
