@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from conftest import Launcher
 
-SCRIPTS = HERE / "scripts"
-TRAINING = str(SCRIPTS / "ray_training.py")
-ENDLESS = str(SCRIPTS / "ray_endless.py")
+SCRIPTS = HERE / "scripts" / "on_ray"
+TRAINING = str(SCRIPTS / "training.py")
+ENDLESS = str(SCRIPTS / "endless.py")
 INTERRUPTED = 130
 MARK = "RANKWISE_TEST_RUN"
 """The variable of processes that belong to a test, and must end with it."""
@@ -47,7 +47,7 @@ def _quiet_ray() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(_quiet_ray: None) -> Iterator[str]:
     """The address of a cluster."""
-    command = [sys.executable, str(SCRIPTS / "ray_cluster.py")]
+    command = [sys.executable, str(SCRIPTS / "cluster.py")]
     # Without the mark of what belongs to a test.
     variables = {name: value for name, value in os.environ.items() if name != MARK}
     with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
@@ -95,7 +95,7 @@ def test_a_lost_node_is_replaced_and_the_training_equals_one_rank(launcher: Laun
 def test_a_function_returns_the_values_of_all_ranks_and_raises_what_one_raised(
     launcher: Launcher, cluster: str
 ) -> None:
-    done = launcher.run(str(SCRIPTS / "ray_function.py"), cluster)
+    done = launcher.run(str(SCRIPTS / "function.py"), cluster)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     told = json.loads(last)
@@ -108,7 +108,7 @@ def test_a_function_returns_the_values_of_all_ranks_and_raises_what_one_raised(
 
 def test_the_workers_of_ray_train_are_ranks(launcher: Launcher, cluster: str) -> None:
     expected = trained_alone(launcher)
-    done = launcher.run(str(SCRIPTS / "ray_trainer.py"), cluster, str(launcher.folder), "2")
+    done = launcher.run(str(SCRIPTS / "trainer.py"), cluster, str(launcher.folder), "2")
     assert done.returncode == 0, done.stderr
     ranks = check_equal(expected, launcher.folder, 2)
     assert [(one["size"], one["source"]) for one in ranks] == [(2, "ray")] * 2

@@ -60,6 +60,7 @@ def test_more_ranks_than_the_cluster_holds_are_an_error_that_shows_each_node() -
         (["--cpus-per-rank", "2"], "--cpus-per-rank is for --ray"),
         (["--ray=auto", "--node-rank", "1"], "--ray is one command for all"),
         (["--ray=auto", "--hosts", "a,b"], "pass one of them"),
+        (["--ray=auto", "--nodes", "3:2"], "nodes must be N, or MIN:MAX"),
         (["--ray=auto"], "Ray is not installed here"),
         (["--ray=ray://head:10001"], "Ray is not installed here"),
     ],
@@ -78,7 +79,8 @@ def test_a_command_that_cannot_be_is_refused_at_once(
     ("arguments", "told"),
     [
         ({"on": "slurm"}, 'on must be "here" or "ray"'),
-        ({"cpus_per_rank": 2}, "cpus_per_rank=2 cannot be reserved"),
+        ({"cpus_per_rank": 2}, "cpus_per_rank is for Ray"),
+        ({"on": "ray", "cpus_per_rank": 0}, "cpus_per_rank must be >= 1"),
         ({"on": "ray", "rendezvous": "a:1"}, 'on="ray" is one call for all'),
     ],
 )

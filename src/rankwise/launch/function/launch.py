@@ -235,12 +235,9 @@ def _needs(
     """Return what a job on Ray needs there; ``None`` for ranks of this machine."""
     if on not in {"here", "ray"}:
         raise ConfigurationError(f'on must be "here" or "ray", got {on!r}.', do='pass on="ray", or omit it')
-    if not isinstance(cpus_per_rank, int) or cpus_per_rank < 1 or (cpus_per_rank > 1 and on == "here"):
-        raise ConfigurationError(
-            f"cpus_per_rank={cpus_per_rank!r} cannot be reserved.",
-            do='pass cpus_per_rank=1 or more together with on="ray", or omit it',
-        )
     if on == "here":
+        if cpus_per_rank != 1:
+            raise ConfigurationError("cpus_per_rank is for Ray.", do='pass on="ray" too, or set OMP_NUM_THREADS')
         return None
     if node_rank is not None or rendezvous is not None:
         raise ConfigurationError(

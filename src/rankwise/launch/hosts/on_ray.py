@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import LaunchError
 from rankwise.launch.agent.output import STDOUT
-from rankwise.launch.agent.signals import PendingSignals
+from rankwise.launch.agent.signals import PendingSignals, end_quietly
 from rankwise.launch.auth import draw_secret
 from rankwise.launch.controller.coordinator import Coordinator
 from rankwise.launch.controller.server import JobServer, TorchStores
@@ -81,6 +81,8 @@ def launch_on_ray(
         KeyboardInterrupt: Ctrl-C; the job has ended.
     """
     options = context.options
+    if takes_signals:
+        end_quietly()
     with ExitStack() as closing:
         ray = connect(needs.address, closing)
         signals = PendingSignals() if takes_signals else None
@@ -264,7 +266,7 @@ class _RayJob:
                     self._post(lambda text=str(error): _raise(_not_installed(text)))
                     return
             except exceptions.RayTaskError as error:
-                self._post(lambda cause=error.cause: _raise(cause))
+                self._post(lambda cause=error.cause or error: _raise(cause))
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, the other thread must not wait
                 self._post(lambda error=error: _raise(error))

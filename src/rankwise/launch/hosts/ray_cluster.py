@@ -45,6 +45,15 @@ class RayNeeds:
     """The fewest and the most nodes; ``None``: as few as hold the ranks."""
     cpus_per_rank: int = 1
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.cpus_per_rank, int) or self.cpus_per_rank < 1:
+            raise ConfigurationError(f"cpus_per_rank must be >= 1, got {self.cpus_per_rank!r}.", do="pass 1 or more")
+        if self.nodes is not None and not 1 <= self.nodes[0] <= self.nodes[1]:
+            raise ConfigurationError(
+                "nodes must be N, or MIN:MAX with 1 <= MIN <= MAX, got {}:{}.".format(*self.nodes),
+                do="pass one number, or the fewest and the most: --nodes 1:4",
+            )
+
 
 # -- values --------------------------------------------------------------------------------------------
 

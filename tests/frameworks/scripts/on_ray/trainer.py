@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from ray_training import main
+from training import main
 
 ray.init(address=sys.argv[1], log_to_driver=False)
 folder = Path(sys.argv[2])
