@@ -85,8 +85,7 @@ def test_a_lost_node_is_replaced_and_the_training_equals_one_rank(launcher: Laun
     assert done.returncode == 0, done.stderr
     ranks = check_equal(expected, launcher.folder, 4)
     assert [(one["size"], one["attempt"], one["source"]) for one in ranks] == [(4, "1", "rankwise")] * 4
-    # The output of ranks, the event of the job, and its report.
-    assert "killing the raylet " in done.stdout
+    # The event of the job, what Ray does, and what follows.
     assert "was lost: its launcher has exited" in done.stderr
     assert "[rankwise] Ray has lost node 1, and starts it on another machine\n" in done.stderr
     assert "[rankwise] restart 1 of 1\n" in done.stderr
@@ -116,7 +115,7 @@ def test_the_workers_of_ray_train_are_ranks(launcher: Launcher, cluster: str) ->
 
 @pytest.mark.parametrize("way", ["ctrl-c", "actor killed"])
 def test_a_job_is_cancelled_from_either_end(launcher: Launcher, cluster: str, way: str) -> None:
-    running = launcher.start(*run_on(cluster, "-n", "2", "--cpus-per-rank=2", ENDLESS, str(launcher.folder)))
+    running = launcher.start(*run_on(cluster, "-n", "2", "--nodes=2", ENDLESS, str(launcher.folder)))
     try:
         assert running.stdout is not None
         assert running.stdout.readline() == "all ranks run\n"

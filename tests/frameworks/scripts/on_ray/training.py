@@ -22,7 +22,6 @@ def kill_node() -> None:
     pid = os.getpid()
     while (stat := stat_of(pid)) is not None and stat.name != "raylet":
         pid = stat.parent
-    print(f"killing the raylet {pid}", flush=True)
     os.kill(pid, signal.SIGKILL)
 
 
