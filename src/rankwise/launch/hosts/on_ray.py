@@ -259,25 +259,29 @@ class _RayJob:
         exceptions: Any = importlib.import_module("ray.exceptions")
         while not self._is_closed:
             answers: Answers = []
+            why = "its launcher has exited"
             try:
                 answers = self._run_node(number)
-            except exceptions.RayActorError as error:
-                if error.actor_init_failed and not self._is_closed:
-                    self._post(lambda text=str(error): _raise(_not_installed(text)))
-                    return
             except exceptions.RayTaskError as error:
                 self._post(lambda cause=error.cause or error: _raise(cause))
                 return
+            # The actor, its process or the node has died, or Ray has killed it for the memory of others.
+            except exceptions.RayError as error:
+                why = str(error).partition("\n")[0]
+                if getattr(error, "actor_init_failed", False) and not self._is_closed:
+                    self._post(lambda text=str(error): _raise(_not_installed(text)))
+                    return
             except Exception as error:  # noqa: BLE001 - whatever it is, the other thread must not wait
                 self._post(lambda error=error: _raise(error))
                 return
             has_ended = any(header["kind"] in {"ended", "refused"} for header, _ in answers)
+            if not has_ended:
+                self._post(lambda why=why: self._note_loss(number, why))
             if has_ended or not self._spec.context.options.can_restart:
                 self._post(lambda answers=answers: self._note_end(number, answers))
                 return
-            # The node, its actor or its launcher is lost. The first may be alive, behind a broken network.
+            # It may be alive, behind a broken network.
             self._group.ray.kill(self._actors[number])
-            self._post(lambda: self._note_loss(number))
 
     def _run_node(self, number: int) -> Answers:
         ray = self._group.ray
@@ -303,10 +307,11 @@ class _RayJob:
             stream.write(text)
             stream.flush()
 
-    def _note_loss(self, number: int) -> None:
+    def _note_loss(self, number: int, why: str) -> None:
         if number in self._started:
             self._started.discard(number)
-            self._reporter.show(f"[rankwise] Ray has lost node {number}, and starts it on another machine\n")
+            again = ", and starts it again" if self._spec.context.options.can_restart else ""
+            self._reporter.show(f"[rankwise] Ray has lost node {number}{again}: {why}\n")
 
     def _note_end(self, number: int, answers: Answers) -> None:
         self._not_ended.discard(number)
