@@ -15,7 +15,7 @@ TIMEOUT_SECONDS = 100.0
 class Scene:
     """A coordinator and its machines."""
 
-    def __init__(self, nodes: tuple[int, int], max_restarts: int = 0) -> None:
+    def __init__(self, nodes: tuple[int, int], max_restarts: int = 0, *, is_watched: bool = False) -> None:
         self.now = 0.0
         self.coordinator = Coordinator(
             nodes=nodes,
@@ -24,6 +24,7 @@ class Scene:
             timeout_seconds=TIMEOUT_SECONDS,
             now=0.0,
             run_id="run",
+            is_watched=is_watched,
         )
 
     def node_joined(self, name: str, ranks: int = 2, node_rank: int | None = None, **job: str) -> list[tuple[str, Any]]:

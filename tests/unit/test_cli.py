@@ -61,6 +61,11 @@ several machines:
   --hosts A,B:RANKS,...
                         start all machines from here, over ssh; the first one serves the job
   --ssh COMMAND         the ssh command for --hosts, with its options (default: ssh)
+  --ray [HOST:PORT]     start all ranks from here, on a cluster of Ray (default: the one of this
+                        machine); -n then counts all ranks, and --nodes the nodes they are divided
+                        among (default: as few as hold them)
+  --cpus-per-rank N     CPUs that Ray reserves for each rank (default: 1); with a GPU if the
+                        cluster has some
   --interface NAME      network interface for traffic between ranks (default: the one that leads
                         to the rendezvous)
   --rendezvous-timeout SECONDS
@@ -74,6 +79,7 @@ examples:
                                          the same command on each of two machines
   rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
                                          once for both machines: started over ssh
+  rankwise run --ray -n 16 train.py      16 ranks on the cluster of Ray that this machine belongs to
   srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
 output of the ranks:

@@ -19,6 +19,7 @@ LATER = (
     "monai",
     "multiprocessing.forkserver",
     "multiprocessing.popen_spawn_posix",
+    "ray",
     "rankwise.cli",
     "rankwise.launch.agent.agent",
     "rankwise.launch.agent.output",

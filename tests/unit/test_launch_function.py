@@ -45,6 +45,7 @@ def test_both_start_one_rank_per_device_of_this_machine_and_restart_none_unless_
     }
     assert defaults.pop("device") == "auto"
     assert (defaults.pop("num_nodes"), defaults.pop("max_restarts")) == (1, 0)
+    assert (defaults.pop("on"), defaults.pop("cpus_per_rank")) == ("here", 1)
     assert set(defaults.values()) == {None}
 
 

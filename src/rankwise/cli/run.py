@@ -27,6 +27,7 @@ from rankwise.errors import ConfigurationError
 from rankwise.launch import kubernetes
 from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.job_size import SAVE_SECONDS
+from rankwise.launch.messages import RemoteCommand
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.report.failure_report import RecordingReporter, TerminalReporter
 from rankwise.launch.slurm import JobOptions, batch_script, follow, submit
@@ -38,6 +39,8 @@ from rankwise.world.environments.reading import parse_address
 if TYPE_CHECKING:
     from rankwise.launch.report.failure_report import Reporter
 
+ANY_CLUSTER = "auto"
+"""In place of the address of a cluster of Ray: the one that this machine belongs to."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
 
@@ -108,6 +111,21 @@ def _add_options_of_machines(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="the ssh command for --hosts, with its options (default: ssh)",
     )
+    machines.add_argument(
+        "--ray",
+        nargs="?",
+        const=ANY_CLUSTER,
+        type=_cluster,
+        metavar="HOST:PORT",
+        help="start all ranks from here, on a cluster of Ray (default: the one of this machine); -n then counts all "
+        "ranks, and --nodes the nodes they are divided among (default: as few as hold them)",
+    )
+    machines.add_argument(
+        "--cpus-per-rank",
+        type=_count,
+        metavar="N",
+        help="CPUs that Ray reserves for each rank (default: 1); with a GPU if the cluster has some",
+    )
     add(
         "interface",
         "network interface for traffic between ranks (default: the one that leads to the rendezvous)",
@@ -127,6 +145,10 @@ def execute(options: argparse.Namespace) -> int:
     refuse_misplaced_count(options, f"rankwise run{hosts}", "-n", options.num_ranks)
     if hint := misplaced_options(options):
         sys.stderr.write(f"{colored(WARNING, YELLOW, is_terminal=sys.stderr.isatty())} {hint}")
+    if options.ray is None and options.cpus_per_rank is not None:
+        raise ConfigurationError("--cpus-per-rank is for --ray.", do="add --ray, or set OMP_NUM_THREADS instead")
+    if options.ray is not None:
+        return _execute_on_ray(options)
     if options.hosts is not None:
         return _execute_on_hosts(options)
     launch_options = _launch_options(options, options.nodes or (1, 1))
@@ -141,21 +163,52 @@ def _execute_on_hosts(options: argparse.Namespace) -> int:
     # Imported only where ssh is used.
     from rankwise.launch.hosts.host_list import parse_hosts  # noqa: PLC0415
     from rankwise.launch.hosts.ssh import launch_on_hosts, split_command  # noqa: PLC0415
-    from rankwise.launch.messages import RemoteCommand  # noqa: PLC0415
 
+    _refuse_one_per_machine(options, "--hosts", "the hosts meet at the first one, and are numbered in the order given")
+    hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
+    own = _launch_options(options, (1, 1))
+    show = _reporter(own.report).show
+    return launch_on_hosts(_remote_command(options), hosts, own, nodes=options.nodes, ssh=ssh, show=show)
+
+
+def _execute_on_ray(options: argparse.Namespace) -> int:
+    # Imported only where Ray is used.
+    from rankwise.launch.function.call import CallerContext  # noqa: PLC0415
+    from rankwise.launch.hosts.on_ray import launch_on_ray  # noqa: PLC0415
+    from rankwise.launch.hosts.ray_cluster import RayNeeds  # noqa: PLC0415
+
+    _refuse_one_per_machine(options, "--ray", "the nodes meet here, and are numbered in the order Ray has them")
+    if options.hosts is not None:
+        raise ConfigurationError("--hosts and --ray both say where the ranks run.", do="pass one of them")
+    find_target(options.target, options.arguments, is_module=options.module)
+    own = _launch_options(options, (1, 1))
+    context = CallerContext(
+        name=options.target,
+        options=own,
+        names=frozenset(),
+        argv=[],
+        path=[],
+        sources={},
+        command=_remote_command(options),
+    )
+    needs = RayNeeds(address=options.ray, nodes=options.nodes, cpus_per_rank=options.cpus_per_rank or 1)
+    return launch_on_ray(context, b"", needs, _reporter(own.report), takes_signals=True).exit_code
+
+
+def _refuse_one_per_machine(options: argparse.Namespace, given: str, how: str) -> None:
     for name, value in (("--rendezvous", options.rendezvous), ("--node-rank", options.node_rank)):
         if value is not None:
             raise ConfigurationError(
-                f"{name} is for one command per machine, and --hosts is one command for all.",
-                do=f"leave {name} out: the hosts meet at the first one, and are numbered in the order given",
+                f"{name} is for one command per machine, and {given} is one command for all.",
+                do=f"leave {name} out: {how}",
             )
-    command = RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
+
+
+def _remote_command(options: argparse.Namespace) -> RemoteCommand:
     if options.controller:
         words = (*(("-m",) if options.module else ()), options.target, *options.arguments)
-        command = RemoteCommand(target="rankwise.auto", is_module=True, arguments=words)
-    hosts, ssh = parse_hosts(options.hosts), split_command(options.ssh)
-    own = _launch_options(options, (1, 1))
-    return launch_on_hosts(command, hosts, own, nodes=options.nodes, ssh=ssh, show=_reporter(own.report).show)
+        return RemoteCommand(target="rankwise.auto", is_module=True, arguments=words)
+    return RemoteCommand(target=options.target, is_module=options.module, arguments=tuple(options.arguments))
 
 
 def _launch_options(options: argparse.Namespace, nodes: tuple[int, int]) -> LaunchOptions:
@@ -207,6 +260,12 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(fewest), int(most or fewest)
 
 
+def _cluster(text: str) -> str:
+    if text != ANY_CLUSTER and ":" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; before a script, write --ray={ANY_CLUSTER}")
+    return text
+
+
 def _address(text: str) -> tuple[str, int]:
     try:
         return parse_address(text, "--rendezvous")
@@ -232,6 +291,7 @@ examples:
                                          the same command on each of two machines
   rankwise run --hosts gpu-01,gpu-02 -n 4 train.py
                                          once for both machines: started over ssh
+  rankwise run --ray -n 16 train.py      16 ranks on the cluster of Ray that this machine belongs to
   srun rankwise run -n 4 train.py        under Slurm: one launcher per node, four ranks each
 
 output of the ranks:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rankwise import meter
-from rankwise.comm import optimizer_steps, step_hooks
+from rankwise.comm import optimizer_steps, ray_train, step_hooks
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.collectives.objects import agree_on_key
@@ -142,7 +142,9 @@ def join(
     """
     _refuse_second_join()
     check_exchange(exchange)
-    reading = _read(init_method, rank, world_size)
+    workers = ray_train.take_over() if init_method is None else None
+    _refuse_other_group()
+    reading = _read(init_method, rank, world_size) if workers is None else workers.reading
     number = next(_join_numbers)
     device = device or asked_device()
     if reading.world_size == 1:
@@ -153,7 +155,11 @@ def join(
     else:
         mask = device_mask(accelerator.shown_kind().visible)
         sight = look_at_devices(device, backend, reading.local_rank, mask)
-        job_store, serves, addresses = _join_store(reading, timeout_seconds, number, sight)
+        try:
+            job_store, serves, addresses = _join_store(reading, timeout_seconds, number, sight)
+        finally:
+            if workers is not None:
+                workers.release()
         world = _world(reading, device, backend, addresses)
         # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
         accelerator.use(world.device)
@@ -280,6 +286,9 @@ def _refuse_second_join() -> None:
             "This process has already joined a world.",
             do="call rankwise.join() once; use rankwise.leave() before joining another",
         )
+
+
+def _refuse_other_group() -> None:
     if dist.is_initialized():
         raise ConfigurationError(
             f"torch.distributed already has a process group{' (of a failed world)' if have_groups_leaked() else ''}.",

@@ -38,6 +38,8 @@ class LaunchOptions:
     """Host and port where the machines meet: an address of one of them, the same on all."""
     told_by_scheduler: bool = False
     """Whether a scheduler named the rendezvous, for which ``localhost`` on node 0 is node 0 itself."""
+    served_elsewhere: bool = False
+    """Whether no machine serves the job but the process that started them: the driver of a job on Ray."""
     rendezvous_timeout_seconds: float = RENDEZVOUS_TIMEOUT_SECONDS
     """How long the machines wait for one another at the start."""
     interface: str | None = None

@@ -55,6 +55,9 @@ def find(options: LaunchOptions) -> JobAddress:
             address=listener.getsockname()[:2], secret=draw_secret(), listener=listener, interface=interface
         )
     host, number = options.rendezvous
+    if options.served_elsewhere:
+        interface = interface_to(host) if options.interface is None else known_interface(options.interface)
+        return JobAddress(address=options.rendezvous, secret=secret_shared_by_machines(), interface=interface)
     seen = _seen_from_here(host, options)
     listener = None
     if seen.listens_on is not None and options.node_rank in {None, 0}:

@@ -336,6 +336,8 @@ class Agent:
     def _report_failure(self, failed: FailedAttempt) -> None:
         advises = not self._options.controller  # which has a script for one device
         text = failure_report.whole(failed, advises=advises) if self._hosts_job else failure_report.one_line(failed)
+        if self._options.served_elsewhere:
+            text = ""  # shown where the job is served
         self._reporter.report(failed, text)
 
     def _rejoin_later(self, link: AgentLink) -> None:

@@ -62,6 +62,8 @@ CAUSE_SECONDS = 0.5
 """How long to wait for the cause of a failure that is only an echo, if a restart follows."""
 STOOD_STILL_SECONDS = 2.0
 """With more than that between two ticks, this machine itself was suspended."""
+WATCHER = ""
+"""In place of a machine: receives what all machines are shown, for the process that serves the job and runs no rank."""
 GROW_SECONDS = 30.0
 """How long ranks may take to save and stop for machines that have rejoined."""
 
@@ -95,7 +97,9 @@ class Coordinator:
         timeout_seconds: float,
         now: float,
         run_id: str,
+        is_watched: bool = False,
     ) -> None:
+        """``is_watched``: another process replaces lost machines, which may take as long as they had at the start."""
         self.phase = Phase.GATHERING
         self.min_nodes, self.max_nodes = nodes
         self._rendezvous = rendezvous
@@ -103,6 +107,8 @@ class Coordinator:
         self._num_restarts = 0
         """After failures; those for machines that have joined or are lost do not count."""
         self._run_id = run_id
+        self._is_watched = is_watched
+        self._return_seconds = timeout_seconds if is_watched else RETURN_SECONDS
         self._members: dict[str, JobNode] = {}
         self._attempt: Attempt | None = None
         self._num_attempts = 0
@@ -189,7 +195,7 @@ class Coordinator:
             self._conclude_if_ended(now)
         elif self._attempt is not None and all(other.is_running for other in self._members.values()):
             self._attempt.end_growing()
-        if not self._members:
+        if not self._members and not self._is_watched:
             self.phase = Phase.OVER
 
     def rank_failed(self, node_id: str, attempt: int, failed: Failure) -> None:
@@ -317,7 +323,9 @@ class Coordinator:
             1,
             f"{which} never {node_joined}: waited {waited:.0f} s at {self._rendezvous}.",
             evidence=f"here: {here}" + (f"\n{self._why_incomplete}" if self._why_incomplete else ""),
-            do=f"start it there too: rankwise run --rendezvous {self._rendezvous} ...; or check with rankwise doctor",
+            do="see why with `ray status`"
+            if self._is_watched
+            else f"start it there too: rankwise run --rendezvous {self._rendezvous} ...; or check with rankwise doctor",
         )
 
     def _refusal(self, node: Node, now: float) -> Refuse | Wait | None:
@@ -388,9 +396,9 @@ class Coordinator:
         self._show(f"[rankwise] {reason}\n")
         self.phase = Phase.GATHERING
         self._gathering_since = now
-        self._deadline = now + RETURN_SECONDS
+        self._deadline = now + self._return_seconds
         if len(self._members) < self.min_nodes:
-            self._show(f"[rankwise] waiting up to {RETURN_SECONDS:.0f} s for nodes to rejoin\n")
+            self._show(f"[rankwise] waiting up to {self._return_seconds:.0f} s for nodes to rejoin\n")
         self._gather(now)
 
     @property
@@ -409,7 +417,8 @@ class Coordinator:
             self._send_all(ShowText(text=text))
 
     def _send_all(self, message: Message) -> None:
-        self._messages += [(node_id, message) for node_id in self._members]
+        watchers = [WATCHER] if self._is_watched else []
+        self._messages += [(node_id, message) for node_id in (*watchers, *self._members)]
 
     def _send_running(self, message: Message) -> None:
         self._messages += [(node_id, message) for node_id, member in self._members.items() if member.is_running]

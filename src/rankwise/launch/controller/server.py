@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, Event, post, world_prefix
-from rankwise.launch.controller.coordinator import Coordinator, Disconnect
+from rankwise.launch.controller.coordinator import WATCHER, Coordinator, Disconnect
 from rankwise.launch.controller.link import LocalLink
 from rankwise.launch.fork_server.torch_env import TORCH_PREFIX, torch_rank_key
 from rankwise.launch.messages import (
@@ -110,6 +110,20 @@ class JobServer:
             leave=lambda: self._submit(leave),
         )
         self._submit(run, self._join, hello.node, link)
+        return link
+
+    def watch(self) -> LocalLink:
+        """Return a link of this process, which is no machine of the job: receives what all machines are shown."""
+
+        def leave() -> None:
+            self._leave(WATCHER, link, LAUNCHER_EXITED)
+            link.release()
+
+        link = LocalLink(
+            send=lambda message: self._submit(self._handle, WATCHER, message),
+            leave=lambda: self._submit(leave),
+        )
+        self._submit(self._agents.__setitem__, WATCHER, link)
         return link
 
     def _submit(self, action: Callable[..., None], *args: object) -> None:

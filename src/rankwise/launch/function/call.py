@@ -29,7 +29,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from rankwise.comm import session
-from rankwise.errors import RankFailed, rank_prefix
+from rankwise.errors import LaunchError, RankFailed, RankwiseError, rank_prefix
 from rankwise.launch.fork_server.entrypoint import names_in
 from rankwise.launch.messages import receive_packet, send_packet
 from rankwise.launch.report.failure import text_of, trim
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from _typeshed import SupportsNoArgReadline, SupportsRead, SupportsWrite
 
+    from rankwise.launch.messages import RemoteCommand
     from rankwise.launch.options import LaunchOptions
 
     class Readable(SupportsRead[bytes], SupportsNoArgReadline[bytes], Protocol):
@@ -74,6 +75,8 @@ class CallerContext:
     path: list[str]
     sources: dict[str, list[str]]
     """Source lines of notebook cells, by their names in tracebacks."""
+    command: RemoteCommand | None = None
+    """A script or module to run, and no function."""
 
 
 def caller_context(name: str, fn: object, options: LaunchOptions) -> CallerContext:
@@ -116,6 +119,28 @@ class CallerMessage:
             return None
         with mmap.mmap(self.body, 0, access=mmap.ACCESS_READ) as view:
             return load(view)
+
+    def data(self) -> bytes | None:
+        """Return the body as it was pickled; nothing is unpickled."""
+        if self.body is None:
+            return None
+        with mmap.mmap(self.body, 0, access=mmap.ACCESS_READ) as view:
+            return view[:]
+
+    def close(self) -> None:
+        """Close the body."""
+        if self.body is not None:
+            os.close(self.body)
+
+
+def message_of(header: dict[str, Any], data: bytes | None) -> CallerMessage:
+    """Return a message that has come another way, for the receiver to close."""
+    if data is None:
+        return CallerMessage(header, None)
+    with tempfile.TemporaryFile(prefix="rankwise-") as file:
+        file.write(data)
+        file.flush()
+        return CallerMessage(header, os.dup(file.fileno()))
 
 
 def send(to: socket.socket, header: Mapping[str, object], body: IO[bytes] | None = None) -> None:
@@ -275,6 +300,16 @@ def load(file: Readable) -> Any:
 def raised(error: BaseException, traceback: str) -> Raised:
     """Return ``error`` in the form that is sent."""
     return Raised(_pickled(error), type(error).__name__, text_of(error), traceback)
+
+
+def refusal(of_launcher: Raised) -> BaseException:
+    """Return the error of a launcher that has started nothing."""
+    error = exception(of_launcher.pickled)
+    if isinstance(error, RankwiseError):
+        return error
+    return LaunchError(
+        f"The launcher failed: {of_launcher.type}: {of_launcher.message}", evidence=of_launcher.traceback
+    )
 
 
 def unpicklable_part(fn: object, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[str, str]:

@@ -7,24 +7,30 @@ the results into values or an exception. Starts no rank itself. Imported by user
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import os
 import tempfile
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from rankwise.comm.session import current_or_none
-from rankwise.errors import ConfigurationError, LaunchError, RankFailed, RankwiseError, rank_prefix
+from rankwise.errors import ConfigurationError, LaunchError, RankFailed, rank_prefix
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.function.call import (
     FunctionCall,
     caller_context,
+    dump,
     exception,
+    message_of,
     plain_function,
+    refusal,
     unpicklable_part,
     write,
 )
-from rankwise.launch.function.launcher_process import LauncherProcess
+from rankwise.launch.function.launcher_process import CallerReporter, LauncherProcess
 from rankwise.launch.options import LaunchOptions
 from rankwise.world.environments.reading import parse_address
 
@@ -32,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rankwise.launch.function.call import CallerMessage, Raised
+    from rankwise.launch.hosts.ray_cluster import RayNeeds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +54,8 @@ def launch(
     num_nodes: int = 1,
     node_rank: int | None = None,
     rendezvous: str | None = None,
+    on: Literal["here", "ray"] = "here",
+    cpus_per_rank: int = 1,
 ) -> list[T]:
     """Run ``fn(*args)`` on several ranks and return what each of them returned.
 
@@ -68,31 +77,38 @@ def launch(
             each machine, it provides their number and the rendezvous.
         node_rank: number of this machine; ``None`` numbers them in the order they join.
         rendezvous: ``"host:port"``, an address of one of the machines, the same on all of them.
+        on: ``"ray"`` runs the ranks on the cluster of Ray that this process is connected to, or that this machine
+            belongs to. ``ranks`` then counts all ranks, by default one per GPU of the cluster, and ``num_nodes`` the
+            nodes to divide them among, by default as few as hold them.
+        cpus_per_rank: CPUs that Ray reserves for each rank.
 
     Returns:
         The values of this machine's ranks, in rank order. With several machines each caller gets those of
-        its own: nothing received over the network is ever unpickled.
+        its own: nothing received over the network is ever unpickled. On Ray those of all ranks, which come through
+        Ray.
 
     Raises:
-        ConfigurationError: an argument is invalid or cannot be pickled, or this is itself a rank. Nothing ran.
+        ConfigurationError: an argument is invalid or cannot be pickled, or this is itself a rank; Ray has no such
+            cluster. Nothing ran.
         LaunchError: the ranks could not be started, the launcher was terminated, or the ranks saved and stopped early.
         RankFailed: a rank was killed, exited without returning, or returned a value that cannot be pickled.
         Exception: the exception of the first rank to fail, with that rank's traceback as a note; also if the
             others continued without it.
         KeyboardInterrupt: Ctrl-C; every rank has exited.
 
-    Called by: one process, from any thread; with several machines, by one process on each.
+    Called by: one process, from any thread; with several machines, by one process on each; on Ray by one alone.
     """
+    needs = _needs(on, cpus_per_rank, num_nodes, node_rank, rendezvous)
     options = _options(
         ranks=ranks,
         device=device,
         log_dir=log_dir,
         max_restarts=max_restarts,
-        num_nodes=num_nodes,
+        num_nodes=num_nodes if needs is None else 1,
         node_rank=node_rank,
         rendezvous=rendezvous,
     )
-    return _run(FunctionCall(fn=fn, args=args, kwargs={}, is_decorated=False), options)
+    return _run(FunctionCall(fn=fn, args=args, kwargs={}, is_decorated=False), options, needs)
 
 
 @overload
@@ -107,6 +123,8 @@ def launcher(
     num_nodes: int = 1,
     node_rank: int | None = None,
     rendezvous: str | None = None,
+    on: Literal["here", "ray"] = "here",
+    cpus_per_rank: int = 1,
 ) -> Callable[[Callable[P, T]], Callable[P, list[T]]]: ...
 def launcher(
     fn: Callable[P, T] | None = None,
@@ -119,6 +137,8 @@ def launcher(
     num_nodes: int = 1,
     node_rank: int | None = None,
     rendezvous: str | None = None,
+    on: Literal["here", "ray"] = "here",
+    cpus_per_rank: int = 1,
 ) -> Callable[P, list[T]] | Callable[[Callable[P, T]], Callable[P, list[T]]]:
     """Make a function run on several ranks each time it is called, as :func:`launch` runs it.
 
@@ -138,16 +158,19 @@ def launcher(
         num_nodes: see there.
         node_rank: see there.
         rendezvous: see there.
+        on: see there.
+        cpus_per_rank: see there.
 
     Raises:
         ConfigurationError: an argument is invalid; raised when the function is defined, not when it is called.
     """
+    needs = _needs(on, cpus_per_rank, num_nodes, node_rank, rendezvous)
     options = _options(
         ranks=ranks,
         device=device,
         log_dir=log_dir,
         max_restarts=max_restarts,
-        num_nodes=num_nodes,
+        num_nodes=num_nodes if needs is None else 1,
         node_rank=node_rank,
         rendezvous=rendezvous,
     )
@@ -158,7 +181,8 @@ def launcher(
         @functools.wraps(inner)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> list[T]:
             # The name in the module refers to the decorated function, so that is what is sent.
-            return _run(FunctionCall(fn=on_ranks, args=args, kwargs=kwargs, is_decorated=True), options)
+            call = FunctionCall(fn=on_ranks, args=args, kwargs=kwargs, is_decorated=True)
+            return _run(call, options, needs)
 
         return on_ranks
 
@@ -205,6 +229,26 @@ def _options(
     )
 
 
+def _needs(
+    on: str, cpus_per_rank: int, num_nodes: int, node_rank: int | None, rendezvous: str | None
+) -> RayNeeds | None:
+    """Return what a job on Ray needs there; ``None`` for ranks of this machine."""
+    if on not in {"here", "ray"}:
+        raise ConfigurationError(f'on must be "here" or "ray", got {on!r}.', do='pass on="ray", or omit it')
+    if on == "here":
+        if cpus_per_rank != 1:
+            raise ConfigurationError("cpus_per_rank is for Ray.", do='pass on="ray" too, or set OMP_NUM_THREADS')
+        return None
+    if node_rank is not None or rendezvous is not None:
+        raise ConfigurationError(
+            'node_rank and rendezvous are for one call per machine, and on="ray" is one call for all.',
+            do="omit them: the caller serves the job, and Ray places its nodes",
+        )
+    from rankwise.launch.hosts.ray_cluster import RayNeeds  # noqa: PLC0415 - only where Ray is used
+
+    return RayNeeds(nodes=(num_nodes, num_nodes) if num_nodes > 1 else None, cpus_per_rank=cpus_per_rank)
+
+
 def _check_callable(fn: object) -> None:
     if not callable(fn):
         raise ConfigurationError(f"{fn!r} is not a function.", do="pass the function, then its arguments")
@@ -231,10 +275,18 @@ def _refuse_in_a_rank() -> None:
         )
 
 
-def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
+def _run(call: FunctionCall, options: LaunchOptions, needs: RayNeeds | None) -> list[Any]:
     _check_callable(call.fn)
     _refuse_in_a_rank()
     name = getattr(plain_function(call.fn), "__qualname__", type(call.fn).__name__)
+    outcome = _outcome_here(name, call, options) if needs is None else _outcome_on_ray(name, call, options, needs)
+    # Raised here and not where it is found, so that the user sees fewer of rankwise's frames.
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _outcome_here(name: str, call: FunctionCall, options: LaunchOptions) -> list[Any] | BaseException:
     with LauncherProcess() as process:
         try:
             file = write(caller_context(name, call.fn, options), call)
@@ -244,31 +296,54 @@ def _run(call: FunctionCall, options: LaunchOptions) -> list[Any]:
                 do="free space there, or set TMPDIR to a folder with more",
             ) from None
         except Exception:  # noqa: BLE001 - pickling runs any code of the user's
-            part, problem = unpicklable_part(call.fn, call.args, call.kwargs)
-            raise ConfigurationError(
-                f"{name} cannot be sent to the ranks: {part} cannot be pickled.",
-                evidence=problem,
-                do="create it inside the function, or pass what it is created from",
-            ) from None
+            raise _unpicklable(name, call) from None
         with file:
             process.give(file)
         process.wait()
-        outcome = _outcome(process)
-    # Raised here and not where it is found, so that the user sees fewer of rankwise's frames.
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+        return _outcome(process.messages, process.exit_code)
 
 
-def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
-    said = process.messages
+def _unpicklable(name: str, call: FunctionCall) -> ConfigurationError:
+    part, problem = unpicklable_part(call.fn, call.args, call.kwargs)
+    return ConfigurationError(
+        f"{name} cannot be sent to the ranks: {part} cannot be pickled.",
+        evidence=problem,
+        do="create it inside the function, or pass what it is created from",
+    )
+
+
+def _outcome_on_ray(
+    name: str, call: FunctionCall, options: LaunchOptions, needs: RayNeeds
+) -> list[Any] | BaseException:
+    from rankwise.launch.hosts.on_ray import launch_on_ray  # noqa: PLC0415 - only where Ray is used
+
+    pickled = io.BytesIO()
+    try:
+        dump(call, pickled)
+    except Exception:  # noqa: BLE001 - as above
+        raise _unpicklable(name, call) from None
+    context, reporter = caller_context(name, call.fn, options), CallerReporter()
+    end = launch_on_ray(context, pickled.getvalue(), needs, reporter, takes_signals=False)
+    with ExitStack() as closing:
+        said = [closing.enter_context(contextlib.closing(message_of(*answer))) for answer in end.answers]
+        ends = [message for message in said if message.header["kind"] == "ended"]
+        failed = {rank: how for message in ends for rank, how in message.read()[1].items()}
+        body = io.BytesIO()
+        dump((reporter.last_report, failed), body)
+        header = {"kind": "ended", "exit_code": end.exit_code, "blamed": reporter.blamed}
+        ended = closing.enter_context(contextlib.closing(message_of(header, body.getvalue())))
+        of_ranks = [message for message in said if message.header["kind"] != "ended"]
+        return _outcome([ended, *of_ranks], end.exit_code)
+
+
+def _outcome(said: Sequence[CallerMessage], exit_code: int | None) -> list[Any] | BaseException:
     for message in said:
         if message.header["kind"] == "refused":
-            return _refusal(message.read())
+            return refusal(message.read())
     ended = next((message for message in said if message.header["kind"] == "ended"), None)
     if ended is None:
         return LaunchError(
-            f"The launcher exited before its ranks, which were terminated with it: exit code {process.exit_code}.",
+            f"The launcher exited before its ranks, which were terminated with it: exit code {exit_code}.",
             do="check its output above, and `dmesg` for the out-of-memory killer",
         )
     # Of several attempts only the last counts.
@@ -294,11 +369,9 @@ def _outcome(process: LauncherProcess) -> list[Any] | BaseException:
 
 
 def _ranks_here(of_ranks: Sequence[CallerMessage]) -> Sequence[int]:
-    if not of_ranks:
-        return [0]
-    header = of_ranks[0].header
-    first = header["rank"] - header["local_rank"]
-    return range(first, first + header["local_world_size"])
+    """Return the ranks of the machines that have sent something, of which each has sent nothing else or a value."""
+    firsts = {one.header["rank"] - one.header["local_rank"]: one.header["local_world_size"] for one in of_ranks}
+    return [rank for first, size in sorted(firsts.items()) for rank in range(first, first + size)] or [0]
 
 
 def _value(message: CallerMessage) -> Any:
@@ -342,10 +415,3 @@ def _reraised(raised: Raised, rank: int, where: str, how: str) -> BaseException:
     if not isinstance(error, RankFailed):
         error.add_note(f"{where} {raised.traceback.rstrip()}")
     return error
-
-
-def _refusal(raised: Raised) -> BaseException:
-    error = exception(raised.pickled)
-    if isinstance(error, RankwiseError):
-        return error
-    return LaunchError(f"The launcher failed: {raised.type}: {raised.message}", evidence=raised.traceback)

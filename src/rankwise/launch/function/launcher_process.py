@@ -26,6 +26,7 @@ import time
 import traceback
 from typing import IO, TYPE_CHECKING, Self, TextIO
 
+from rankwise.launch.fork_server.entrypoint import find_target
 from rankwise.launch.function.call import CallerMessage, Function, dump, raised, receive, send
 
 if TYPE_CHECKING:
@@ -110,21 +111,25 @@ class LauncherProcess:
                         selector.unregister(key.fileobj)
         self.exit_code = self._process.poll()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send the launcher a signal, if it is running a call."""
+        if self.messages:
+            self._process.send_signal(number)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if isinstance(error, KeyboardInterrupt) and self.messages:
                 # The ranks may clean up; a second Ctrl-C ends this.
-                self._process.send_signal(signal.SIGINT)
+                self.signal(signal.SIGINT)
                 self.wait()
         finally:
             self._close()
 
     def _close(self) -> None:
         for message in self.messages:
-            if message.body is not None:
-                os.close(message.body)
+            message.close()
         self._lifeline.close()
         if self._process.poll() is None:
             self._process.kill()
@@ -143,8 +148,7 @@ class LauncherProcess:
             message = receive(self._socket)
             if message is None:
                 return
-            if message.body is not None:
-                os.close(message.body)
+            message.close()
 
     def _receive(self) -> bool:
         message = receive(self._socket)
@@ -197,10 +201,14 @@ def main(caller_descriptor: int, lifeline: int) -> int:
     if message is None or message.body is None:
         return 1
     function = Function(message.body, caller)
-    reporter = _CallerReporter()
+    reporter = CallerReporter()
     own_pid = os.getpid()
     try:
-        exit_code = launch(function, function.context.options, reporter)
+        command = function.context.command
+        target = (
+            function if command is None else find_target(command.target, command.arguments, is_module=command.is_module)
+        )
+        exit_code = launch(target, function.context.options, reporter)
     except Exception as error:
         if os.getpid() != own_pid:
             raise  # in a rank, which returned through here
@@ -229,7 +237,7 @@ def _end_with(lifeline: int) -> None:
         os._exit(1)
 
 
-class _CallerReporter:
+class CallerReporter:
     """Shows the launcher's output, except the final report of a failure: the caller raises that."""
 
     def __init__(self) -> None:

@@ -143,7 +143,7 @@ def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name in PASSED_ON or name.startswith(_PREFIXES)}
 
 
-def _folder() -> str:
+def working_folder() -> str:
     """Return the working directory by the path it was entered with: links may differ on other machines."""
     entered, real = os.environ.get("PWD", ""), Path.cwd()
     is_it = Path(entered).is_absolute() and Path(entered).exists() and Path(entered).samefile(real)
@@ -189,7 +189,9 @@ def _start(
         num_ranks = session.host.num_ranks or options.num_ranks
         own = replace(options, num_ranks=num_ranks, node_rank=node_rank)
         variables = passed_on(os.environ)
-        session.send(HostSpec(folder=_folder(), command=command, options=own, secret=secret, variables=variables))
+        session.send(
+            HostSpec(folder=working_folder(), command=command, options=own, secret=secret, variables=variables)
+        )
     rendezvous = _answers(sessions, ssh, Ready)[0].rendezvous
     for session in sessions.all:
         session.show()
@@ -227,7 +229,7 @@ def _answers(sessions: SshSessions, ssh: Sequence[str], kind: type[Answer]) -> l
 def _refusal(session: SshSession, refused: Refuse) -> ConfigurationError | LaunchError:
     error = error_of(refused)
     if error.do is None and isinstance(error, ConfigurationError):
-        folder = _folder()
+        folder = working_folder()
         error.supplement(do=f"copy it there: rsync -a {shlex.quote(folder)}/ {session.host.destination}:{folder}/")
     return error
 
