@@ -33,6 +33,8 @@ SLICE_SECONDS = 0.5
 GRACE_SECONDS = 3.0
 """How long a thread keeps waiting after a rank has failed: that rank's thread may still finish."""
 
+_VERDICT = "verdict"
+
 _Outcome = tuple[list[Any], Exception | None]
 """The outcome of a rank's work: its value, or its error's type and text, as JSON; and the error itself."""
 
@@ -187,22 +189,39 @@ class StoreRanks:
         self._step = 0
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
-        """Do ``work`` on every rank. As :meth:`CollectiveRanks.confirm`."""
+        """Do ``work`` on every rank. As :meth:`CollectiveRanks.confirm`, but only rank zero returns all results.
+
+        The other ranks return their own: N results read by N ranks would be N x N messages.
+        """
         step = self._step
         self._step += 1
-        own = _outcome_of(work)
+        own, world = _outcome_of(work), self._session.world
         self.store.set(self._key(step, self.rank), json.dumps(own[0]))
-        return _values_of(label, own, self._gather(label, step), self._session.world)
+        verdict_key = self._key(step, _VERDICT)
+        if self.rank == 0:
+            keys = [self._key(step, rank) for rank in range(self.world_size)]
+            outcomes: list[list[Any]] = self._gather(label, step, keys)
+            failed = next((rank for rank, outcome in enumerate(outcomes) if len(outcome) > 1), None)
+            self.store.set(verdict_key, json.dumps(None if failed is None else [failed, *outcomes[failed]]))
+            return _values_of(label, own, outcomes, world)
+        verdict = self._gather(label, step, [verdict_key])[0]
+        if own[1] is None and verdict is not None:
+            rank, kind, text = verdict
+            raise peer_failed(world, rank, error_type=kind, text=text, label=label)
+        return _values_of(label, own, [own[0]], world)
 
     def forget(self) -> None:
         """Delete this rank's reports from the store. Only when every rank has finished the last step."""
         for step in range(self._step):
             self.store.delete(self._key(step, self.rank))
+            if self.rank == 0:
+                self.store.delete(self._key(step, _VERDICT))
 
-    def _key(self, step: int, rank: int) -> str:
+    def _key(self, step: int, rank: int | str) -> str:
         return f"rankwise/checkpoint/{self._name}/{step}/{rank}"
 
-    def _gather(self, label: str, step: int) -> list[list[Any]]:
+    def _gather(self, label: str, step: int, awaited: list[str]) -> list[Any]:
+        """Return the values of keys, once they are set."""
         keys = [self._key(step, rank) for rank in range(self.world_size)]
         detector = self._session.detector
         started = time.monotonic()
@@ -210,8 +229,8 @@ class StoreRanks:
         failed_at: float | None = None
         while True:
             try:
-                self.store.wait(keys, SLICE_SECONDS)
-                return [json.loads(self.store.get(key, SLICE_SECONDS)) for key in keys]
+                self.store.wait(awaited, SLICE_SECONDS)
+                return list(map(json.loads, self.store.get_all(awaited)))
             except TimeoutError:
                 now = time.monotonic()
             if failed_at is None and (self._cause(keys) is not None or current_or_none() is not self._session):
@@ -242,7 +261,8 @@ class StoreRanks:
         return next(filter(None, map(detector.loss_of, self._missing(keys))), None)
 
     def _missing(self, keys: list[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self.store.check(key)]
+        there = self.store.peek_all(keys)
+        return [rank for rank, key in enumerate(keys) if key not in there]
 
 
 CheckpointRanks = CollectiveRanks | StoreRanks
