@@ -293,6 +293,29 @@ def test_an_interrupted_wait_leaves_a_connection_of_use() -> None:
         assert store.get("key", 1) == b"value"
 
 
+def _set_until_interrupted(store: Store) -> None:
+    while True:
+        store.set("large", bytes(2**26))
+
+
+def test_a_request_that_was_cut_in_two_leaves_the_connection_of_use_to_all_threads() -> None:
+    with served() as (store, _):
+        other, found = store.clone(), []
+        waiting = threading.Thread(target=lambda: found.append(other.get("later", 30)))
+        waiting.start()
+        before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                _set_until_interrupted(store)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        store.set("later", "value")
+        waiting.join(20)
+        assert found == [b"value"]
+        other.close()
+
+
 def test_a_store_is_served_as_long_as_a_clone_is_there() -> None:
     store, port = serve(secret=SECRET)
     clone = store.clone()

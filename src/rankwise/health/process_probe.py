@@ -249,6 +249,8 @@ class Peers:
 
 POLL_ANSWER_SECONDS = 2.0
 """How long ranks may take to answer."""
+POLL_ANSWER_SECONDS_PER_RANK = 4e-4
+"""... and how much longer for each: one server carries all answers."""
 POLL_PAUSE_SECONDS = 2e-5
 """How long to wait for each missing answer before the answers are read again."""
 MOST_PROBED = 8
@@ -272,7 +274,7 @@ def poll_ranks(
     """
     number = store.add("rankwise/roll_calls", 1)
     post(store, StatusPoll(number, exchange, sequence, stacks), first)
-    deadline = time.monotonic() + POLL_ANSWER_SECONDS
+    deadline = time.monotonic() + POLL_ANSWER_SECONDS + world_size * POLL_ANSWER_SECONDS_PER_RANK
     answers: Answers = {}
     pending = set(range(world_size))
     essential = pending if awaited is None else set(awaited)
