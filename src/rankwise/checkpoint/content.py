@@ -198,8 +198,8 @@ def _exchanged(ranks: CheckpointRanks, own: _OwnState, digests: Sequence[str | N
     firsts: dict[str | None, int] = {}
     of_rank = [firsts.setdefault(digest, rank) for rank, digest in enumerate(digests)]
 
-    def report() -> list[Any] | None:
-        return list(own.report) if ranks.rank < len(of_rank) and of_rank[ranks.rank] == ranks.rank else None
+    def report() -> list[Any]:
+        return list(own.report) if ranks.rank < len(of_rank) and of_rank[ranks.rank] == ranks.rank else []
 
     sent = ranks.confirm("reporting which rank holds what", report)
     return Reports(of_rank, {first: report_of(sent[first]) for first in firsts.values()})

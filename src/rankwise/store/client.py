@@ -294,7 +294,7 @@ class Store:
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that are set."""
         with translated(_in_words(keys)):
-            if not self._connection.has_extended_api():  # a file
+            if isinstance(self._connection, dist.FileStore):  # has no such call
                 return [self._connection.get(self._key(key)) for key in keys]
             return self._connection.multi_get([self._key(key) for key in keys])
 
