@@ -19,7 +19,7 @@ from rankwise.checkpoint.manifest import FileEntry, Manifest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUM_TENSORS, NUM_STAGES = 1024, 64
+NUM_TENSORS, MOST_STAGES = 1024, 64
 FILE_BYTES = 2**30
 
 
@@ -28,23 +28,25 @@ class InventedRanks:
 
     def __init__(self, world_size: int) -> None:
         self.rank, self.world_size = 0, world_size
+        self._num_stages = min(MOST_STAGES, world_size)
 
     def confirm(self, label: str, work: Callable[[], Any]) -> list[Any]:
         """Return the result of this rank, and of all others."""
         own = work()
         if label == "reading the state to save":
             digest, of_report, generators = own
-            texts = [of_report if stage == 0 else f"{stage:064x}" for stage in range(NUM_STAGES)]
-            return [(digest, texts[rank % NUM_STAGES], generators) for rank in range(self.world_size)]
+            texts = [of_report if stage == 0 else f"{stage:064x}" for stage in range(self._num_stages)]
+            return [(digest, texts[rank % self._num_stages], generators) for rank in range(self.world_size)]
         if label == "reporting which rank holds what":
             # As they arrive: as text.
-            return [own, *map(json.loads, [json.dumps(_report(own, stage)) for stage in range(1, NUM_STAGES)])]
+            texts = [json.dumps(_report(own, stage, self._num_stages)) for stage in range(1, self._num_stages)]
+            return [own, *map(json.loads, texts)]
         raise ValueError(label)
 
 
-def _report(own: list[Any], stage: int) -> list[Any]:
+def _report(own: list[Any], stage: int, num_stages: int) -> list[Any]:
     tensors = {
-        name: (dtype, shape, [[0, 0], shape] if number % NUM_STAGES == stage else None)
+        name: (dtype, shape, [[0, 0], shape] if number % num_stages == stage else None)
         for number, (name, (dtype, shape, _)) in enumerate(own[0].items())
     }
     return [tensors, own[1], own[2]]
@@ -53,7 +55,9 @@ def _report(own: list[Any], stage: int) -> list[Any]:
 def plan(world_size: int) -> dict[str, float]:
     """Return the seconds that planning a save and a load takes on rank zero."""
     state = {
-        f"layers.{number}.weight": torch.empty(256, 256, device="cpu" if number % NUM_STAGES == 0 else "meta")
+        f"layers.{number}.weight": torch.empty(
+            256, 256, device="cpu" if number % min(MOST_STAGES, world_size) == 0 else "meta"
+        )
         for number in range(NUM_TENSORS)
     }
     begun = time.perf_counter()
