@@ -279,7 +279,7 @@ class Hosts:
         answers = self.detectors[self.ranks[0]].poll_status()
         missing = self.world_size - len(answers)
         if missing:
-            self.errors.append(f"{missing} ranks did not answer")
+            print(f"{missing} of {self.world_size} ranks did not answer in time", file=sys.stderr)
 
     def leave(self) -> None:
         """Leave on every rank, as at the end of a script."""
