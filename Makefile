@@ -17,7 +17,7 @@ CODE := src tests examples benchmarks docs
 SPHINX := $(DOCS_BIN)/python -m sphinx -q -W --keep-going
 VERSIONS := 3.13-2.15.0 3.12-2.11.0 3.11-2.9.1
 
-.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults kills kills-on-hosts slowdowns bench bench-peers docs docs-browser docs-links environments chart lock release-check clean
+.PHONY: help setup demo test check lint format type unit multiprocess multihost e2e frameworks versions gpu mutants faults kills kills-on-hosts slowdowns bench scale bench-peers docs docs-browser docs-links environments chart lock release-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -104,6 +104,9 @@ slowdowns: setup  ## jobs with one slow rank each: does the report name it and w
 
 bench: setup  ## ratios against other tools; run nothing else at the same time
 	$(BIN)/python benchmarks/run.py $(ONLY)
+
+scale: setup  ## the control plane at 10, 100, 1,000 and 10,000 simulated ranks: time, memory, messages (RANKS="10 100")
+	$(BIN)/python benchmarks/scale.py $(RANKS)
 
 bench-peers: $(PEERS_READY)  ## a training step beside other libraries, from .venv-peers
 	$(PEERS_BIN)/python benchmarks/peers.py

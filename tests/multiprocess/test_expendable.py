@@ -157,7 +157,8 @@ def _confirm_twice(session: Session) -> None:
         # What ranks said before they failed counts.
         store.set("rankwise/checkpoint/a save/0/2", "[20]")
         store.set("rankwise/checkpoint/a save/0/3", "[30]")
-    assert ranks.confirm("writing", lambda: session.world.rank) == [0, 1, 20, 30]
+    rank = session.world.rank
+    assert ranks.confirm("writing", lambda: rank) == ([0, 1, 20, 30] if rank == 0 else [rank])
     ranks.confirm("renaming", lambda: None)
 
 

@@ -21,8 +21,9 @@ from stranger import LOOPBACK, SECRET, greet
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
 from rankwise.store import bootstrap, client, opening
-from rankwise.store.bootstrap import RankAddress, exchange_rank_addresses, rank_address_key
+from rankwise.store.bootstrap import ARRIVED_KEY, RankAddress, conclude, exchange_rank_addresses, rank_address_key
 from rankwise.store.client import Store, StoreLost
+from rankwise.store.keys import REQUEST
 from rankwise.store.opening import connect, connect_published, serve, serve_published
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import (
@@ -68,11 +69,13 @@ def test_a_rank_that_comes_after_the_others_have_said_so_is_waited_for(monkeypat
             assert all_ranks
             said.append(text)
             other.set(rank_address_key(1), json.dumps(asdict(late)))
+            assert other.add(ARRIVED_KEY, 1) == 2
+            conclude(other, 2)
 
         monkeypatch.setattr(bootstrap, "NOTICE_SECONDS", 0.05)
         monkeypatch.setattr(bootstrap, "warn", say)
         found = exchange_rank_addresses(store, Reading(rank=0, world_size=2, source="env"), 20, Sight())
-    assert found[1] == late
+    assert (found.num_nodes, found.node_rank, list(found.on_host)) == (2, 0, [0])
     assert len(said) == 1
     assert "for rank 1:" in said[0]
 
@@ -172,8 +175,8 @@ def test_a_bad_call_is_refused_and_does_not_affect_other_calls() -> None:
             store.add("text", 1)
         with open_connection(LOOPBACK, port, SECRET, "store", 10) as sock:
             for request in (b"", b"\xff", pack_fields([b"unknown"]), pack_fields([b"set", b"\xff", b""])):
-                send_frame(sock, request)
-                assert receive_frame(sock, 1000)[4:5] == b"\x02"
+                send_frame(sock, REQUEST.pack(1) + request)
+                assert receive_frame(sock, 1000)[REQUEST.size + 4 :][:1] == b"\x02"
         assert store.get("text", 1) == b"abc"
 
 
@@ -288,6 +291,29 @@ def test_an_interrupted_wait_leaves_a_connection_of_use() -> None:
         # The answer to the wait must not be taken for the answer to this.
         store.set("key", "value")
         assert store.get("key", 1) == b"value"
+
+
+def _set_until_interrupted(store: Store) -> None:
+    while True:
+        store.set("large", bytes(2**26))
+
+
+def test_a_request_that_was_cut_in_two_leaves_the_connection_of_use_to_all_threads() -> None:
+    with served() as (store, _):
+        other, found = store.clone(), []
+        waiting = threading.Thread(target=lambda: found.append(other.get("later", 30)))
+        waiting.start()
+        before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                _set_until_interrupted(store)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        store.set("later", "value")
+        waiting.join(20)
+        assert found == [b"value"]
+        other.close()
 
 
 def test_a_store_is_served_as_long_as_a_clone_is_there() -> None:

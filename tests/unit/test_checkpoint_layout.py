@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from rankwise.checkpoint import layouts
-from rankwise.checkpoint.layouts import StateReport, layouts_of, report_of, united_entries
+from rankwise.checkpoint.layouts import Reports, StateReport, layouts_of, report_of, united_entries
 from rankwise.checkpoint.manifest import Region, tiles
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+def _all(reports: Sequence[StateReport]) -> Reports:
+    return Reports(range(len(reports)), dict(enumerate(reports)))
 
 
 def _report(region: Region | None, dtype: str = "float32", **more: Any) -> StateReport:
@@ -41,7 +45,7 @@ def test_regions_that_make_up_a_tensor_are_found(
 ) -> None:
     reports = [report_of(json.loads(json.dumps(_report(region)))) for region in regions]
     assert reports == [_report(region) for region in regions]
-    assert layouts_of(reports)["w"].holders == expected
+    assert layouts_of(_all(reports))["w"].holders == expected
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_regions_that_make_up_a_tensor_are_found(
 )
 def test_regions_that_do_not_match_are_an_error(reports: list[StateReport], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
-        layouts_of(reports)
+        layouts_of(_all(reports))
 
 
 def _entries(elsewhere: list[int], *entries: list[Any]) -> StateReport:
@@ -63,10 +67,10 @@ def _entries(elsewhere: list[int], *entries: list[Any]) -> StateReport:
 
 
 def test_the_entries_of_a_state_come_from_where_their_parameters_are() -> None:
-    united = united_entries("o", [_entries([1], [0, {"a": 1}]), _entries([0], [1, {"b": 2}])])
+    united = united_entries("o", _all([_entries([1], [0, {"a": 1}]), _entries([0], [1, {"b": 2}])]))
     assert united == [[0, {"a": 1}], [1, {"b": 2}]]
     # Parameter 2 never had a gradient, anywhere.
-    assert united_entries("o", [_entries([2]), _entries([])]) == []
+    assert united_entries("o", _all([_entries([2]), _entries([])])) == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_the_entries_of_a_state_come_from_where_their_parameters_are() -> None:
 )
 def test_an_entry_that_one_rank_lacks_or_has_otherwise_is_an_error(reports: list[StateReport], evidence: str) -> None:
     with pytest.raises(CheckpointError, match=rf"(?s)differs between ranks: o\.state\[0\].*{evidence}"):
-        united_entries("o", reports)
+        united_entries("o", _all(reports))
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (1, 1), (2, 9), (12, 5)])

@@ -27,7 +27,7 @@ class _Job:
 
     def __init__(self) -> None:
         self.keys = Keys()
-        self.logs = AttemptKeys(self.keys, 2)
+        self.logs = AttemptKeys(self.keys, 2, 4)
 
     def set(self, key: str, value: str) -> None:
         self.keys.compare_set(key, self.keys.peek(key) or b"", value.encode())

@@ -9,7 +9,13 @@ import pytest
 
 from rankwise.comm.world_group import common_interface
 from rankwise.errors import ConfigurationError, PeerMissing
-from rankwise.store.bootstrap import EVERY_INTERFACE, RankAddress, listening_address, wait_for_store
+from rankwise.store.bootstrap import (
+    EVERY_INTERFACE,
+    RankAddress,
+    listening_address,
+    neighbours_by_host,
+    wait_for_store,
+)
 from rankwise.world import network
 from rankwise.world.environments.reading import Reading
 from rankwise.world.network import Interface, Route
@@ -120,7 +126,7 @@ HERE, THERE = RankAddress(hostname="gpu-00", address="10.0.0.1"), RankAddress(ho
 def test_ranks_use_the_interface_between_them(
     places: list[RankAddress], store_host: str | None, expected: tuple[str, bool] | None
 ) -> None:
-    assert common_interface(places, 0, store_host) == expected
+    assert common_interface(neighbours_by_host(places)[places[0].hostname], 0, store_host) == expected
 
 
 def test_waiting_for_a_store_ends_with_the_last_refusal() -> None:

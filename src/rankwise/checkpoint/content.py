@@ -19,6 +19,7 @@ import torch
 from rankwise.checkpoint import files, manifest, state
 from rankwise.checkpoint.generators import digests_of, generator_states, in_loop
 from rankwise.checkpoint.layouts import (
+    Reports,
     StateReport,
     TensorLayout,
     bounds,
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 PART_NAME = "part-{:05d}.safetensors"
 """Names of a checkpoint's files of tensors, by the rank that writes each."""
 
-_Reported = tuple[str, list[Any] | None, dict[str, str]]
-"""A rank's message about its state: a digest, a report if the state is spread over ranks, and digests of the states of
-its random number generators, which may differ."""
+_Reported = tuple[str, str | None, dict[str, str]]
+"""A rank's message about its state: a digest, one of its report if the state is spread over ranks, and digests of the
+states of its random number generators, which may differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +172,7 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
     if len(set(digests)) > 1:
         raise _difference(ranks, mine, frames)
     if any(reports):
-        counting = list(map(report_of, reports[:num_counting]))
+        counting = _exchanged(ranks, mine, reports[:num_counting])
         united = {name: _with_entries(frame, united_entries(name, counting)) for name, frame in frames.items()}
         skeletons = mine.skeletons | united
         layouts = layouts_of(counting)
@@ -190,6 +191,18 @@ def gather(ranks: CheckpointRanks, objects: Mapping[str, object]) -> Gathered:
         states=mine.states,
         differing=[name for name in mine.states if len({*map(methodcaller("get", name), of_generators)}) > 1],
     )
+
+
+def _exchanged(ranks: CheckpointRanks, own: _OwnState, digests: Sequence[str | None]) -> Reports:
+    """Return the reports of the ranks that count: one rank of those with equal reports sends it to all."""
+    firsts: dict[str | None, int] = {}
+    of_rank = [firsts.setdefault(digest, rank) for rank, digest in enumerate(digests)]
+
+    def report() -> list[Any]:
+        return list(own.report) if ranks.rank < len(of_rank) and of_rank[ranks.rank] == ranks.rank else []
+
+    sent = ranks.confirm("reporting which rank holds what", report)
+    return Reports(of_rank, {first: report_of(sent[first]) for first in firsts.values()})
 
 
 def _num_counting(ranks: CheckpointRanks) -> int:
@@ -277,13 +290,17 @@ def kind_of(inner: object) -> str:
 
 
 def _reported(own: _OwnState, *, is_spread: bool) -> _Reported:
-    """Return a digest of what must be the same on every rank; and the report, where the state is spread over ranks."""
+    """Return a digest of what must be the same on every rank; and of the report if the state is spread."""
     if is_spread:
         compared: object = own.skeletons | own.frames
     else:
         compared = [{name: about[:2] for name, about in own.report.tensors.items()}, own.skeletons]
-    digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()
-    return digest, list(own.report) if is_spread else None, digests_of(own.states)
+    digest = _digest(compared)
+    return digest, _digest(own.report) if is_spread else None, digests_of(own.states)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _difference(ranks: CheckpointRanks, own: _OwnState, frames: Mapping[str, Json]) -> CheckpointError:

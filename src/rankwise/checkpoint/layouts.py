@@ -168,34 +168,51 @@ def report_of(sections: list[Any]) -> StateReport:
     return StateReport(known, entries, elsewhere)
 
 
-def layouts_of(reports: Sequence[StateReport]) -> dict[str, TensorLayout]:
+class Reports:
+    """The reports of all ranks that count. Ranks whose reports are equal share one, as all replicas of a shard do."""
+
+    def __init__(self, of_rank: Sequence[int], distinct: Mapping[int, StateReport]) -> None:
+        """Take, for each rank, the first rank with an equal report; and the reports of those."""
+        self.distinct = distinct
+        self.ranks_of: dict[int, list[int]] = {}
+        """The ranks that share the report of each of these."""
+        for rank, first in enumerate(of_rank):
+            self.ranks_of.setdefault(first, []).append(rank)
+
+    def by_rank(self, texts: Mapping[int, str]) -> dict[int, str]:
+        """Return a text for each rank, from one for each distinct report."""
+        return dict(sorted((rank, text) for first, text in texts.items() for rank in self.ranks_of[first]))
+
+
+def layouts_of(reports: Reports) -> dict[str, TensorLayout]:
     """Return how each tensor lies on the ranks.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or part of one lies on no rank.
     """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
+    firsts: dict[str, list[int]] = {}
+    for first, report in reports.distinct.items():
         for name in report.tensors:
-            ranks_of.setdefault(name, []).append(rank)
-    return {name: _layout(name, {rank: reports[rank].tensors[name] for rank in ranks_of[name]}) for name in ranks_of}
+            firsts.setdefault(name, []).append(first)
+    return {name: _layout(name, having, reports) for name, having in firsts.items()}
 
 
-def _layout(name: str, reported: Mapping[int, tuple[str, tuple[int, ...], Region | None]]) -> TensorLayout:
-    texts = {rank: f"{dtype}{list(shape)}" for rank, (dtype, shape, _) in reported.items()}
+def _layout(name: str, firsts: Sequence[int], reports: Reports) -> TensorLayout:
+    reported = {first: reports.distinct[first].tensors[name] for first in firsts}
+    texts = {first: f"{dtype}{list(shape)}" for first, (dtype, shape, _) in reported.items()}
     if len(set(texts.values())) > 1:
-        raise differs(name, texts)
-    dtype, shape, _ = next(iter(reported.values()))
+        raise differs(name, reports.by_rank(texts))
+    dtype, shape, _ = reported[firsts[0]]
     holders: dict[Region, list[int]] = {}
-    for rank, (_, _, region) in reported.items():
+    for first, (_, _, region) in reported.items():
         if region is not None:
-            holders.setdefault(region, []).append(rank)
+            holders.setdefault(region, []).extend(reports.ranks_of[first])
     everything = whole(shape)
     if everything in holders:
-        return TensorLayout(dtype=dtype, shape=shape, holders={everything: holders[everything]})
+        return TensorLayout(dtype=dtype, shape=shape, holders={everything: sorted(holders[everything])})
     if not tiles(list(holders), shape):
-        raise _incomplete(name, texts, holders)
-    return TensorLayout(dtype=dtype, shape=shape, holders=holders)
+        raise _incomplete(name, reports.by_rank(texts), holders)
+    return TensorLayout(dtype=dtype, shape=shape, holders={region: sorted(ranks) for region, ranks in holders.items()})
 
 
 def _incomplete(name: str, texts: Mapping[int, str], holders: Mapping[Region, Sequence[int]]) -> CheckpointError:
@@ -227,7 +244,7 @@ def bounds(region: Region) -> str:
     return ",".join(f"{start}:{start + size}" for start, size in zip(region.offsets, region.shape, strict=True))
 
 
-def united_entries(name: str, reports: Sequence[StateReport]) -> list[Any]:
+def united_entries(name: str, reports: Reports) -> list[Any]:
     """Return the entries of an optimizer's state over all ranks.
 
     An entry is missing on a rank only if its parameter lies on other ranks.
@@ -237,16 +254,16 @@ def united_entries(name: str, reports: Sequence[StateReport]) -> list[Any]:
     """
     united: dict[str, Any] = {}
     texts_of: dict[str, dict[int, str]] = {}
-    for rank, report in enumerate(reports):
+    for first, report in reports.distinct.items():
         for key, item in report.entries[name]:
             united.setdefault(json.dumps(key), [key, item])
-            texts_of.setdefault(json.dumps(key), {})[rank] = json.dumps(item)
+            texts_of.setdefault(json.dumps(key), {})[first] = json.dumps(item)
     for text, texts in texts_of.items():
-        for rank, report in enumerate(reports):
-            if rank not in texts and united[text][0] not in report.elsewhere[name]:
-                texts[rank] = "absent"
+        for first, report in reports.distinct.items():
+            if first not in texts and united[text][0] not in report.elsewhere[name]:
+                texts[first] = "absent"
         if len(set(texts.values())) > 1:
-            raise differs(f"{name}.state[{text}]", texts)
+            raise differs(f"{name}.state[{text}]", reports.by_rank(texts))
     return list(united.values())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import json
 import math
 import re
@@ -34,7 +35,8 @@ SMALL_TENSOR_BYTES = 64 * 2**10
 mean, variance and count) then comes from one rank, and a small model is one file."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_CHECKSUM = re.compile(r"[0-9a-f]{8}")
+_CHECKSUM_LENGTH = 8
+_CHECKSUMS = re.compile(r"(?:[0-9a-f]{8},)*")
 _FIRST_LINE = re.compile(rb'\{"checksum": "sha256:([0-9a-f]{64})",\n')
 _WHAT_TO_DO = "restore the file from a copy, or load another checkpoint"
 
@@ -156,15 +158,31 @@ def assign(size_bytes_of: Mapping[K, int], holders_of: Mapping[K, Collection[int
     """
     load_bytes: dict[int, int] = {}
     rank_of: dict[K, int] = {}
+    # Of each set of holders, the least loaded first; a load that has grown since is found when it comes up.
+    queues: dict[tuple[int, ...] | range, list[tuple[int, int]]] = {}
     for minus_size, key in sorted([(-size, key) for key, size in size_bytes_of.items()]):
         size, holders = -minus_size, holders_of[key]
         if size < SMALL_TENSOR_BYTES:
             rank = min(holders)
         else:
-            rank = min(holders, key=lambda rank: (load_bytes.get(rank, 0), -rank))
+            group = holders if isinstance(holders, range) else tuple(holders)
+            if group not in queues:
+                queues[group] = [(load_bytes.get(rank, 0), -rank) for rank in group]
+                heapq.heapify(queues[group])
+            rank = _least_loaded(queues[group], load_bytes)
         rank_of[key] = rank
         load_bytes[rank] = load_bytes.get(rank, 0) + size
     return rank_of
+
+
+def _least_loaded(queue: list[tuple[int, int]], load_bytes: Mapping[int, int]) -> int:
+    """Return the rank with the smallest load, the last one of several; ``queue`` may hold loads that have grown."""
+    while True:
+        load, minus_rank = queue[0]
+        now = load_bytes.get(-minus_rank, 0)
+        if now == load:
+            return -minus_rank
+        heapq.heapreplace(queue, (now, minus_rank))
 
 
 def pieces_to_check(files: Mapping[str, FileEntry], rank: int, world_size: int) -> dict[str, list[int]]:
@@ -296,8 +314,11 @@ def _file_entry(name: str, entry: dict[str, Any]) -> FileEntry:
             do="do not load it: rankwise does not write such names",
         )
     size = _count(entry["size_bytes"])
-    checksums = tuple(_text(checksum) for checksum in entry["crc32"])
-    if len(checksums) != -(-size // PIECE_BYTES) or not all(map(_CHECKSUM.fullmatch, checksums)):
+    checksums: tuple[str, ...] = tuple(entry["crc32"])
+    # All at once: the files of a large job have hundreds of thousands.
+    text = "".join([f"{checksum}," for checksum in checksums])
+    is_right = _CHECKSUMS.fullmatch(text) and len(text) == (_CHECKSUM_LENGTH + 1) * len(checksums)
+    if len(checksums) != -(-size // PIECE_BYTES) or not is_right:
         raise ValueError(f"the checksums of {name} do not match its {size} bytes")
     return FileEntry(name=name, size_bytes=size, checksums=checksums)
 

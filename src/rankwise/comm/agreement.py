@@ -30,8 +30,12 @@ T = TypeVar("T")
 
 SLICE_SECONDS = 0.5
 """How long a thread waits for a peer before it checks whether the job is still running."""
+RANKS_PER_SLICE, MOST_SLICES = 1000, 10
+"""In a larger job it waits longer, up to so many times: all ranks wait at the same server."""
 GRACE_SECONDS = 3.0
 """How long a thread keeps waiting after a rank has failed: that rank's thread may still finish."""
+
+_VERDICT = "verdict"
 
 _Outcome = tuple[list[Any], Exception | None]
 """The outcome of a rank's work: its value, or its error's type and text, as JSON; and the error itself."""
@@ -187,45 +191,61 @@ class StoreRanks:
         self._step = 0
 
     def confirm(self, label: str, work: Callable[[], T]) -> list[T]:
-        """Do ``work`` on every rank. As :meth:`CollectiveRanks.confirm`."""
+        """Do ``work`` on every rank. As :meth:`CollectiveRanks.confirm`, but only rank zero returns all results.
+
+        The other ranks return their own: N results read by N ranks would be N x N messages.
+        """
         step = self._step
         self._step += 1
-        own = _outcome_of(work)
+        own, world = _outcome_of(work), self._session.world
         self.store.set(self._key(step, self.rank), json.dumps(own[0]))
-        return _values_of(label, own, self._gather(label, step), self._session.world)
+        verdict_key = self._key(step, _VERDICT)
+        if self.rank == 0:
+            outcomes: list[list[Any]] = self._gather(label, step, self._keys_of(step))
+            failed = next((rank for rank, outcome in enumerate(outcomes) if len(outcome) > 1), None)
+            self.store.set(verdict_key, json.dumps(None if failed is None else [failed, *outcomes[failed]]))
+            return _values_of(label, own, outcomes, world)
+        verdict = self._gather(label, step, [verdict_key])[0]
+        if own[1] is None and verdict is not None:
+            rank, kind, text = verdict
+            raise peer_failed(world, rank, error_type=kind, text=text, label=label)
+        return _values_of(label, own, [own[0]], world)
 
     def forget(self) -> None:
         """Delete this rank's reports from the store. Only when every rank has finished the last step."""
         for step in range(self._step):
             self.store.delete(self._key(step, self.rank))
+            if self.rank == 0:
+                self.store.delete(self._key(step, _VERDICT))
 
-    def _key(self, step: int, rank: int) -> str:
+    def _key(self, step: int, rank: int | str) -> str:
         return f"rankwise/checkpoint/{self._name}/{step}/{rank}"
 
-    def _gather(self, label: str, step: int) -> list[list[Any]]:
-        keys = [self._key(step, rank) for rank in range(self.world_size)]
+    def _gather(self, label: str, step: int, awaited: list[str]) -> list[Any]:
+        """Return the values of keys, once they are set."""
         detector = self._session.detector
         started = time.monotonic()
         limit = detector.timeout_seconds if detector is not None else SLICE_SECONDS
         failed_at: float | None = None
+        slice_seconds = SLICE_SECONDS * min(max(1.0, self.world_size / RANKS_PER_SLICE), MOST_SLICES)
         while True:
             try:
-                self.store.wait(keys, SLICE_SECONDS)
-                return [json.loads(self.store.get(key, SLICE_SECONDS)) for key in keys]
+                self.store.wait(awaited, slice_seconds)
+                return list(map(json.loads, self.store.get_all(awaited)))
             except TimeoutError:
                 now = time.monotonic()
-            if failed_at is None and (self._cause(keys) is not None or current_or_none() is not self._session):
+            if failed_at is None and (self._cause(step) is not None or current_or_none() is not self._session):
                 failed_at = now
             if failed_at is not None and now - failed_at > GRACE_SECONDS:
-                raise self._cannot_complete(label, keys, now - started)
+                raise self._cannot_complete(label, step, now - started)
             if now - started > limit:
-                raise self._cannot_complete(label, keys, now - started)
+                raise self._cannot_complete(label, step, now - started)
 
-    def _cannot_complete(self, label: str, keys: list[str], waited: float) -> RankwiseError:
-        cause = self._cause(keys)
+    def _cannot_complete(self, label: str, step: int, waited: float) -> RankwiseError:
+        cause = self._cause(step)
         if cause is not None:
             return cause
-        missing = self._missing(keys)
+        missing = self._missing(step)
         return PeerMissing(
             f"{label} timed out after {waited:.1f} s waiting for "
             + (f"{fold_ranks(missing)}." if missing else "ranks that have arrived since."),
@@ -234,15 +254,20 @@ class StoreRanks:
             do="check the output of the missing rank; if its disk is slow, raise join(timeout_seconds=...)",
         )
 
-    def _cause(self, keys: list[str]) -> RankwiseError | None:
+    def _cause(self, step: int) -> RankwiseError | None:
         """Return why the others will not arrive: what ended the job, or the loss of an optional rank."""
         detector = self._session.detector
         if detector is None or detector.error is not None or not detector.has_lost_ranks:
             return None if detector is None else detector.error
-        return next(filter(None, map(detector.loss_of, self._missing(keys))), None)
+        return next(filter(None, map(detector.loss_of, self._missing(step))), None)
 
-    def _missing(self, keys: list[str]) -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not self.store.check(key)]
+    def _keys_of(self, step: int) -> list[str]:
+        return [self._key(step, rank) for rank in range(self.world_size)]
+
+    def _missing(self, step: int) -> list[int]:
+        keys = self._keys_of(step)
+        there = self.store.peek_all(keys)
+        return [rank for rank, key in enumerate(keys) if key not in there]
 
 
 CheckpointRanks = CollectiveRanks | StoreRanks

@@ -73,7 +73,7 @@ from rankwise.world.facts import World
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from rankwise.store.bootstrap import RankAddress
+    from rankwise.store.bootstrap import Neighbours
     from rankwise.store.client import Store
     from rankwise.world.device.choice import Sight
     from rankwise.world.environments.reading import Reading
@@ -148,22 +148,22 @@ def join(
     number = next(_join_numbers)
     device = device or asked_device()
     if reading.world_size == 1:
-        addresses = [bootstrap.RankAddress(hostname=socket.gethostname(), address=None)]
-        world = _world(reading, device, backend, addresses)
+        alone = bootstrap.RankAddress(hostname=socket.gethostname(), address=None)
+        world = _world(reading, device, backend, bootstrap.Neighbours(on_host={reading.rank: alone}))
         accelerator.use(world.device)
         session = Session(world=world, open_group=partial(open_group_of_one, world))
     else:
         mask = device_mask(accelerator.shown_kind().visible)
         sight = look_at_devices(device, backend, reading.local_rank, mask)
         try:
-            job_store, serves, addresses = _join_store(reading, timeout_seconds, number, sight)
+            job_store, serves, neighbours = _join_store(reading, timeout_seconds, number, sight)
         finally:
             if workers is not None:
                 workers.release()
-        world = _world(reading, device, backend, addresses)
+        world = _world(reading, device, backend, neighbours)
         # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
         accelerator.use(world.device)
-        choose_interface(reading, addresses)
+        choose_interface(reading, neighbours)
         object_key = agree_on_key(job_store, bootstrap.secret_of(reading))
         session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
     set_current(session)
@@ -183,7 +183,7 @@ def join(
         except BaseException as error:
             fail(error)
             raise
-    meter.listener().follow(session, [place.hostname for place in addresses])
+    meter.listener().follow(session, partial(_hostnames, session))
     return world
 
 
@@ -263,6 +263,8 @@ def _close(session: Session, *, failed: bool) -> None:
     if session.detector is not None and session.detector.error is None:
         # For models and groups that still exist: none of their collectives may wait for ranks that have left.
         session.detector.refuse_all(world_left())
+    if session.detector is not None:
+        session.detector.store.close()
     if session.store is not None:
         session.store.close()
 
@@ -309,10 +311,8 @@ def _read(init_method: str | None, rank: int | None, world_size: int | None) -> 
     return read_process()
 
 
-def _join_store(
-    reading: Reading, timeout_seconds: float, number: int, sight: Sight
-) -> tuple[Store, bool, list[RankAddress]]:
-    """Return the job's store, whether this process serves it, and where every rank is."""
+def _join_store(reading: Reading, timeout_seconds: float, number: int, sight: Sight) -> tuple[Store, bool, Neighbours]:
+    """Return the job's store, whether this process serves it, and where the ranks are."""
     job_store, serves = bootstrap.open_store(reading, timeout_seconds)
     job_store.expect_answers_within(timeout_seconds)
     if number:  # The store may outlive the world that was left.
@@ -325,24 +325,26 @@ def _join_store(
             bootstrap.forget_port(reading)
 
 
+def _hostnames(session: Session) -> list[str]:
+    """Return the host of every rank."""
+    return [session.world.hostname] if session.store is None else bootstrap.hostnames_of_all(session.store)
+
+
 def _world(
-    reading: Reading, device: str | torch.device | None, backend: str | None, addresses: list[RankAddress]
+    reading: Reading, device: str | torch.device | None, backend: str | None, neighbours: Neighbours
 ) -> JoinedWorld:
-    hostnames = [place.hostname for place in addresses]
-    own = hostnames[reading.rank]
-    machines = list(dict.fromkeys(hostnames))
-    local_rank = reading.local_rank
-    if local_rank is None:
-        local_rank = hostnames[: reading.rank].count(own)
-    index = local_rank if reading.world_size == 1 else _own_index(reading.rank, backend, addresses)
+    ranks = sorted(neighbours.on_host)
+    own = neighbours.on_host[reading.rank].hostname
+    local_rank = ranks.index(reading.rank) if reading.local_rank is None else reading.local_rank
+    index = local_rank if reading.world_size == 1 else _own_index(reading.rank, backend, neighbours)
     chosen = choose_device(device, backend, index)
     return JoinedWorld(
         rank=reading.rank,
         world_size=reading.world_size,
         local_rank=local_rank,
-        local_world_size=reading.local_world_size or hostnames.count(own),
-        node_rank=machines.index(own) if reading.node_rank is None else reading.node_rank,
-        num_nodes=reading.num_nodes or len(machines),
+        local_world_size=reading.local_world_size or len(ranks),
+        node_rank=neighbours.node_rank if reading.node_rank is None else reading.node_rank,
+        num_nodes=reading.num_nodes or neighbours.num_nodes,
         device=chosen,
         backend=choose_backend(backend, chosen) if reading.world_size > 1 else "none",
         hostname=own,
@@ -350,17 +352,14 @@ def _world(
     )
 
 
-def _own_index(rank: int, backend: str | None, addresses: list[RankAddress]) -> int:
+def _own_index(rank: int, backend: str | None, neighbours: Neighbours) -> int:
     """Return which of the devices that a rank sees is its own; raise on every rank if one of them has none."""
-    own = addresses[rank]
+    own = neighbours.on_host[rank]
     device = f"{own.sight.kind}:0"
     needs_own = bool(own.sight.kind) and bound_device(device, choose_backend(backend, device)) is not None
-    hosts: dict[str, dict[int, Sight]] = {}
-    for number, place in enumerate(addresses):
-        hosts.setdefault(place.hostname, {})[number] = place.sight
-    for hostname, on_host in hosts.items():
+    for hostname, on_host in neighbours.unequipped:
         refuse_unequipped(hostname, on_host, may_share=not needs_own or may_share_gpus())
-    return index_of(rank, hosts[own.hostname])
+    return index_of(rank, {other: place.sight for other, place in neighbours.on_host.items()})
 
 
 def _session(

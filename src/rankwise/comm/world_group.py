@@ -26,10 +26,10 @@ from rankwise.world.device.choice import bound_device, choose_backend, torch_bac
 from rankwise.world.environments.process import gloo_interfaces, keep_nccl_from_exiting, set_interface, unset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from rankwise.health.failure_detector import FailureDetector
-    from rankwise.store.bootstrap import RankAddress
+    from rankwise.store.bootstrap import Neighbours
     from rankwise.store.client import Store
     from rankwise.world.environments.reading import Reading
     from rankwise.world.facts import World
@@ -64,12 +64,13 @@ def open_group(world: World, store: Store, detector: FailureDetector) -> None:
     """
     keep_nccl_from_exiting()
     opening = _Opening(partial(_open, world, store, detector.timeout_seconds))
+    neighbour = _Neighbour(detector)
     _threads.clear()
     _threads.append(opening.thread)
     with CollectiveWait(detector, detector.ticket("opening torch's process group")) as wait:
         while not opening.is_done(_OPENING_SLICE_SECONDS):
             wait.check()
-            _check_neighbour(detector)
+            neighbour.check()
 
 
 def is_opening() -> bool:
@@ -77,13 +78,22 @@ def is_opening() -> bool:
     return any(thread.is_alive() for thread in _threads)
 
 
-def _check_neighbour(detector: FailureDetector) -> None:
-    """Raise if the process of the rank before this one has exited: there is no connection yet that would break."""
-    before = (detector.world.rank - 1) % detector.world_size
-    process = process_probe.process_of(detector.store, before)
-    is_here = process is not None and process.host == process_probe.this_process().host
-    if process is not None and is_here and process_probe.has_exited(process.pid):
-        raise PeerEnded(before, process.pid)
+class _Neighbour:
+    """The process of the rank before this one, as long as there is no connection yet that would break with it."""
+
+    def __init__(self, detector: FailureDetector) -> None:
+        self._detector = detector
+        self._rank = (detector.world.rank - 1) % detector.world_size
+        self._process: process_probe.Process | None = None
+
+    def check(self) -> None:
+        """Raise if it has exited. Asks the store until it is known: later this machine tells."""
+        if self._process is None:
+            self._process = process_probe.process_of(self._detector.store, self._rank)
+        process = self._process
+        is_here = process is not None and process.host == process_probe.this_process().host
+        if process is not None and is_here and process_probe.has_exited(process.pid):
+            raise PeerEnded(self._rank, process.pid)
 
 
 def _open(world: World, store: Store, timeout_seconds: float) -> None:
@@ -127,7 +137,7 @@ class _Opening:
 # -- the network interface --------------------------------------------------------------------------
 
 
-def choose_interface(reading: Reading, addresses: list[RankAddress]) -> None:
+def choose_interface(reading: Reading, neighbours: Neighbours) -> None:
     """Set the interface of Gloo and NCCL to the one that connects the ranks, unless the user named one."""
     forget_interface()  # from a join that failed
     wrong = set(gloo_interfaces()) - {one.name for one in network.interfaces()}
@@ -138,7 +148,7 @@ def choose_interface(reading: Reading, addresses: list[RankAddress]) -> None:
             evidence="\n".join(network.interface_lines()),
             do="unset GLOO_SOCKET_IFNAME: rankwise picks the interface that reaches the other ranks",
         )
-    found = common_interface(addresses, reading.rank, None if reading.address is None else reading.address[0])
+    found = common_interface(neighbours, reading.rank, None if reading.address is None else reading.address[0])
     if found is not None:
         name, is_loopback = found
         _interface_variables.extend(set_interface(name, is_loopback=is_loopback))
@@ -150,7 +160,7 @@ def forget_interface() -> None:
     _interface_variables.clear()
 
 
-def common_interface(addresses: Sequence[RankAddress], rank: int, store_host: str | None) -> tuple[str, bool] | None:
+def common_interface(neighbours: Neighbours, rank: int, store_host: str | None) -> tuple[str, bool] | None:
     """Return the interface that ranks reach each other through, and whether it is loopback.
 
     On one machine that is loopback; on several it is the one that reaches the store or, if that does not decide (the
@@ -160,12 +170,11 @@ def common_interface(addresses: Sequence[RankAddress], rank: int, store_host: st
     Returns:
         ``None`` if no interface is found; torch then uses the machine's own hostname, which is not used otherwise.
     """
-    own = addresses[rank]
-    if all(place == own for place in addresses):
+    own = neighbours.on_host[rank]
+    if neighbours.num_nodes == 1 and all(place == own for place in neighbours.on_host.values()):
         return next(((one.name, True) for one in network.interfaces() if one.is_loopback and one.is_up), None)
     route = route_beyond_loopback(store_host)
-    others = [place.address for place in addresses if place.hostname != own.hostname and place.address is not None]
-    for address in others if route is None else []:
+    for address in neighbours.elsewhere if route is None else ():
         with contextlib.suppress(ConfigurationError):
             return network.route_to(address).interface, False
     return None if route is None else (route.interface, False)

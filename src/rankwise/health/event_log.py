@@ -20,6 +20,13 @@ EXPENDABLE_KEY = "rankwise/expendable"
 """Where the launcher, which does not follow the log, finds the optional ranks: a list of numbers, as JSON."""
 WORLDS_KEY = "rankwise/worlds"
 """Where the launcher finds how many worlds the ranks have joined after their first; among the keys of the first."""
+MOST_REPORTED = 8
+"""How many departures all ranks read, and how many failures at once: N events read by N ranks would be N x N messages.
+Those of other ranks are found by their keys."""
+ALL_DEPARTED_KEY = "rankwise/departed/all"
+"""Is set once every rank has left or failed."""
+_DEPARTED_KEY = "rankwise/departed/{}"
+_NUM_DEPARTED_KEY = "rankwise/departed/number"
 EVENT_READ_SECONDS = 10.0
 """How long reading an existing key may take."""
 _KEY = "rankwise/events/{}"
@@ -152,15 +159,46 @@ class AppendableLog(Protocol):
         """Set ``key`` unless it exists; return whether it was set."""
         ...
 
+    def set(self, key: str, value: str) -> None:
+        """Set ``key``."""
+        ...
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter and return the sum."""
+        ...
+
 
 def post(store: AppendableLog, event: Event, first: int = 1) -> int:
     """Append an event to the job's log and return its number; the log is known to be full below number ``first``."""
     # Two events that are alike are two.
-    text = json.dumps({"kind": type(event).__name__, "token": f"{time.time_ns()}-{id(event)}", **asdict(event)})
+    text = _text_of(event)
     number = first
     while not store.set_if_absent(key_of(number), text):
         number += 1
     return number
+
+
+def _text_of(event: Event) -> str:
+    return json.dumps({"kind": type(event).__name__, "token": f"{time.time_ns()}-{id(event)}", **asdict(event)})
+
+
+def post_departure(
+    log: AppendableLog, event: Left | Failed, world_size: int, first: int = 1, *, for_all: bool = False
+) -> None:
+    """Record that a rank has left or failed, once; all ranks read it if it is one of the first, or ``for_all``."""
+    text = _text_of(event)
+    if not log.set_if_absent(departed_key(event.rank), text):
+        return
+    number = log.add(_NUM_DEPARTED_KEY, 1)
+    if number <= MOST_REPORTED or for_all:
+        post(log, event, first)
+    if number == world_size:
+        log.set(ALL_DEPARTED_KEY, "")
+
+
+def departed_key(rank: int) -> str:
+    """Return the key of the departure of a rank, as :func:`event_of` reads it."""
+    return _DEPARTED_KEY.format(rank)
 
 
 def event_of(text: str | bytes) -> Event:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health import diagnosis, process_probe
 from rankwise.health.event_log import (
+    ALL_DEPARTED_KEY,
+    MOST_REPORTED,
     ConnectionBroke,
     DetectorEnded,
     Event,
@@ -27,9 +29,11 @@ from rankwise.health.event_log import (
     ProcessEnded,
     StatusPoll,
     TimedOut,
+    departed_key,
     event_of,
     key_of,
     post,
+    post_departure,
 )
 from rankwise.health.flight_recorder import FlightRecorder, last_collective_path, open_last_collective, with_kind
 from rankwise.health.fork_safety import hold_during_forks
@@ -47,6 +51,10 @@ if TYPE_CHECKING:
 
 DETECTOR_END_SECONDS = 2.0
 """How long an exiting rank waits for its thread, and after a failure for the others."""
+END_SLICE_SECONDS = 0.05
+FIRST_LOOK_UP_SECONDS = 1.0
+LONGEST_LOOK_UP_SECONDS = 60.0
+"""Between two looks at which ranks have left without an event of the log, while a collective waits."""
 EXPLANATION_SECONDS = 1.0
 """How long a rank with a broken connection waits for the reason before it polls."""
 NO_LIMIT_SECONDS = 10.0**8
@@ -100,11 +108,18 @@ class FailureDetector:
         """The oldest collective on this rank's device that has not completed."""
         self.next_event = 1
         """A number below which the log is full."""
+        self._is_over = False
+        """Whether the thread must end."""
         self._optional: set[int] = set()
+        self._num_left = 0
+        """How many departures the log has reported."""
+        self._look_up_at = 0.0
+        self._look_up_seconds = FIRST_LOOK_UP_SECONDS
         self._training = _TrainingThread()
         process_probe.introduce(self.store, world.rank, process_probe.this_process(stack_file))
+        self._followed = store.clone()
         self._thread = threading.Thread(
-            target=self._follow, args=(store.clone(),), name="rankwise-failure-detector", daemon=True
+            target=self._follow, args=(self._followed,), name="rankwise-failure-detector", daemon=True
         )
         self._thread.start()
 
@@ -167,7 +182,32 @@ class FailureDetector:
 
     def departed(self, rank: int) -> bool:
         """Return whether ``rank`` has left, or has failed and is optional."""
+        if rank not in self.departures and self._may_be_unreported:
+            self._look_up([rank])
         return rank in self.departures
+
+    @property
+    def _may_be_unreported(self) -> bool:
+        """Whether ranks may have left without an event of the log."""
+        return self._num_left >= MOST_REPORTED
+
+    def _look_up(self, ranks: Sequence[int]) -> None:
+        """Read departures from the store."""
+        keys = {departed_key(rank): rank for rank in ranks if rank not in self.departures}
+        found = self.store.peek_all(list(keys))
+        with self.changed:
+            for key, text in found.items():
+                event = event_of(text)
+                if isinstance(event, Left | Failed):
+                    self.departures.setdefault(keys[key], event)
+
+    def _look_up_members(self, exchange_id: int) -> None:
+        """Read the departures of the ranks that take part in a collective, now and then."""
+        now = time.monotonic()
+        if self._may_be_unreported and now >= self._look_up_at:
+            self._look_up_at = now + self._look_up_seconds
+            self._look_up_seconds = min(2 * self._look_up_seconds, LONGEST_LOOK_UP_SECONDS)
+            self._look_up([rank for rank in range(self.world_size) if self.recorder.is_member(rank, exchange_id)])
 
     @property
     def has_lost_ranks(self) -> bool:
@@ -221,32 +261,49 @@ class FailureDetector:
         self.departures.setdefault(self.world.rank, Left(self.world.rank))
         with contextlib.suppress(StoreLost):
             process_probe.withdraw(self.store, self.world.rank)
-            post(self.store, Left(self.world.rank, last=self.recorder.last, begun=self.recorder.begun()))
+            left = Left(self.world.rank, last=self.recorder.last, begun=self.recorder.begun())
+            post_departure(self.store, left, self.world_size, self.next_event)
             self._end((self.timeout_seconds if self.error is None else DETECTOR_END_SECONDS) if wait_for_peers else 0.0)
 
     def fail(self, error_type: str, text: str, *, wait_for_peers: bool) -> None:
         """Report to every rank that this one failed, and stop the thread; else as :meth:`leave`."""
         with contextlib.suppress(StoreLost):
             process_probe.withdraw(self.store, self.world.rank)
-            post(self.store, Failed(self.world.rank, error_type, text, self.world.hostname))
+            failed = Failed(self.world.rank, error_type, text, self.world.hostname)
+            post_departure(
+                self.store, failed, self.world_size, self.next_event, for_all=self.world.rank in self._optional
+            )
             self._end(DETECTOR_END_SECONDS if wait_for_peers else 0.0)
 
     def _end(self, limit_seconds: float) -> None:
-        """Wait for the others to leave, then have the thread read this rank's own departure."""
+        """Wait for the others to leave, then have the thread end."""
         deadline = time.monotonic() + limit_seconds
+        if limit_seconds and self.world_size > MOST_REPORTED and not self._optional:
+            with contextlib.suppress(TimeoutError):
+                self.store.wait([ALL_DEPARTED_KEY], limit_seconds)
+            deadline = 0.0
         silent_ranks: set[int] = set()
         while (left := deadline - time.monotonic()) > 0 and (others := self._remaining() - silent_ranks):
             are_optional = others <= self._optional
             with self.changed:
                 has_changed = self.changed.wait_for(
                     lambda now=others: self._remaining() - silent_ranks != now,
-                    min(left, DETECTOR_END_SECONDS) if are_optional else left,
+                    min(left, DETECTOR_END_SECONDS) if are_optional or self._may_be_unreported else left,
                 )
+            if self._may_be_unreported:
+                self._look_up(sorted(others))
             if are_optional and not has_changed:
                 # The exit of an optional rank may not have been reported.
                 silent_ranks.update(diagnosis.unanswered(self.poll_status(without=silent_ranks), others))
-        post(self.store, DetectorEnded(self.world.rank), self.next_event)
         # A thread inside torch during interpreter shutdown would abort the process.
+        ends_at = time.monotonic() + DETECTOR_END_SECONDS
+        self._is_over = True
+        while self._followed.end_waits():
+            self._thread.join(END_SLICE_SECONDS)
+            if not self._thread.is_alive() or time.monotonic() > ends_at:
+                self._followed.close()
+                return
+        post(self.store, DetectorEnded(self.world.rank), self.next_event)
         self._thread.join(DETECTOR_END_SECONDS)
 
     def _remaining(self) -> set[int]:
@@ -256,7 +313,7 @@ class FailureDetector:
 
     def _follow(self, store: Store) -> None:
         try:
-            while True:
+            while not self._is_over:
                 event = event_of(store.get(key_of(self.next_event), timeout_seconds=NO_LIMIT_SECONDS))
                 self.next_event += 1
                 with self.changed:
@@ -266,7 +323,7 @@ class FailureDetector:
                     return
         except (StoreLost, TimeoutError):
             with self.changed:
-                if self.error is None and self.world.rank not in self.departures:
+                if self.error is None and not self._is_over and self.world.rank not in self.departures:
                     self.error = diagnosis.store_lost(self.world)
                 self.changed.notify_all()
 
@@ -275,10 +332,12 @@ class FailureDetector:
         self.preemption.read(store, event, self.next_event)
         match event:
             case Failed(rank=rank):
+                self._num_left += 1
                 self.departures.setdefault(rank, event)
                 if rank != self.world.rank:
                     self._record_loss(store, event, [rank])
             case Left(rank=rank):
+                self._num_left += 1
                 self.departures.setdefault(rank, event)
             case Expendable():
                 self._optional.update(event.ranks)
@@ -333,6 +392,7 @@ class FailureDetector:
         """Return the error for why a collective cannot complete, as far as known."""
         if self.error is not None:
             return self.error
+        self._look_up_members(ticket.exchange_id)
         for rank, event in list(self.departures.items()):
             if rank == self.world.rank or not self.recorder.is_member(rank, ticket.exchange_id):
                 continue

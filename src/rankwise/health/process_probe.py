@@ -249,6 +249,10 @@ class Peers:
 
 POLL_ANSWER_SECONDS = 2.0
 """How long ranks may take to answer."""
+POLL_ANSWER_SECONDS_PER_RANK = 4e-4
+"""... and how much longer for each: one server carries all answers."""
+POLL_PAUSE_SECONDS = 2e-5
+"""How long to wait for each missing answer before the answers are read again."""
 MOST_PROBED = 8
 """How many silent ranks one rank probes."""
 
@@ -270,20 +274,19 @@ def poll_ranks(
     """
     number = store.add("rankwise/roll_calls", 1)
     post(store, StatusPoll(number, exchange, sequence, stacks), first)
-    deadline = time.monotonic() + POLL_ANSWER_SECONDS
+    deadline = time.monotonic() + POLL_ANSWER_SECONDS + world_size * POLL_ANSWER_SECONDS_PER_RANK
     answers: Answers = {}
     pending = set(range(world_size))
     essential = pending if awaited is None else set(awaited)
     while True:
-        for other in sorted(pending):
-            given = store.peek(_answer_key(number, other))
-            if given is not None:
-                answers[other] = json.loads(given)
+        keys = {_answer_key(number, other): other for other in sorted(pending)}
+        for key, given in store.peek_all(list(keys)).items():
+            answers[keys[key]] = json.loads(given)
         pending -= set(answers)
         if not essential & pending or time.monotonic() > deadline:
             return answers
         # The store's own wait would print a line on stderr for each rank that does not answer.
-        time.sleep(0.01)
+        time.sleep(max(0.01, POLL_PAUSE_SECONDS * len(pending)))
 
 
 def answer_poll(store: Store, poll: StatusPoll, rank: int, situation: dict[str, Any]) -> None:

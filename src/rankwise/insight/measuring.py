@@ -99,11 +99,11 @@ def start(world: World, report: str | os.PathLike[str] | None) -> None:
     meter.start(StepMeter(recorder, leave_to_torch))
 
 
-def follow(session: Session, hostnames: Sequence[str]) -> None:
+def follow(session: Session, hostnames: Callable[[], Sequence[str]]) -> None:
     """Record the collectives of a rank that has joined, and how far its clock is ahead of rank zero's.
 
     Called by: join, on every rank, after :func:`start`. The first rank of each host but rank zero's exchanges a few
-    messages with rank zero if the run was given the folder of a report.
+    messages with rank zero if the run was given the folder of a report; ``hostnames`` returns those of all ranks.
     """
     measuring = meter.current
     if not isinstance(measuring, StepMeter) or session.detector is None or session.store is None:
@@ -115,7 +115,7 @@ def follow(session: Session, hostnames: Sequence[str]) -> None:
         recorder.report_steps_to(SlowRank(session.store.prefixed("rankwise/pace"), world.world_size).note)
     if recorder.folder is not None:
         try:
-            note_clock(recorder.record, session.store.prefixed("rankwise/clock"), world.rank, hostnames)
+            note_clock(recorder.record, session.store.prefixed("rankwise/clock"), world.rank, hostnames())
         except TimeoutError:
             missing = "the clocks of the hosts were not compared: were all ranks given the folder of a report?"
             warn(missing, all_ranks=True)

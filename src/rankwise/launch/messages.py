@@ -186,6 +186,7 @@ class StartAttempt:
     num_nodes: int
     ranks_per_node: tuple[int, ...]
     hostnames: tuple[str, ...] = ()
+    """Of all machines; in a large job only the one that serves it is told."""
     torch_store: TorchStoreAddress | None = None
     """Torch's store, for scripts that use it; ``None`` if there is none."""
 

@@ -14,14 +14,15 @@ import socket
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rankwise.errors import ConfigurationError, PeerMissing, RankwiseError, fold_ranks, rank_prefix
 from rankwise.log import log, warn
 from rankwise.store import opening
 from rankwise.world import network
-from rankwise.world.device.choice import Sight
+from rankwise.world.device.choice import Sight, refuse_unequipped
 from rankwise.world.environments.process import EXPLICIT, in_kubernetes
 
 if TYPE_CHECKING:
@@ -85,9 +86,19 @@ def open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
         if words:
             log(words)
     else:
-        wait_for_store(reading, timeout_seconds)
-        opened = opening.connect(host, port, timeout_seconds, secret=secret)
+        opened = _reach(reading, host, port, timeout_seconds)
     return opened.prefixed(f"attempt/{reading.attempt}"), serves
+
+
+def _reach(reading: Reading, host: str, port: int, timeout_seconds: float) -> Store:
+    """Return a connection to a store that another process serves."""
+    secret = secret_of(reading)
+    if reading.store_is_served and secret is not None:
+        # It has been there longer than this rank: no other connection need look first.
+        with contextlib.suppress(TimeoutError):
+            return opening.connect(host, port, min(timeout_seconds, REACH_ATTEMPT_SECONDS), secret=secret)
+    wait_for_store(reading, timeout_seconds)
+    return opening.connect(host, port, timeout_seconds, secret=secret)
 
 
 def forget_port(reading: Reading) -> None:
@@ -239,7 +250,10 @@ def own_rank_address(store_host: str | None, sight: Sight) -> RankAddress:
 
 
 def _from_text(text: str | bytes) -> RankAddress:
-    found = json.loads(text)
+    return _address_from(json.loads(text))
+
+
+def _address_from(found: dict[str, Any]) -> RankAddress:
     return RankAddress(hostname=found["hostname"], address=found["address"], sight=Sight(**found["sight"]))
 
 
@@ -254,47 +268,181 @@ def route_beyond_loopback(store_host: str | None) -> Route | None:
     return None if network.is_loopback(route.local_address) else route
 
 
-def exchange_rank_addresses(store: Store, reading: Reading, timeout_seconds: float, sight: Sight) -> list[RankAddress]:
-    """Return the address of every rank, by rank; the first point where a rank that never starts is noticed.
+# -- where every rank is --------------------------------------------------------------------------------
+#
+# Each rank stores its address and counts itself. The last one to arrive reads all addresses, once for all, and stores
+# for each host what its ranks need: a rank reads as much in a job of ten thousand ranks as in one of ten.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbours:
+    """What a rank knows of where the others are."""
+
+    on_host: dict[int, RankAddress]
+    """The ranks of its host, itself among them, by rank."""
+    node_rank: int = 0
+    """The number of its host, in the order of their first ranks."""
+    num_nodes: int = 1
+    elsewhere: tuple[str, ...] = ()
+    """Addresses of a few other hosts."""
+    unequipped: tuple[tuple[str, dict[int, Sight]], ...] = ()
+    """The first hosts, if any, on which a rank has no device, or the one of another rank; with what its ranks see."""
+
+
+class SharedKeys(Protocol):
+    """What the addresses are read from, and the result is written to: a store, or the keys in the serving process."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set ``key``."""
+        ...
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are set."""
+        ...
+
+
+ARRIVED_KEY = "rankwise/arrived"
+"""Counts the ranks that have stored their address, and those that never will."""
+_MISSING_KEY = "rankwise/missing"
+_HOSTS_KEY = "rankwise/hosts"
+_MOST_ELSEWHERE = 3
+_CONCLUDE_SECONDS = 10.0
+"""How long the rank that names the missing ones for all may take."""
+
+
+def exchange_rank_addresses(store: Store, reading: Reading, timeout_seconds: float, sight: Sight) -> Neighbours:
+    """Return what this rank needs to know of the others; the first point where a rank that never starts is noticed.
 
     Called by: every rank, with what it sees of the devices of its machine.
 
     Raises:
         PeerMissing: some ranks did not join within ``timeout_seconds``.
     """
-    keys = [rank_address_key(rank) for rank in range(reading.world_size)]
     own = own_rank_address(None if reading.address is None else reading.address[0], sight)
-    store.set_if_absent(keys[reading.rank], json.dumps(asdict(own)))
-    with contextlib.suppress(TimeoutError):
-        _wait_for_addresses(store, keys, timeout_seconds)
-    # A rank that times out stores the missing ranks, so that every rank raises the same error.
-    for key in keys:
-        store.set_if_absent(key, ABSENT)
-    texts = [store.get(key, timeout_seconds).decode() for key in keys]
-    missing = [rank for rank, text in enumerate(texts) if text in {ABSENT, ENDED}]
-    if missing:
-        _wait_for_readers(store, reading, len(texts) - len(missing))
-        ended = [rank for rank in missing if texts[rank] == ENDED]
-        raise _ended_before(reading, ended) if ended else _never_joined(reading, missing, timeout_seconds)
-    return [_from_text(text) for text in texts]
-
-
-def _wait_for_addresses(store: Store, keys: Sequence[str], timeout_seconds: float) -> None:
-    """Wait until every address is set; after a while one of the waiting ranks logs which are missing."""
+    text = json.dumps(asdict(own))
+    answer = _neighbours_key(own.hostname)
+    if store.held_or_set(rank_address_key(reading.rank), text) != text.encode():
+        answer = _MISSING_KEY  # The others have stopped waiting.
+    elif store.add(ARRIVED_KEY, 1) == reading.world_size:
+        conclude(store, reading.world_size)
     try:
-        store.wait(keys, min(NOTICE_SECONDS, timeout_seconds))
+        found = _wait_for_answer(store, answer, reading.world_size, timeout_seconds)
+    except TimeoutError:
+        # One rank names the missing ones for all, so that every rank raises the same error.
+        if store.add("rankwise/claims/missing", 1) == 1:
+            _give_up_missing(store, reading.world_size)
+        found = store.get(answer, _CONCLUDE_SECONDS)
+    told = json.loads(found)
+    if "missing" in told:
+        missing = {int(rank): why for rank, why in told["missing"].items()}
+        _wait_for_readers(store, reading, reading.world_size - len(missing))
+        ended = [rank for rank, why in missing.items() if why == ENDED]
+        raise _ended_before(reading, ended) if ended else _never_joined(reading, sorted(missing), timeout_seconds)
+    return _neighbours_from(told)
+
+
+def _wait_for_answer(store: Store, key: str, world_size: int, timeout_seconds: float) -> bytes:
+    """Return the value of ``key``; after a while one of the waiting ranks logs which ranks are missing."""
+    try:
+        return store.get(key, min(NOTICE_SECONDS, timeout_seconds))
     except TimeoutError:
         if timeout_seconds <= NOTICE_SECONDS:
             raise
-        missing = [rank for rank, key in enumerate(keys) if not store.check(key)]
-        if missing and store.add("rankwise/claims/join", 1) == 1:
-            who = fold_ranks(missing)
-            warn(
-                f"join() has been waiting for {NOTICE_SECONDS:.0f} s for {who}: not started, or not yet at "
-                "rankwise.join(); under `rankwise run`, `rankwise stacks` shows where each rank is",
-                all_ranks=True,
-            )
-        store.wait(keys, timeout_seconds - NOTICE_SECONDS)
+    if store.add("rankwise/claims/join", 1) == 1 and (missing := _missing_now(store, world_size)):
+        warn(
+            f"join() has been waiting for {NOTICE_SECONDS:.0f} s for {fold_ranks(missing)}: not started, or not yet at "
+            "rankwise.join(); under `rankwise run`, `rankwise stacks` shows where each rank is",
+            all_ranks=True,
+        )
+    return store.get(key, timeout_seconds - NOTICE_SECONDS)
+
+
+def _missing_now(store: Store, world_size: int) -> list[int]:
+    keys = [rank_address_key(rank) for rank in range(world_size)]
+    there = store.peek_all(keys)
+    return [rank for rank, key in enumerate(keys) if key not in there]
+
+
+def _give_up_missing(store: Store, world_size: int) -> None:
+    for rank in _missing_now(store, world_size):
+        store.set_if_absent(rank_address_key(rank), ABSENT)
+    conclude(store, world_size)
+
+
+def conclude(store: SharedKeys, world_size: int) -> None:
+    """Store for the ranks of each host what they need, or which ranks are missing. Every rank has a value by now."""
+    texts = [text.decode() for text in store.get_all([rank_address_key(rank) for rank in range(world_size)])]
+    missing = {str(rank): text for rank, text in enumerate(texts) if text in {ABSENT, ENDED}}
+    addresses = {rank: _from_text(text) for rank, text in enumerate(texts) if text not in {ABSENT, ENDED}}
+    if missing:
+        verdict = json.dumps({"missing": missing})
+        store.set(_MISSING_KEY, verdict)
+        for hostname in {place.hostname for place in addresses.values()}:
+            store.set(_neighbours_key(hostname), verdict)
+        return
+    hosts = neighbours_by_host(list(addresses.values()))
+    runs = [[name, len(list(ranks))] for name, ranks in groupby(place.hostname for place in addresses.values())]
+    store.set(_HOSTS_KEY, json.dumps(runs))
+    for hostname, neighbours in hosts.items():
+        store.set(_neighbours_key(hostname), json.dumps(asdict(neighbours)))
+
+
+def neighbours_by_host(addresses: Sequence[RankAddress]) -> dict[str, Neighbours]:
+    """Return what the ranks of each host need, from the addresses of all ranks."""
+    hosts: dict[str, dict[int, RankAddress]] = {}
+    for rank, place in enumerate(addresses):
+        hosts.setdefault(place.hostname, {})[rank] = place
+    unequipped: list[tuple[str, dict[int, Sight]]] = []
+    for may_share in (False, True):
+        for hostname, on_host in hosts.items():
+            sights = {rank: place.sight for rank, place in on_host.items()}
+            if _is_unequipped(hostname, sights, may_share=may_share):
+                unequipped.append((hostname, sights))
+                break
+    reachable = [
+        (hostname, next((place.address for place in on_host.values() if place.address is not None), None))
+        for hostname, on_host in islice(hosts.items(), _MOST_ELSEWHERE + 1)
+    ]
+    return {
+        hostname: Neighbours(
+            on_host=on_host,
+            node_rank=node_rank,
+            num_nodes=len(hosts),
+            elsewhere=tuple(at for other, at in reachable if other != hostname and at is not None)[:_MOST_ELSEWHERE],
+            unequipped=tuple(unequipped),
+        )
+        for node_rank, (hostname, on_host) in enumerate(hosts.items())
+    }
+
+
+def _is_unequipped(hostname: str, sights: dict[int, Sight], *, may_share: bool) -> bool:
+    try:
+        refuse_unequipped(hostname, sights, may_share=may_share)
+    except ConfigurationError:
+        return True
+    return False
+
+
+def _neighbours_from(told: dict[str, Any]) -> Neighbours:
+    return Neighbours(
+        on_host={int(rank): _address_from(place) for rank, place in told["on_host"].items()},
+        node_rank=told["node_rank"],
+        num_nodes=told["num_nodes"],
+        elsewhere=tuple(told["elsewhere"]),
+        unequipped=tuple(
+            (name, {int(rank): Sight(**sight) for rank, sight in sights.items()}) for name, sights in told["unequipped"]
+        ),
+    )
+
+
+def hostnames_of_all(store: Store) -> list[str]:
+    """Return the host of every rank of a world that has been joined, by rank."""
+    runs = json.loads(store.get(_HOSTS_KEY, LINGER_SECONDS))
+    return [name for name, count in runs for _ in range(count)]
+
+
+def _neighbours_key(hostname: str) -> str:
+    return f"rankwise/neighbours/{hostname}"
 
 
 def rank_address_of(store: Store, rank: int) -> RankAddress:

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store as ranks use it: text keys, bytes values and Python's own errors, whatever the transport.
 
-A Store is one connection, used by one thread at a time; ``clone()`` gives another thread its own. Also a connection to
-an authenticated store, rankwise's own, as the kind of store that torch's process groups take. Serves nothing.
+``clone()`` gives another thread a Store of its own, over the same connection where the store is rankwise's. Also
+a connection to an authenticated store, rankwise's own, as the kind of store that torch's process groups take. Serves
+nothing.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
-import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError, PeerMissing, bytes_text
 from rankwise.store.keys import LARGEST_FRAME_BYTES, PURPOSE, SECONDS, Reply
-from rankwise.store.wire import open_connection, pack_fields, receive_frame, send_frame, unpack_fields
+from rankwise.store.shared_socket import CLOSED, Lost, SharedSocket
+from rankwise.store.wire import open_connection, pack_fields, unpack_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -30,14 +32,25 @@ STORE_ANSWER_SECONDS = 300.0
 """How much longer than the requested wait the serving process may take to answer: it may be stopped in a debugger."""
 LEAST_STORE_ANSWER_SECONDS = 10.0
 """The least time it is always given: it may just be slow."""
+MOST_SHOWN_KEYS = 8
+"""How many keys an error names."""
 REOPEN_SECONDS = 10.0
 """How long to retry another connection to a store that was reachable before."""
-LONGEST_SOCKET_SECONDS = 10.0**6
-"""The operating system accepts no limits longer than a few weeks."""
+
+
+def connect_shared(host: str, port: int, secret: bytes, timeout_seconds: float) -> SharedSocket:
+    """Return a connection to an authenticated store, retrying for ``timeout_seconds``.
+
+    Raises as :func:`rankwise.store.wire.open_connection` does.
+    """
+    connect = partial(open_connection, host, port, secret, PURPOSE)
+    # Later it is known that there is a store.
+    limits = chain([timeout_seconds], repeat(REOPEN_SECONDS))
+    return SharedSocket(lambda: connect(next(limits)))
 
 
 class StoreConnection(dist.Store):
-    """One connection to an authenticated store. One thread calls at a time; others wait.
+    """A user of a connection to an authenticated store, which it shares with its clones.
 
     Raises torch's own errors, so that torch handles them as those of its TCPStore; :class:`Store` translates both.
 
@@ -46,31 +59,25 @@ class StoreConnection(dist.Store):
     """
 
     def __init__(
-        self, host: str, port: int, secret: bytes, timeout_seconds: float, server: AuthenticatedServer | None = None
+        self,
+        shared: SharedSocket,
+        server: AuthenticatedServer | None = None,
+        *,
+        is_clone: bool = False,
+        answer_seconds: float = STORE_ANSWER_SECONDS,
     ) -> None:
-        """Connect, retrying for ``timeout_seconds``. Raises as :func:`rankwise.store.wire.open_connection` does.
-
-        A ``server`` in this process is kept as long as this connection or a clone of it.
-        """
+        """Use an open connection. A ``server`` in this process is kept as long as this object or a clone of it."""
         super().__init__()
-        self._host, self._port, self._secret = host, port, secret
-        self._serves = server
-        self._kept: object = server
-        self._lock = threading.Lock()
-        self._lost: str | None = None
-        self._is_amid = False
-        self._answer_seconds = STORE_ANSWER_SECONDS
-        self._socket = open_connection(host, port, secret, PURPOSE, timeout_seconds)
+        self._shared = shared
+        self._server = server
+        self._is_clone = is_clone
+        self._answer_seconds = answer_seconds
+        self._closed = False
+        shared.join(self)
 
     def clone(self) -> StoreConnection:
-        """Return another connection to the same store."""
-        try:
-            other = StoreConnection(self._host, self._port, self._secret, REOPEN_SECONDS)
-        except OSError as error:
-            raise dist.DistNetworkError(str(error)) from error
-        other._kept = self._kept
-        other._answer_seconds = self._answer_seconds
-        return other
+        """Return another user of the same connection: for another thread, which may wait while this one calls."""
+        return StoreConnection(self._shared, self._server, is_clone=True, answer_seconds=self._answer_seconds)
 
     def expect_answers_within(self, seconds: float) -> None:
         """Treat the store as lost if it answers later than this; also applies to clones made from now on.
@@ -80,26 +87,25 @@ class StoreConnection(dist.Store):
         self._answer_seconds = min(max(seconds, LEAST_STORE_ANSWER_SECONDS), STORE_ANSWER_SECONDS)
 
     def close(self) -> None:
-        """End the connection, and the store if it is served through this one; calls fail from now on."""
+        """End the connection if no clone is left, and the store if it is served through this one; calls fail then."""
         self._end()
-        if self._serves is not None:
-            self._serves.close()
+        if self._server is not None and not self._is_clone:
+            self._server.close()
+
+    def end_waits(self) -> None:
+        """Have the calls of other threads on this object end now as if their time had passed."""
+        self._shared.end_waits(self)
 
     def _end(self) -> None:
-        self._lost = self._lost or "the connection was closed"
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        # A thread in a call wakes up and closes the socket; its number must not be reused by then.
-        if self._lock.acquire(blocking=False):
-            self._socket.close()
-            self._lock.release()
+        self._closed = True
+        self._shared.leave(self)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not hasattr(self, "_socket"):
+        if not hasattr(self, "_shared"):
             return
         if is_finalizing():
             # The globals of this module that _end() needs may already be cleared.
-            self._socket.close()
+            self._shared.drop()
         else:
             self._end()
 
@@ -116,6 +122,14 @@ class StoreConnection(dist.Store):
     def get_within(self, keys: Sequence[str], seconds: float) -> list[bytes]:
         """Return the values of keys, waiting for ``seconds`` until all are set."""
         return self._ask([b"get", SECONDS.pack(seconds), *(key.encode() for key in keys)], seconds)
+
+    def peek(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of those keys that are set."""
+        numbers_and_values = self._ask([b"peek", *(key.encode() for key in keys)])
+        return {
+            keys[int(number)]: value
+            for number, value in zip(numbers_and_values[::2], numbers_and_values[1::2], strict=True)
+        }
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return when every key is set."""
@@ -177,10 +191,12 @@ class StoreConnection(dist.Store):
                 evidence=f"the limit is {bytes_text(LARGEST_FRAME_BYTES)}",
                 do="send large values with all_gather_object() or broadcast(), or through files",
             )
-        if self._socket.fileno() < 0 and self._lost is None:
-            self._lost = "the connection belongs to the process that this one was forked from"
-        with self._lock:
-            code, *answer = unpack_fields(self._exchange(request, seconds + self._answer_seconds))
+        try:
+            if self._closed:
+                raise Lost(CLOSED)
+            code, *answer = unpack_fields(self._shared.ask(self, request, seconds + self._answer_seconds))
+        except ConnectionError as error:
+            raise dist.DistNetworkError(str(error)) from error
         if code == bytes([Reply.TIMEOUT]):
             raise dist.DistStoreError(f"wait timeout after {seconds:.3f} s")
         if code == bytes([Reply.GIVEN_UP]):
@@ -194,26 +210,6 @@ class StoreConnection(dist.Store):
                 f"The job's store refused a call: {answer[0].decode(errors='replace')}.",
                 do="use one key for counters and another for texts",
             )
-        return answer
-
-    def _exchange(self, request: bytes, limit_seconds: float) -> bytes:
-        if self._lost is not None:
-            raise dist.DistNetworkError(self._lost)
-        try:
-            if self._is_amid:
-                self._socket.close()
-                self._socket = open_connection(self._host, self._port, self._secret, PURPOSE, REOPEN_SECONDS)
-            # An interrupt leaves an answer unread, so later calls need a new connection.
-            self._is_amid = True
-            # A wait without a limit has none here either; the system reports it if the server's machine is lost.
-            self._socket.settimeout(limit_seconds if limit_seconds < LONGEST_SOCKET_SECONDS else None)
-            send_frame(self._socket, request)
-            answer = receive_frame(self._socket, LARGEST_FRAME_BYTES)
-        except OSError as error:
-            self._socket.close()
-            self._lost = self._lost or str(error) or type(error).__name__
-            raise dist.DistNetworkError(self._lost) from error
-        self._is_amid = False
         return answer
 
 
@@ -254,6 +250,17 @@ class Store:
         """Return the part of the store whose keys start with ``prefix``, over the same connection."""
         return Store(self._connection, self._key(prefix))
 
+    def end_waits(self) -> bool:
+        """Have the calls of other threads on this object end now as if their time had passed; torch's stores cannot.
+
+        Returns:
+            Whether they end.
+        """
+        if not isinstance(self._connection, StoreConnection):
+            return False
+        self._connection.end_waits()
+        return True
+
     def close(self) -> None:
         """End the connection, and the store if :func:`rankwise.store.opening.serve` returned it with this connection.
 
@@ -286,8 +293,19 @@ class Store:
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that are set."""
-        with translated(", ".join(keys)):
+        with translated(_in_words(keys)):
+            if isinstance(self._connection, dist.FileStore):  # has no such call
+                return [self._connection.get(self._key(key)) for key in keys]
             return self._connection.multi_get([self._key(key) for key in keys])
+
+    def peek_all(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of those keys that are set now: of rankwise's own store in one message."""
+        if isinstance(self._connection, StoreConnection):
+            with translated(_in_words(keys)):
+                found = self._connection.peek([self._key(key) for key in keys])
+            return {key: found[full] for key in keys if (full := self._key(key)) in found}
+        values = ((key, self.peek(key)) for key in keys)
+        return {key: value for key, value in values if value is not None}
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """Return the value of ``key``, waiting for it to be set, and set again if it is deleted meanwhile.
@@ -317,7 +335,7 @@ class Store:
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
         """Wait until every key is set. Raises as :meth:`get` does."""
-        with translated(", ".join(keys)):
+        with translated(_in_words(keys)):
             self._connection.wait([self._key(key) for key in keys], timedelta(seconds=timeout_seconds))
 
     def add(self, key: str, number: int) -> int:
@@ -337,6 +355,10 @@ class Store:
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
+
+
+def _in_words(keys: Sequence[str]) -> str:
+    return ", ".join(keys) if len(keys) <= MOST_SHOWN_KEYS else f"{keys[0]} and {len(keys) - 1} more"
 
 
 @contextmanager

@@ -10,17 +10,21 @@ from __future__ import annotations
 import asyncio
 import struct
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
-from rankwise.store.wire import pack_fields, read_frame, unpack_fields, write_frame
+from rankwise.store.wire import NUMBER, checked_length, frame, pack_fields, unpack_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import socket
+    from collections.abc import Callable, Sequence
 
 PURPOSE = "store"
 LARGEST_FRAME_BYTES = 256 * 2**20
 """The largest request or answer; the store is for small values."""
 SECONDS = struct.Struct(">d")
+REQUEST = struct.Struct(">Q")
+"""The number of a request, which its answer repeats."""
 LARGEST_NUMBER = 2**63 - 1
 LONGEST_WAIT_SECONDS = 10.0**9
 
@@ -42,28 +46,43 @@ class GivenUp(Exception):
         self.rank = rank
 
 
+class _Wait:
+    """A wait for keys: which of them are not set yet, and what to call once all are, or one never will be."""
+
+    __slots__ = ("done", "keys", "missing")
+
+    def __init__(self, keys: Sequence[str], done: Callable[[GivenUp | None], None]) -> None:
+        self.keys = keys
+        self.missing: set[str] = set()
+        self.done = done
+
+
 class Keys:
-    """A mapping from text to bytes in which a key can be waited for."""
+    """A mapping from text to bytes in which a key can be waited for.
+
+    A wait for many keys costs as much as there are keys, whatever the order in which they are set.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, dict[_Wait, None]] = {}
         self._given_up: dict[str, tuple[int, str]] = {}
 
     def set(self, key: str, value: bytes) -> None:
         """Set ``key`` and wake the connections that wait for it."""
         self._values[key] = value
-        for waiter in self._waiting.pop(key, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+        for wait in self._waiting.pop(key, ()):
+            wait.missing.discard(key)
+            if not wait.missing:
+                self._continue(wait)
 
     def give_up(self, prefix: str, rank: int, why: str) -> None:
         """End every wait for a key that starts with ``prefix``, now and later; keys that are set can still be read."""
         self._given_up.setdefault(prefix, (rank, why))
-        for key in [key for key in self._waiting if key.startswith(prefix)]:
-            for waiter in self._waiting.pop(key):
-                if not waiter.done():
-                    waiter.set_result(None)
+        waits = [wait for key, waits in self._waiting.items() if key.startswith(prefix) for wait in waits]
+        for wait in dict.fromkeys(waits):
+            self.end_wait(wait)
+            wait.done(GivenUp(rank, why))
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
         """Set ``key`` if it holds ``expected``, or is absent and ``expected`` is empty; return what it then holds.
@@ -120,6 +139,44 @@ class Keys:
         """Return how many keys are set."""
         return len(self._values)
 
+    def begin_wait(self, keys: Sequence[str], done: Callable[[GivenUp | None], None]) -> _Wait | None:
+        """Call ``done`` once every key is set, or one never will be; ``None`` if all are set already.
+
+        Raises:
+            GivenUp: some will never be set.
+        """
+        wait = _Wait(keys, done)
+        return wait if self._register(wait) else None
+
+    def end_wait(self, wait: _Wait) -> None:
+        """Forget a wait."""
+        for key in wait.missing:
+            waits = self._waiting.get(key)
+            if waits is not None:
+                waits.pop(wait, None)
+                if not waits:
+                    del self._waiting[key]
+        wait.missing.clear()
+
+    def _register(self, wait: _Wait) -> bool:
+        """Wait for those keys that are not set; return whether there are any."""
+        missing = [key for key in wait.keys if key not in self._values]
+        for prefix, reason in self._given_up.items():
+            if any(key.startswith(prefix) for key in missing):
+                raise GivenUp(*reason)
+        wait.missing.update(missing)
+        for key in wait.missing:
+            self._waiting.setdefault(key, {})[wait] = None
+        return bool(missing)
+
+    def _continue(self, wait: _Wait) -> None:
+        """End a wait whose keys have all been set, unless some were deleted meanwhile."""
+        try:
+            if not self._register(wait):
+                wait.done(None)
+        except GivenUp as error:
+            wait.done(error)
+
     async def wait(self, keys: Sequence[str], seconds: float) -> None:
         """Wait until every key is set.
 
@@ -127,24 +184,17 @@ class Keys:
             TimeoutError: some were not set within ``seconds``.
             GivenUp: some will never be set.
         """
-        async with asyncio.timeout(_bounded(seconds)):
-            while missing := [key for key in keys if key not in self._values]:
-                for prefix, reason in self._given_up.items():
-                    if any(key.startswith(prefix) for key in missing):
-                        raise GivenUp(*reason)
-                await self._set_next(missing[0])
-
-    async def _set_next(self, key: str) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, set()).add(waiter)
+        ended: asyncio.Future[GivenUp | None] = asyncio.get_running_loop().create_future()
+        wait = self.begin_wait(keys, lambda error: None if ended.done() else ended.set_result(error))
+        if wait is None:
+            return
         try:
-            await waiter
+            async with asyncio.timeout(_bounded(seconds)):
+                error = await ended
         finally:
-            waiters = self._waiting.get(key)
-            if waiters is not None:
-                waiters.discard(waiter)
-                if not waiters:
-                    del self._waiting[key]
+            self.end_wait(wait)
+        if error is not None:
+            raise error
 
     async def get(self, keys: Sequence[str], seconds: float) -> list[bytes]:
         """Return the values of keys, waiting until all are set. Raises as :meth:`wait` does."""
@@ -152,24 +202,22 @@ class Keys:
             await self.wait(keys, seconds)
         return [self._values[key] for key in keys]
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the requests of one connection, one after the other, until it ends."""
-        while True:
-            request = await read_frame(reader, LARGEST_FRAME_BYTES)
-            try:
-                answer = [bytes([Reply.DONE]), *await self._answer(unpack_fields(request), reader)]
-            except TimeoutError:
-                answer = [bytes([Reply.TIMEOUT])]
-            except GivenUp as error:
-                answer = [bytes([Reply.GIVEN_UP]), str(error).encode(), str(error.rank).encode()]
-            except (ValueError, IndexError, struct.error) as error:
-                # Includes bytes that are not text. The mistake is in this call only.
-                answer = [bytes([Reply.BAD_REQUEST]), str(error).encode(errors="replace")]
-            await write_frame(writer, pack_fields(answer))
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer the requests of one connection until it ends."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        transport, _ = await loop.connect_accepted_socket(partial(_Client, self, ended), connection)
+        try:
+            await ended
+        finally:
+            transport.abort()
 
-    async def _answer(  # noqa: C901 - one case per request
-        self, fields: list[bytes], reader: asyncio.StreamReader
-    ) -> list[bytes]:
+    def answer(self, fields: list[bytes]) -> list[bytes]:  # noqa: C901 - one case per request
+        """Answer a request that does not wait.
+
+        Raises:
+            ValueError: there is no such request, or a value is of the wrong kind.
+        """
         word, *rest = fields
         match word, rest:
             case b"set", [key, value]:
@@ -185,34 +233,125 @@ class Keys:
                 return [str(self.add(key.decode(), int(number))).encode()]
             case b"check", [*keys]:
                 return [str(int(self.check(_texts(keys)))).encode()]
+            case b"peek", [*keys]:
+                # Of those that are set: the number of the key in the request, and its value.
+                found = [(number, self._values.get(key.decode())) for number, key in enumerate(keys)]
+                return [part for number, value in found if value is not None for part in (b"%d" % number, value)]
             case b"delete", [key]:
                 return [str(int(self.delete(key.decode()))).encode()]
             case b"num_keys", []:
                 return [str(self.num_keys()).encode()]
-            case b"get", [seconds, *keys]:
-                return await self._get(_texts(keys), SECONDS.unpack(seconds)[0], reader)
-            case b"wait", [seconds, *keys]:
-                await self._get(_texts(keys), SECONDS.unpack(seconds)[0], reader)
             case _:
                 raise ValueError(f"{word[:40]!r} with {len(rest)} arguments is not a store request")
         return []
 
-    async def _get(self, keys: list[str], seconds: float, reader: asyncio.StreamReader) -> list[bytes]:
-        """Return the values of keys; give up when the connection that asks for them ends."""
-        if self.check(keys):
-            return [self._values[key] for key in keys]
-        waiting = asyncio.ensure_future(self.get(keys, seconds))
-        # A waiting client sends nothing: a byte that arrives now, or an end of file, ends the connection.
-        ending = asyncio.ensure_future(reader.read(1))
+    def values(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are set."""
+        return [self._values[key] for key in keys]
+
+
+class _Client(asyncio.Protocol):
+    """One connection: answers its requests. Requests that wait do not hold up others.
+
+    A request is a frame: a number of the client's, which the answer repeats, and fields.
+    """
+
+    def __init__(self, keys: Keys, ended: asyncio.Future[None]) -> None:
+        self._keys = keys
+        self._ended = ended
+        self._loop = ended.get_loop()
+        self._transport: asyncio.Transport | None = None
+        self._arrived = bytearray()
+        self._waits: dict[bytes, tuple[_Wait, asyncio.TimerHandle]] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        for number in list(self._waits):
+            self._end(number)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    # A client that does not read its answers is not asked for more requests.
+
+    def pause_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived += data
+        start = 0
         try:
-            await asyncio.wait({waiting, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                raise ConnectionError("the connection closed while it was waiting")
-            return waiting.result()
-        finally:
-            waiting.cancel()
-            ending.cancel()
-            await asyncio.gather(waiting, ending, return_exceptions=True)
+            while (body := start + NUMBER.size) <= len(self._arrived):
+                end = body + checked_length(self._arrived[start:body], LARGEST_FRAME_BYTES)
+                if end > len(self._arrived):
+                    break
+                request = bytes(memoryview(self._arrived)[body:end])
+                self._handle(request[: REQUEST.size], request[REQUEST.size :])
+                start = end
+        except ConnectionError:
+            if self._transport is not None:
+                self._transport.abort()
+            return
+        if start:
+            del self._arrived[:start]
+
+    def _handle(self, number: bytes, request: bytes) -> None:
+        try:
+            word, *rest = fields = unpack_fields(request)
+            if word in {b"get", b"wait"}:
+                seconds, *keys = rest
+                self._begin(number, word, _texts(keys), SECONDS.unpack(seconds)[0])
+            elif word == b"cancel":
+                if rest[0] in self._waits:
+                    self._end(rest[0])
+                    self._reply(rest[0], Reply.TIMEOUT)
+            else:
+                self._reply(number, Reply.DONE, self._keys.answer(fields))
+        except (ValueError, IndexError, struct.error) as error:
+            # Includes bytes that are not text. The mistake is in this call only.
+            self._reply(number, Reply.BAD_REQUEST, [str(error).encode(errors="replace")])
+
+    def _begin(self, number: bytes, word: bytes, keys: list[str], seconds: float) -> None:
+        """Answer once every key is set."""
+
+        def done(error: GivenUp | None) -> None:
+            self._end(number)
+            if error is not None:
+                self._reply(number, Reply.GIVEN_UP, [str(error).encode(), str(error.rank).encode()])
+            else:
+                self._reply(number, Reply.DONE, self._keys.values(keys) if word == b"get" else [])
+
+        def is_late() -> None:
+            self._end(number)
+            self._reply(number, Reply.TIMEOUT)
+
+        try:
+            wait = self._keys.begin_wait(keys, done)
+        except GivenUp as error:
+            done(error)
+            return
+        if wait is None:
+            done(None)
+        else:
+            self._waits[number] = wait, self._loop.call_later(_bounded(seconds), is_late)
+
+    def _end(self, number: bytes) -> None:
+        waiting = self._waits.pop(number, None)
+        if waiting is not None:
+            wait, timer = waiting
+            timer.cancel()
+            self._keys.end_wait(wait)
+
+    def _reply(self, number: bytes, reply: Reply, values: Sequence[bytes] = ()) -> None:
+        if self._transport is not None:
+            self._transport.write(frame(number + pack_fields([bytes([reply]), *values])))
 
 
 def _bounded(seconds: float) -> float:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
-from rankwise.store.client import Store, StoreConnection, translated
+from rankwise.store.client import Store, StoreConnection, connect_shared, translated
 from rankwise.store.wire import checked_secret, greets, listen
 
 CONNECT_TIMEOUT_SECONDS = 300.0
@@ -70,10 +70,12 @@ def _serve_own(host: str, port: int, secret: bytes) -> tuple[Store, int]:
     from rankwise.store.keys import PURPOSE, Keys  # noqa: PLC0415
     from rankwise.store.server import AuthenticatedServer  # noqa: PLC0415
 
-    server = AuthenticatedServer(listen(host, port), secret, {PURPOSE: Keys().handle})
+    server = AuthenticatedServer(listen(host, port), secret, {}, {PURPOSE: Keys().serve})
     server.start()
     own_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - asked for by the caller
-    return Store(StoreConnection(own_host, server.port, secret, OWN_TIMEOUT_SECONDS, server)), server.port
+    return Store(
+        StoreConnection(connect_shared(own_host, server.port, secret, OWN_TIMEOUT_SECONDS), server)
+    ), server.port
 
 
 def connect(
@@ -89,7 +91,7 @@ def connect(
         NotRankwise: another program listens there.
     """
     if secret is not None:
-        return Store(StoreConnection(host, port, secret, timeout_seconds))
+        return Store(StoreConnection(connect_shared(host, port, secret, timeout_seconds)))
     with translated(f"{host}:{port}"):
         first = min(timeout_seconds, DOUBT_SECONDS)
         try:
@@ -176,6 +178,7 @@ def connect_published(path: Path, timeout_seconds: float, secret: bytes | None) 
         if published is not None:
             try:
                 limit = min(PUBLISHED_ATTEMPT_SECONDS, max(deadline - time.monotonic(), _FIRST_PAUSE_SECONDS))
+                del problem  # Its traceback may refer to this frame.
                 return connect(_LOOPBACK, published.port, limit, secret=_secret_of(published, secret))
             except (TimeoutError, NotRankwise, SecretRefused) as error:
                 problem = error

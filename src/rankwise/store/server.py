@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
@@ -43,7 +45,9 @@ Admit = Callable[["socket.socket"], Awaitable[SocketService | None]]
 """Returns the service for a new connection; ``None`` to close it."""
 
 MOST_STRANGERS = 64
-"""How many unauthenticated connections may be open; a new one replaces the oldest."""
+"""How many unauthenticated connections may be open; a new one waits for another to authenticate, or replaces it."""
+LEAST_HANDSHAKE_SECONDS = 0.25
+"""How long a connection may take to authenticate before a new one replaces it."""
 HANDSHAKE_SECONDS = 5.0
 """How long a connection may take to authenticate."""
 REST_SECONDS = 0.05
@@ -108,8 +112,9 @@ class _Front:
     def __init__(self, listener: socket.socket, admit: Admit) -> None:
         self.listener = listener
         self._admit = admit
-        self._strangers: dict[asyncio.Task[None], None] = {}
-        """The unauthenticated connections, oldest first."""
+        self._strangers: dict[asyncio.Task[None], float] = {}
+        """The unauthenticated connections, oldest first, and when each was accepted."""
+        self._has_room = asyncio.Event()
         self._known: set[asyncio.Task[None]] = set()
 
     async def accept(self) -> None:
@@ -117,28 +122,44 @@ class _Front:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self.listener)
-            except OSError:
+            except OSError as error:
                 # No descriptor is left, or the peer has already closed: authenticated clients are still served.
-                await asyncio.sleep(REST_SECONDS)
+                if error.errno != errno.EMFILE or not _allow_more_files():
+                    await asyncio.sleep(REST_SECONDS)
                 continue
             while len(self._strangers) >= MOST_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.cancel()
+                await self._make_room(loop)
             task = loop.create_task(self._serve(connection))
-            self._strangers[task] = None
+            self._strangers[task] = loop.time()
             task.add_done_callback(self._forget)
             # A full queue of connections must not delay authenticated clients.
             await asyncio.sleep(0)
+
+    async def _make_room(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until an unauthenticated connection is known or closed; close the oldest once it has had its time.
+
+        Thousands of ranks that start together are no strangers for long: the system queues those that are not accepted.
+        """
+        oldest = next(iter(self._strangers))
+        left = self._strangers[oldest] + LEAST_HANDSHAKE_SECONDS - loop.time()
+        if left > 0:
+            self._has_room.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._has_room.wait()
+        elif self._strangers.pop(oldest, None) is not None:
+            oldest.cancel()
 
     def _know(self, task: asyncio.Task[None] | None) -> None:
         """Stop counting a connection as unauthenticated."""
         if task is not None:
             self._strangers.pop(task, None)
+            self._has_room.set()
             self._known.add(task)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._strangers.pop(task, None)
+        self._has_room.set()
         self._known.discard(task)
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -155,6 +176,18 @@ class _Front:
                     await service(connection)
         finally:
             connection.close()
+
+
+def _allow_more_files() -> bool:
+    """Let this process open as many files as the system allows; return whether these are more than before.
+
+    The usual limit, 1024, is less than the ranks of a large job.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return True
 
 
 async def _greet(

@@ -38,6 +38,8 @@ LONGEST_FRAME_BYTES = 2**32 - 1
 """The largest length that the header can hold."""
 JOINED_BYTES = 2**16
 """Buffers up to this size are sent together: each on its own would be a packet."""
+MOST_QUEUED = 4096
+"""How many connections the system queues until they are accepted, if it allows so many."""
 ATTEMPT_SECONDS = 10.0
 """How long one attempt to connect lasts: the kernel's own pauses between attempts grow too long."""
 SILENCE_SECONDS = 30.0
@@ -301,23 +303,29 @@ def open_connection(
     deadline = time.monotonic() + timeout_seconds
     pause = FIRST_PAUSE_SECONDS
     ending_since: float | None = None
-    while True:
-        left = max(deadline - time.monotonic(), FIRST_PAUSE_SECONDS)
-        try:
-            return _connected((host, port), secret, purpose, left, while_silent)
-        except _Dropped as dropped:
-            last: Exception = dropped
-            now = time.monotonic()
-            ending_since = None if dropped.greeted else ending_since or now
-            if ending_since is not None and now - ending_since > ENDING_SECONDS:
-                raise _not_rankwise(host, port, "it closes every connection without sending anything") from None
-        except OSError as error:
-            last = error
-            ending_since = None
-        if time.monotonic() + pause > deadline:
-            raise TimeoutError(f"nothing answered at {host}:{port} within {timeout_seconds:.0f} s: {last}") from last
-        time.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+    last: Exception | None = None
+    try:
+        while True:
+            left = max(deadline - time.monotonic(), FIRST_PAUSE_SECONDS)
+            try:
+                return _connected((host, port), secret, purpose, left, while_silent)
+            except _Dropped as dropped:
+                last = dropped
+                now = time.monotonic()
+                ending_since = None if dropped.greeted else ending_since or now
+                if ending_since is not None and now - ending_since > ENDING_SECONDS:
+                    raise _not_rankwise(host, port, "it closes every connection without sending anything") from None
+            except OSError as error:
+                last = error
+                ending_since = None
+            if time.monotonic() + pause > deadline:
+                message = f"nothing answered at {host}:{port} within {timeout_seconds:.0f} s: {last}"
+                raise TimeoutError(message) from last
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+    finally:
+        # Its traceback refers to this frame, and so to the frames of all callers.
+        last = None
 
 
 def _connected(
@@ -417,7 +425,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(1024)
+        listener.listen(MOST_QUEUED)
     except OSError as error:
         listener.close()
         raise ConfigurationError(

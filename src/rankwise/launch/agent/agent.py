@@ -69,6 +69,8 @@ PROGRESS_SECONDS = 3.0
 LOST_EXIT_CODE = 1
 WHERE_SECONDS = 2.0
 """How long before ranks are asked to exit their location is determined."""
+MOST_NAMED_NODES = 16
+"""How many machines a line names."""
 TERMINATE_SECONDS = 1.0
 """How long a rank may take to exit between SIGTERM and SIGKILL, after another's failure."""
 
@@ -424,5 +426,7 @@ class Agent:
 
 def _ranks_here(attempt: StartAttempt, num_ranks: int) -> str:
     ranks = fold_ranks(range(attempt.first_rank, attempt.first_rank + num_ranks))
-    nodes = f"node {attempt.node_rank} of {attempt.num_nodes} ({', '.join(attempt.hostnames)})"
+    nodes = f"node {attempt.node_rank} of {attempt.num_nodes}"
+    if 0 < len(attempt.hostnames) <= MOST_NAMED_NODES:
+        nodes += f" ({', '.join(attempt.hostnames)})"
     return f"[rankwise] {ranks} of {attempt.world_size} here, {nodes}\n"

@@ -105,7 +105,8 @@ class InspectService:
             asked = others.ask(link, attempt, every_seconds=every_seconds)
             parts = others.answers(asked)
         parts[attempt.node_rank] = self._of_this_machine("steps")
-        missing = [name for node, name in enumerate(attempt.hostnames) if node not in parts]
+        names = attempt.hostnames or tuple(f"node {node}" for node in range(attempt.num_nodes))
+        missing = [name for node, name in enumerate(names) if node not in parts]
         return steps_as_json(parts.values(), missing)
 
     def _answer(self, asked: dict[str, Any], link: AgentLink) -> dict[str, Any]:

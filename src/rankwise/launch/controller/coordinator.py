@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from rankwise.launch.messages import RankEnds
-    from rankwise.launch.report.failure import Failure
+    from rankwise.launch.report.failure import FailedAttempt, Failure
 
 LOST_SECONDS = 10.0
 """After how long without a heartbeat a machine is declared lost. A network cut of a few seconds is survived."""
@@ -64,6 +64,8 @@ STOOD_STILL_SECONDS = 2.0
 """With more than that between two ticks, this machine itself was suspended."""
 WATCHER = ""
 """In place of a machine: receives what all machines are shown, for the process that serves the job and runs no rank."""
+MOST_IN_FULL = 64
+"""How many ranks a report names in full to machines that show only a line of it."""
 GROW_SECONDS = 30.0
 """How long ranks may take to save and stop for machines that have rejoined."""
 
@@ -118,6 +120,8 @@ class Coordinator:
         self._starting_until = -math.inf
         """Until when a machine that has announced itself is waited for."""
         self._last_call: float | None = None
+        self._departed: list[int] = []
+        """Ranks that have exited without an error, which the machines are not told yet."""
         self._stop_requested = False
         self._why_incomplete = ""
         self._ticked = now
@@ -150,7 +154,8 @@ class Coordinator:
             self._attempt.grow(now + GROW_SECONDS)
             self._show("[rankwise] the ranks save at their next step and restart with it\n")
             self._request_save(f"{node.hostname} joined")
-        self.tick(now)
+        if self.phase is Phase.GATHERING:
+            self._gather(now)
 
     def node_starting(self, hostname: str, now: float) -> None:
         """A machine's launcher has started, and joins later."""
@@ -162,6 +167,11 @@ class Coordinator:
     def attempt(self) -> int | None:
         """Number of the current or last attempt."""
         return None if self._attempt is None else self._attempt.number
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the current or last attempt."""
+        return 0 if self._attempt is None else self._attempt.world_size
 
     def set_optional_ranks(self, attempt: int, ranks: Collection[int]) -> None:
         """Ranks have declared that the job continues without some of them."""
@@ -224,8 +234,8 @@ class Coordinator:
         """A rank has exited without an error while others run."""
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt.departed.add(rank)
+            self._departed.append(rank)
             self._events.append((attempt, Left(rank, 0)))
-            self._send_running(RanksDeparted(attempt=attempt, ranks=tuple(sorted(self._attempt.departed))))
 
     def node_leaves(self, node_id: str, signal_name: str, code: int, now: float, *, ends_job: bool) -> None:
         """A machine's launcher received a signal, and has terminated its ranks."""
@@ -270,9 +280,16 @@ class Coordinator:
                 self.node_lost(node_id, now, f"was declared lost: no heartbeat for {now - member.last_seen:.0f} s")
         if self.phase is Phase.GATHERING:
             self._gather(now)
+        self._send_departed()
         deadline = None if self._attempt is None else self._attempt.grow_deadline
         if self.phase is Phase.RUNNING and deadline is not None and now > deadline:
             self._stop(0.0)
+
+    def _send_departed(self) -> None:
+        """Notify the machines of the ranks that have exited since the last time: once for all of them."""
+        departed, self._departed = self._departed, []
+        if departed and self._attempt is not None:
+            self._send_running(RanksDeparted(attempt=self._attempt.number, ranks=tuple(sorted(departed))))
 
     # -- gathering ---------------------------------------------------------------------------------
 
@@ -293,6 +310,7 @@ class Coordinator:
         members = sorted(self._members.values(), key=node_order)
         world_size = sum(member.node.num_ranks for member in members)
         self._attempt = Attempt(number=self._num_attempts, world_size=world_size)
+        self._departed.clear()
         self._num_attempts += 1
         self.phase = Phase.RUNNING
         self._starting_until = -math.inf
@@ -310,7 +328,7 @@ class Coordinator:
                 ranks_per_node=ranks_per_node,
                 first_rank=member.ranks.start,
                 world_size=world_size,
-                hostnames=hostnames,
+                hostnames=hostnames if len(members) <= MOST_IN_FULL or member.node.serves else (),
             )
             self._messages.append((member.node.node_id, start))
         self._num_arrivals = len(members)
@@ -376,7 +394,7 @@ class Coordinator:
         elif current.is_lost_with_node() and self._can_continue_without():
             code, restart_reason = STOPPED_EXIT_CODE, "continuing without the lost node"
         else:
-            self._send_all(ReportFailure(failed=failed))
+            self._report(failed)
             self._why_incomplete = f"rank {failed.first.rank}: {failed.first.type}"
             code = shell_code(failed.first.exit_code) or 1
             if self._stop_requested and failed.first.exit_code == -signal.SIGTERM:
@@ -413,8 +431,21 @@ class Coordinator:
         self._send_all(EndJob(exit_code=code, what=what, evidence=evidence, advice=do))
 
     def _show(self, text: str) -> None:
+        """Have the process that serves the job show a text."""
         if text:
-            self._send_all(ShowText(text=text))
+            serving = [node_id for node_id, member in self._members.items() if member.node.serves]
+            showing = [WATCHER] if self._is_watched else serving or self._members
+            self._messages += [(node_id, ShowText(text=text)) for node_id in showing]
+
+    def _report(self, failed: FailedAttempt) -> None:
+        """Have every machine report how an attempt failed; only the one that serves the job shows more than a line."""
+        brief = failed
+        if len(failed.failures) + len(failed.ends) > MOST_IN_FULL:
+            brief = replace(failed, failures=failed.failures[:1], ends={})
+        if self._is_watched:
+            self._messages.append((WATCHER, ReportFailure(failed=failed)))
+        for node_id, member in self._members.items():
+            self._messages.append((node_id, ReportFailure(failed=failed if member.node.serves else brief)))
 
     def _send_all(self, message: Message) -> None:
         watchers = [WATCHER] if self._is_watched else []

@@ -61,6 +61,8 @@ def refusal_of(node: Node, members: Sequence[JobNode], max_nodes: int, now: floa
                 evidence=f"last heartbeat of {member.node.hostname}: {now - member.last_seen:.1f} s ago",
                 advice="give each machine its own --node-rank, or none of them",
             )
+        if member.node.job == node.job:
+            continue
         differing = {
             name: (member.node.job[name], value)
             for name, value in node.job.items()

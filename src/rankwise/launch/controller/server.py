@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import time
@@ -16,9 +17,9 @@ from asyncio import StreamWriter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, Event, post, world_prefix
+from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, Event, Left, post, post_departure, world_prefix
 from rankwise.launch.controller.coordinator import WATCHER, Coordinator, Disconnect
-from rankwise.launch.controller.link import LocalLink
+from rankwise.launch.controller.link import HEARTBEAT_SECONDS, LocalLink
 from rankwise.launch.fork_server.torch_env import TORCH_PREFIX, torch_rank_key
 from rankwise.launch.messages import (
     LARGEST_MESSAGE_BYTES,
@@ -43,14 +44,14 @@ from rankwise.launch.messages import (
     refusal,
 )
 from rankwise.store import keys, opening
-from rankwise.store.bootstrap import ENDED, rank_address_key
+from rankwise.store.bootstrap import ARRIVED_KEY, ENDED, conclude, rank_address_key
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.torch_protocol import serve_this_user
 from rankwise.store.wire import frame, read_frame
 
 if TYPE_CHECKING:
     from asyncio import StreamReader
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankwise.launch.options import TorchStoreChoice
     from rankwise.store.client import Store
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from rankwise.store.server import SocketServer
 
 TICK_SECONDS = 0.25
+HEARTBEAT_TICKS = round(HEARTBEAT_SECONDS / TICK_SECONDS)
 LAUNCHER_EXITED = "was lost: its launcher has exited"
 FAREWELL_SECONDS = 2.0
 """How long the machines may take to receive the last message."""
@@ -76,7 +78,7 @@ class JobServer:
         self._agents: dict[str, StreamWriter | LocalLink] = {}
         self._left: asyncio.Event | None = None
         self._server = AuthenticatedServer(
-            listener, secret, {keys.PURPOSE: self._keys.handle, PURPOSE: self._serve_agent}
+            listener, secret, {PURPOSE: self._serve_agent}, {keys.PURPOSE: self._keys.serve}
         )
         self._server.start()
         self._ticking = asyncio.run_coroutine_threadsafe(self._tick(), self._server.loop)
@@ -135,13 +137,14 @@ class JobServer:
     # -- on the loop -------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        while True:
+        heartbeat = frame(encode(Heartbeat()))
+        for number in itertools.count():
             self._read_declarations()
             for node_id, agent in list(self._agents.items()):
                 if isinstance(agent, LocalLink):
                     self._coordinator.heartbeat(node_id, time.monotonic())
-                else:
-                    self._send(node_id, Heartbeat())
+                elif number % HEARTBEAT_TICKS == 0 and not agent.is_closing():
+                    agent.write(heartbeat)
             self._coordinator.tick(time.monotonic())
             self._flush()
             await asyncio.sleep(TICK_SECONDS)
@@ -156,7 +159,7 @@ class JobServer:
         try:
             hello = decode(await read_frame(reader, LARGEST_MESSAGE_BYTES), f"the launcher at {host} port {port}")
         except MessageError as error:
-            _write(writer, refusal(error))
+            writer.write(frame(encode(refusal(error))))
             return
         if isinstance(hello, NodeStarting):
             self._coordinator.node_starting(hello.hostname, time.monotonic())
@@ -202,7 +205,7 @@ class JobServer:
 
     def _keys_of(self, attempt: int) -> AttemptKeys:
         if self._of_attempt is None or self._of_attempt.attempt != attempt:
-            self._of_attempt = AttemptKeys(self._keys, attempt)
+            self._of_attempt = AttemptKeys(self._keys, attempt, self._coordinator.world_size)
         return self._of_attempt
 
     def _handle(self, node_id: str, message: Message) -> None:
@@ -235,6 +238,7 @@ class JobServer:
         messages, events = self._coordinator.take_output()
         for number, event in events:
             self._keys_of(number).post(event)
+        encoded: dict[int, bytes] = {}  # A message to many machines is one object.
         for node_id, message in messages:
             if isinstance(message, Disconnect):
                 agent = self._agents.get(node_id)
@@ -245,19 +249,23 @@ class JobServer:
                 torch_store = self._torch_stores.of_attempt(message.attempt, message.world_size)
                 self._send(node_id, replace(message, torch_store=torch_store))
             else:
-                self._send(node_id, message)
+                self._send(node_id, message, encoded)
 
-    def _send(self, node_id: str, message: Message) -> None:
+    def _send(self, node_id: str, message: Message, encoded: dict[int, bytes] | None = None) -> None:
+        """Send a message without waiting for the machine to read: one that is cut off must not hold up the others.
+
+        ``encoded`` keeps its bytes for other machines.
+        """
         agent = self._agents.get(node_id)
         if isinstance(agent, LocalLink):
             agent.deliver(message)
         elif agent is not None and not agent.is_closing():
-            _write(agent, message)
-
-
-def _write(writer: StreamWriter, message: Message) -> None:
-    """Send a message without waiting for the machine to read: one that is cut off must not hold up the others."""
-    writer.write(frame(encode(message)))
+            data = None if encoded is None else encoded.get(id(message))
+            if data is None:
+                data = frame(encode(message))
+            if encoded is not None:
+                encoded[id(message)] = data
+            agent.write(data)
 
 
 # -- what ranks read in the store ---------------------------------------------------------------------------
@@ -270,8 +278,9 @@ class AttemptKeys:
     that leave a world and join another begin a new log.
     """
 
-    def __init__(self, of_job: Keys, attempt: int) -> None:
+    def __init__(self, of_job: Keys, attempt: int, world_size: int) -> None:
         self.attempt = attempt
+        self._world_size = world_size
         self._keys = of_job
         self._prefix = f"attempt/{attempt}/"
         self._num_worlds = 1
@@ -283,7 +292,14 @@ class AttemptKeys:
         self.follow()
         self._posted.append(event)
         for number in range(self._num_worlds):
-            post(_WorldKeys(self._keys, self._prefix_of(number)), event)
+            self._post(number, event)
+
+    def _post(self, number: int, event: Event) -> None:
+        keys = _WorldKeys(self._keys, self._prefix_of(number))
+        if isinstance(event, Left):
+            post_departure(keys, event, self._world_size)
+        else:
+            post(keys, event)
 
     def note_ended(self, rank: int) -> None:
         """Record that a rank has exited without an error."""
@@ -300,7 +316,7 @@ class AttemptKeys:
         num_worlds = self._num_rejoined() + 1
         for number in range(self._num_worlds, num_worlds):
             for event in self._posted:
-                post(_WorldKeys(self._keys, self._prefix_of(number)), event)
+                self._post(number, event)
             for rank in self._ended:
                 self._mark(number, rank)
         self._num_worlds = num_worlds
@@ -312,7 +328,9 @@ class AttemptKeys:
 
     def _mark(self, number: int, rank: int) -> None:
         # A rank that has joined has an address there already, and keeps it.
-        self._keys.compare_set(self._prefix_of(number) + rank_address_key(rank), b"", ENDED.encode())
+        keys = _WorldKeys(self._keys, self._prefix_of(number))
+        if keys.set_if_absent(rank_address_key(rank), ENDED) and keys.add(ARRIVED_KEY, 1) == self._world_size:
+            conclude(keys, self._world_size)
 
     def _num_rejoined(self) -> int:
         return int(self._keys.peek(self._prefix + WORLDS_KEY) or 0)
@@ -322,15 +340,24 @@ class AttemptKeys:
 
 
 class _WorldKeys:
-    """The keys of one world, as ``event_log.post`` writes them."""
+    """The keys of one world, as functions that ranks call use them too."""
 
     def __init__(self, of_job: Keys, prefix: str) -> None:
         self._keys = of_job
         self._prefix = prefix
 
     def set_if_absent(self, key: str, value: str) -> bool:
-        data = value.encode()
-        return self._keys.compare_set(self._prefix + key, b"", data) == data
+        key, data = self._prefix + key, value.encode()
+        return not self._keys.check([key]) and self._keys.compare_set(key, b"", data) == data
+
+    def add(self, key: str, number: int) -> int:
+        return self._keys.add(self._prefix + key, number)
+
+    def set(self, key: str, value: str) -> None:
+        self._keys.set(self._prefix + key, value.encode())
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        return self._keys.values([self._prefix + key for key in keys])
 
 
 # -- torch's own store --------------------------------------------------------------------------------------

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of benchmarks/scale.py: a server, and many simulated hosts with their ranks; each obeys lines of JSON.
+
+The server is the launcher's own: its store, coordinator and event log on one port. A simulated rank is a thread that
+runs what a real rank runs in ``rankwise.join()``, with the project's own client and failure detector, over a connection
+of its own; a simulated host has the real connection of an agent. Only the name and address of a host are invented, and
+the network between them is loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rankwise.comm.agreement import StoreRanks
+from rankwise.comm.collectives.objects import agree_on_key
+from rankwise.health.failure_detector import FailureDetector
+from rankwise.launch.controller.coordinator import Coordinator
+from rankwise.launch.controller.link import ControllerLink
+from rankwise.launch.controller.server import JobServer, TorchStores
+from rankwise.launch.messages import (
+    PURPOSE,
+    EndJob,
+    Hello,
+    Node,
+    RankDeparted,
+    RankEnds,
+    RankFailed,
+    RanksEnded,
+    StartAttempt,
+    StopAttempt,
+)
+from rankwise.launch.report.failure import Failure
+from rankwise.store import bootstrap, shared_socket
+from rankwise.store.wire import listen, open_connection
+from rankwise.world.device.choice import Sight
+from rankwise.world.environments.reading import Reading
+from rankwise.world.facts import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rankwise.store.client import Store
+
+SECRET = "of this simulation"  # noqa: S105 - and of nothing else
+HOST = "127.0.0.1"
+RANKS_PER_HOST = 8
+LIMIT_SECONDS = 280.0
+NCCL_ID_BYTES = 128
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the system does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def usage() -> dict[str, float]:
+    """Return what this process has used."""
+    cpu = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu": cpu.ru_utime + cpu.ru_stime, "megabytes": cpu.ru_maxrss / 1024}
+
+
+def serve(num_hosts: int) -> None:
+    """Serve a job until the line ``end``; answer every other line with what was used so far."""
+    listener = listen(HOST, 0)
+    coordinator = Coordinator(
+        nodes=(num_hosts, num_hosts),
+        max_restarts=1,
+        rendezvous="here",
+        timeout_seconds=LIMIT_SECONDS,
+        now=time.monotonic(),
+        run_id="scale",
+    )
+    server = JobServer(listener, SECRET.encode(), coordinator, TorchStores(HOST, HOST, "off", on_one_machine=False))
+    tell({"port": listener.getsockname()[1], **usage()})
+    for line in sys.stdin:
+        if line.strip() == "end":
+            break
+        tell(usage())
+    server.close()
+
+
+def serve_torch() -> None:
+    """Serve torch's own store until the line ``end``."""
+    store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False, use_libuv=True)
+    tell({"port": store.port, **usage()})
+    for line in sys.stdin:
+        if line.strip() == "end":
+            break
+        tell(usage())
+
+
+def tell(what: dict[str, Any]) -> None:
+    """Answer on one line."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+class Counted:
+    """Messages and bytes of the store's clients in this process."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.bytes = 0
+
+    def watch(self) -> None:
+        """Count every request and its answer from now on."""
+        ask = shared_socket.SharedSocket.ask
+
+        def counted(shared: shared_socket.SharedSocket, user: object, data: bytes, limit_seconds: float) -> bytes:
+            self.messages += 1
+            answer = ask(shared, user, data, limit_seconds)
+            self.bytes += len(data) + len(answer)
+            return answer
+
+        shared_socket.SharedSocket.ask = counted
+
+    def take(self) -> dict[str, int]:
+        """Return the counts since the last time."""
+        taken = {"messages": self.messages, "bytes": self.bytes}
+        self.messages = self.bytes = 0
+        return taken
+
+
+class Hosts:
+    """Some hosts of the job, and their ranks, in one process."""
+
+    def __init__(self, port: int, hosts: Sequence[int], world_size: int, num_hosts: int) -> None:
+        self.port, self.world_size, self.num_hosts = port, world_size, num_hosts
+        self.numbers = hosts
+        self.ranks = [rank for host in hosts for rank in self.ranks_of(host)]
+        self.links: dict[int, ControllerLink] = {}
+        self.detectors: dict[int, FailureDetector] = {}
+        self.stores: dict[int, Store] = {}
+        self.errors: list[str] = []
+        self.told_bytes = 0
+
+    def ranks_of(self, host: int) -> range:
+        """Return the ranks of a host."""
+        return range(host * RANKS_PER_HOST, min((host + 1) * RANKS_PER_HOST, self.world_size))
+
+    def each(self, items: Sequence[int], act: Callable[[int], None]) -> None:
+        """Do something for each item in a thread of its own, all at once."""
+
+        def run(item: int) -> None:
+            try:
+                act(item)
+            except Exception as error:  # noqa: BLE001 - told to the main process
+                self.errors.append(f"{item}: {type(error).__name__}: {error}"[:500])
+
+        threads = [threading.Thread(target=run, args=(item,), daemon=True) for item in items]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    # -- agents ----------------------------------------------------------------------------------------
+
+    def open_links(self) -> None:
+        """Introduce every host to the coordinator."""
+
+        def introduce(host: int) -> None:
+            node = Node(
+                node_id=f"n{host}",
+                hostname=hostname(host),
+                num_ranks=len(self.ranks_of(host)),
+                node_rank=host,
+                serves=host == 0,
+                job={"script": "train.py", "torch": "2.9"},
+            )
+            connection = open_connection(HOST, self.port, SECRET.encode(), PURPOSE, LIMIT_SECONDS)
+            self.links[host] = ControllerLink(connection, Hello(node=node))
+
+        self.each(self.numbers, introduce)
+
+    def wait_for(self, kind: type, *, attempt: int | None = None) -> None:
+        """Read until every host has received a message of one kind."""
+        waiting = dict(self.links)
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while waiting and time.monotonic() < deadline:
+            poll = select.poll()
+            by_fd = {link.fileno(): host for host, link in waiting.items()}
+            for descriptor in by_fd:
+                poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll(1000):
+                host = by_fd[descriptor]
+                for message in waiting[host].receive():
+                    if isinstance(message, kind) and attempt in (None, getattr(message, "attempt", None)):
+                        waiting.pop(host, None)
+        if waiting:
+            self.errors.append(f"{len(waiting)} hosts received no {kind.__name__}")
+
+    def fail(self, rank: int, attempt: int) -> None:
+        """Have the agent of a rank report that it failed."""
+        failed = Failure(
+            rank=rank,
+            type="ValueError",
+            message="bad batch",
+            traceback="Traceback ...\n" * 50,
+            time=time.time(),
+            exit_code=1,
+        )
+        self.links[rank // RANKS_PER_HOST].send(RankFailed(attempt=attempt, failure=failed))
+
+    def ends(self, attempt: int, *, departed: bool) -> None:
+        """Have every agent report that its ranks have exited: each for itself, and all together."""
+        for host, link in self.links.items():
+            for rank in self.ranks_of(host) if departed else ():
+                link.send(RankDeparted(attempt=attempt, rank=rank))
+            ends = dict.fromkeys(self.ranks_of(host), "exited with code 0")
+            link.send(RanksEnded(attempt=attempt, report=RankEnds(ends=ends)))
+
+    # -- ranks -----------------------------------------------------------------------------------------
+
+    def join(self, attempt: int) -> None:
+        """Join as ``rankwise.join()`` does, up to and without torch's group; then read NCCL's identifier."""
+
+        def join(rank: int) -> None:
+            reading = Reading(
+                rank=rank,
+                world_size=self.world_size,
+                local_rank=rank % RANKS_PER_HOST,
+                source="rankwise",
+                address=(HOST, self.port),
+                secret=SECRET,
+                store_is_served=True,
+                attempt=str(attempt),
+            )
+            store, _ = bootstrap.open_store(reading, LIMIT_SECONDS)
+            store.expect_answers_within(LIMIT_SECONDS)
+            bootstrap.exchange_rank_addresses(store, reading, LIMIT_SECONDS, sight_of(rank))
+            agree_on_key(store, SECRET.encode())
+            self.stores[rank] = store
+            self.detectors[rank] = FailureDetector(store, world_of(rank, self.world_size), LIMIT_SECONDS)
+            group = store.prefixed("group")
+            if rank == 0:
+                group.set("0", bytes(NCCL_ID_BYTES))
+            group.get("0", LIMIT_SECONDS)
+
+        self.each(self.ranks, join)
+
+    def barrier(self, name: str) -> None:
+        """Confirm a step on all ranks through the store, as a background save does."""
+
+        def confirm(rank: int) -> None:
+            detector = self.detectors[rank]
+            session: Any = SimpleNamespace(world=detector.world, detector=detector)
+            StoreRanks(session, self.stores[rank], name).confirm("saving", lambda: {"crc": "00000000", "size": 2**30})
+
+        self.each(self.ranks, confirm)
+
+    def know_failure(self, failed: int) -> None:
+        """Return when every rank but the one that failed knows why it cannot continue."""
+        for rank, detector in self.detectors.items():
+            if rank == failed:
+                continue
+            with detector.changed:
+                if not detector.changed.wait_for(lambda one=detector: one.error is not None, LIMIT_SECONDS):
+                    self.errors.append(f"rank {rank} was not told")
+                    return
+            if f"Rank {failed} " not in str(detector.error):
+                self.errors.append(f"rank {rank}: {detector.error}")
+
+    def poll_status(self) -> None:
+        """Have the first rank of this process ask every rank what it is doing."""
+        answers = self.detectors[self.ranks[0]].poll_status()
+        missing = self.world_size - len(answers)
+        if missing:
+            print(f"{missing} of {self.world_size} ranks did not answer in time", file=sys.stderr)
+
+    def leave(self) -> None:
+        """Leave on every rank, as at the end of a script."""
+
+        def leave(rank: int) -> None:
+            self.detectors[rank].leave(wait_for_peers=False)
+            self.detectors[rank].store.close()
+            self.stores[rank].close()
+
+        self.each(self.ranks, leave)
+        self.detectors.clear()
+        self.stores.clear()
+
+
+def hostname(host: int) -> str:
+    """Return the invented name of a host."""
+    return f"gpu-{host:05d}"
+
+
+def sight_of(rank: int) -> Sight:
+    """Return what a rank on a host with eight GPUs sees."""
+    return Sight(
+        kind="cuda", devices=[f"GPU-{rank // 8:08d}-{n:04d}" for n in range(8)], local_rank=rank % RANKS_PER_HOST
+    )
+
+
+def own_rank_address(store_host: str | None, sight: Sight) -> bootstrap.RankAddress:
+    """Return the invented address of a host, which the names of its GPUs tell."""
+    del store_host
+    host = int(sight.devices[0].split("-")[1])
+    return bootstrap.RankAddress(hostname=hostname(host), address=f"10.{host >> 8}.{host & 255}.1", sight=sight)
+
+
+def world_of(rank: int, world_size: int) -> World:
+    """Return the facts of a rank."""
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % RANKS_PER_HOST,
+        local_world_size=RANKS_PER_HOST,
+        node_rank=rank // RANKS_PER_HOST,
+        num_nodes=-(-world_size // RANKS_PER_HOST),
+        device="cuda:0",
+        backend="nccl",
+        hostname=hostname(rank // RANKS_PER_HOST),
+        source="rankwise",
+    )
+
+
+def torch_join(port: int, ranks: Sequence[int], world_size: int) -> None:
+    """Do the same join with torch's own store: an address each, a wait for all, and an answer for each."""
+    stores: list[dist.TCPStore] = []
+    limit = timedelta(seconds=LIMIT_SECONDS)
+
+    def join(rank: int) -> None:
+        store = dist.TCPStore(HOST, port, None, False, timeout=limit, wait_for_workers=False)
+        stores.append(store)
+        store.set(f"places/{rank}", "x" * 300)
+        if store.add("joined", 1) == world_size:
+            store.set("all", "x" * 1200)
+        store.get("all")
+        store.compare_set("key", "", "x" * 64)
+        store.set(f"processes/{rank}", "x" * 100)
+        if rank == 0:
+            store.set("id", "x" * NCCL_ID_BYTES)
+        store.get("id")
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def simulate(port: int, hosts: Sequence[int], world_size: int, num_hosts: int) -> None:
+    """Obey lines, each a method of :class:`Hosts` and its arguments; answer with the time of its end and the counts."""
+    threading.stack_size(256 * 1024)
+    # Thousands of threads wait for the interpreter: none is to ask for it again and again.
+    sys.setswitchinterval(2.0)
+    here = Hosts(port, hosts, world_size, num_hosts)
+
+    bootstrap.own_rank_address = own_rank_address
+    counted = Counted()
+    counted.watch()
+    kinds = {"StartAttempt": StartAttempt, "StopAttempt": StopAttempt, "EndJob": EndJob}
+    tell({})
+    for line in sys.stdin:
+        word, *arguments = json.loads(line)
+        if word == "end":
+            break
+        if word == "torch_join":
+            torch_join(arguments[0], here.ranks, world_size)
+        elif word == "wait_for":
+            here.wait_for(kinds[arguments[0]], **arguments[1])
+        else:
+            keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+            getattr(here, word)(*arguments, **keywords)
+        told, here.errors = here.errors[:3], []
+        tell({"at": time.monotonic(), "errors": told, **counted.take(), **usage()})
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        raise_file_limit()
+        socket.setdefaulttimeout(None)
+        part, *numbers = sys.argv[1:]
+        if part == "server":
+            serve(*map(int, numbers))
+        elif part == "torch":
+            serve_torch()
+        else:
+            given_port, first_host, end_host, size, count = map(int, numbers)
+            simulate(given_port, range(first_host, end_host), size, count)
+        sys.stdout.flush()
+        os._exit(0)
