@@ -68,25 +68,25 @@ def show_shards_between_passes(group: FSDPParamGroup) -> None:
     before_forward, after_forward, before_backward = group.pre_forward, group.post_forward, group.pre_backward
     is_running = False
 
-    def pre_forward(*given: Any) -> Any:
+    def pre_forward(*given: Any, **named: Any) -> Any:
         nonlocal is_running
         if group.is_unsharded and not is_running:
             group.reshard()
         is_running = True
-        return before_forward(*given)
+        return before_forward(*given, **named)
 
-    def post_forward(*given: Any) -> Any:
+    def post_forward(*given: Any, **named: Any) -> Any:
         nonlocal is_running
         is_running = False
-        result = after_forward(*given)
+        result = after_forward(*given, **named)
         # Within a backward a checkpointed block runs forward again, and its parameters stay in use.
         if group.is_unsharded and not in_backward():
             for one in group.fsdp_params:
                 one._setattr_on_modules(one.sharded_param)  # noqa: SLF001
         return result
 
-    def pre_backward(*given: Any) -> None:
-        before_backward(*given)
+    def pre_backward(*given: Any, **named: Any) -> None:
+        before_backward(*given, **named)
         if group.is_unsharded:
             for one in group.fsdp_params:
                 one._setattr_on_modules(one._unsharded_param)  # noqa: SLF001
