@@ -33,7 +33,7 @@ KINDS = {
 
 
 class Api(ThreadingHTTPServer):
-    """The part of a Kubernetes API server that ``kubectl create`` calls, for as long as the block lasts."""
+    """The part of a Kubernetes API server that kubectl's create and get call, for as long as the block lasts."""
 
     daemon_threads = True
 
@@ -53,9 +53,13 @@ class Api(ThreadingHTTPServer):
             return 200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": found}
         version = path.removeprefix("/apis/").removeprefix("/api/")
         if version not in KINDS:
-            return _failure(404, "NotFound", path)
+            *_, kinds, name = path.split("/")
+            found_here = [
+                one for (kind, named), one in self.objects.items() if (f"{kind.lower()}s", named) == (kinds, name)
+            ]
+            return (200, found_here[0]) if found_here else _failure(404, "NotFound", path)
         resources = [
-            {"name": f"{kind.lower()}s", "kind": kind, "namespaced": True, "verbs": ["create"]}
+            {"name": f"{kind.lower()}s", "kind": kind, "namespaced": True, "verbs": ["create", "get"]}
             for kind in KINDS[version]
         ]
         return 200, {
@@ -68,7 +72,8 @@ class Api(ThreadingHTTPServer):
     def create(self, one: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Keep an object that fits its schema and is not there yet."""
         kind, name = one["kind"], one["metadata"]["name"]
-        plain = {**one, "metadata": {"name": name}}
+        labels = {"labels": one["metadata"]["labels"]} if "labels" in one["metadata"] else {}
+        plain = {**one, "metadata": {"name": name, **labels}}
         if KINDS[one["apiVersion"]][kind].from_dict(plain).to_dict() != plain:
             return _failure(422, "Invalid", f"{kind} {name} does not fit its schema")
         if (kind, name) in self.objects:
@@ -157,6 +162,23 @@ def test_a_second_job_of_the_same_name_is_refused_and_the_first_keeps_its_secret
     del api.objects["Job", "train"]
     assert submit("--nodes", "2").returncode == 0
     assert api.objects["Secret", "train"] == before["Secret", "train"]
+
+
+@pytest.mark.parametrize("kind", ["Secret", "Service"])
+@pytest.mark.parametrize("labels", [{}, {"app.kubernetes.io/managed-by": "Helm"}])
+def test_an_object_of_that_name_that_rankwise_did_not_create_is_refused(
+    api: Api, kind: str, labels: dict[str, str]
+) -> None:
+    other: dict[str, Any] = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "train", "labels": labels}}
+    api.objects[kind, "train"] = other
+    ran = submit("--nodes", "2")
+    assert ran.returncode == 2
+    assert f"The {kind} train exists, and rankwise did not create it." in ran.stderr
+    assert "pass another --job-name" in ran.stderr
+    assert api.objects[kind, "train"] == other
+    assert ("Job", "train") not in api.objects
+    other["metadata"]["labels"] = {"app.kubernetes.io/managed-by": "rankwise"}  # as the error advises
+    assert submit("--nodes", "2").returncode == 0
 
 
 def test_what_kubectl_says_of_a_cluster_without_the_kind_is_shown(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

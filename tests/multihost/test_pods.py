@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import interrupted
 import pytest
@@ -42,11 +42,39 @@ with rw.join() as world:
         time.sleep(0.05)
 """
 
+REPORTS = """
+from pathlib import Path
+import rankwise as rw
+with rw.join() as world:
+    rw.barrier()
+    Path(f"{world.rank} of {world.world_size}").touch()
+"""
+
 
 @pytest.fixture(scope="module")
 def hosts(warm_python: WarmPython) -> Iterator[Hosts]:
     with Hosts(2, python=warm_python) as made:
         yield made
+
+
+def container_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the command and the variables of each pod of a job."""
+    spec = job["spec"]
+    if job["kind"] == "TrainJob":
+        return spec["trainer"]
+    if job["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    return spec["template"]["spec"]["containers"][0]
+
+
+def controller_variables(kind: str, index: int, nodes: int, first_pod: str) -> dict[str, str]:
+    """Return the variables that the controllers set in a pod."""
+    variables = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(index)}
+    if kind == "trainjob":
+        numbers = {"NNODES": str(nodes), "NPROC_PER_NODE": "auto", "NODE_RANK": str(index)}
+        numbers |= {"MASTER_ADDR": first_pod, "MASTER_PORT": "29400"}
+        variables |= {f"PET_{name}": value for name, value in numbers.items()}
+    return variables
 
 
 class Pods(Job):
@@ -55,20 +83,10 @@ class Pods(Job):
     def __init__(self, hosts: Hosts, folder: Path, kind: str, target: list[str]) -> None:
         super().__init__(hosts, folder, "")
         options = KubernetesOptions(image="train:1", kind=kind, nodes=2, ranks_per_node=2, job_name="train")
-        spec = manifests(options, target)[-1]["spec"]
-        if kind == "trainjob":
-            self.command: list[str] = spec["trainer"]["command"]
-        else:
-            job = spec["replicatedJobs"][0]["template"]["spec"] if kind == "jobset" else spec
-            self.command = job["template"]["spec"]["containers"][0]["command"]
+        self.command: list[str] = container_of(manifests(options, target)[-1])["command"]
         self.rendezvous = self.command[self.command.index("--rendezvous") + 1]
         for index in range(2):
-            self.env[index] = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(index)}
-            if kind == "trainjob":
-                host, _, port = self.rendezvous.partition(":")
-                numbers = {"NNODES": "2", "NPROC_PER_NODE": "auto", "NODE_RANK": str(index)}
-                numbers |= {"MASTER_ADDR": host, "MASTER_PORT": port}
-                self.env[index] |= {f"PET_{name}": value for name, value in numbers.items()}
+            self.env[index] = controller_variables(kind, index, 2, self.rendezvous.partition(":")[0])
 
     def name_first(self, address: str | None) -> None:
         """Have the name of the first pod lead to ``address`` on every host, or nowhere."""
@@ -133,6 +151,23 @@ def test_ranks_that_cannot_save_end_at_once_when_their_pod_is_evicted(hosts: Hos
     pods.wait_until(lambda: "begun" in pods.said())
     pods.launchers[1].send_signal(signal.SIGTERM)
     assert [pods.exit_code(0), pods.exit_code(1)] == [STOPPED, STOPPED], pods.said()
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_job_of_one_pod_runs_all_its_ranks(tmp_path: Path, kind: str, num_ranks: int) -> None:
+    (tmp_path / "train.py").write_text(REPORTS)
+    options = KubernetesOptions(image="train:1", kind=kind, ranks_per_node=num_ranks, job_name="train")
+    container = container_of(manifests(options, ["train.py"])[-1])
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    variables |= controller_variables(kind, 0, 1, "train-node-0-0.train")
+    assert container["command"][0] == "rankwise"
+    command = [sys.executable, "-m", *container["command"]]
+    pod = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    assert pod.returncode == 0, pod.stderr
+    assert sorted(path.name for path in tmp_path.glob("* of *")) == [f"{r} of {num_ranks}" for r in range(num_ranks)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

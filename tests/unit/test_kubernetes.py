@@ -106,11 +106,11 @@ def test_pods_meet_at_the_first_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_job_of_one_pod_meets_nobody(kind: str) -> None:
+def test_a_job_of_one_pod_does_not_look_for_others(kind: str) -> None:
     (job,) = manifests(options(kind), ["-m", "pkg.train"])
     (container,) = pod_of([job])["containers"]
     assert container["command"] == ["rankwise", "run", "-n", "1", "-m", "pkg.train"]
-    assert "env" not in container
+    assert container["env"] == [{"name": "RANKWISE_ALONE", "value": "1"}]
 
 
 @pytest.mark.parametrize("kind", KINDS)

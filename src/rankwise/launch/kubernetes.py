@@ -36,6 +36,9 @@ NODE = "node"
 """The name of that runtime's job and container, which a TrainJob's patches must repeat."""
 INDEX = "$(JOB_COMPLETION_INDEX)"
 """The number of the pod: Kubernetes replaces it in the command."""
+OWNER_LABEL = "app.kubernetes.io/managed-by"
+OWN: dict[str, str] = {OWNER_LABEL: "rankwise"}
+"""The label of the Secrets and Services that are created here."""
 LONGEST_NAME = 40
 """Leaves room for what controllers append to it in the names of pods, within 63 letters."""
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -83,7 +86,8 @@ def manifests(options: KubernetesOptions, target: Sequence[str]) -> list[Manifes
 
 def secret(name: str, value: str) -> Manifest:
     """Return the Secret with which the pods of a job authenticate."""
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"secret": value}}
+    metadata = {"name": name, "labels": OWN}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"secret": value}}
 
 
 def _services(options: KubernetesOptions) -> list[Manifest]:
@@ -95,7 +99,8 @@ def _services(options: KubernetesOptions) -> list[Manifest]:
         "publishNotReadyAddresses": True,
         "selector": {"job-name": options.job_name},
     }
-    return [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": options.job_name}, "spec": spec}]
+    metadata = {"name": options.job_name, "labels": OWN}
+    return [{"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}]
 
 
 def _job(options: KubernetesOptions, target: Sequence[str]) -> Manifest:
@@ -131,7 +136,7 @@ def _trainjob(options: KubernetesOptions, target: Sequence[str]) -> Manifest:
         "image": container["image"],
         "numNodes": options.nodes,
         "command": container["command"],
-        **({"env": container["env"]} if "env" in container else {}),
+        "env": container["env"],
         "resourcesPerNode": container["resources"],
     }
     spec = {
@@ -180,11 +185,14 @@ def _pod(options: KubernetesOptions, target: Sequence[str], first_pod: str) -> M
     resources: Manifest = {"requests": {"cpu": str(options.cpus_per_node)}}
     if options.gpus_per_node:
         resources["limits"] = {"nvidia.com/gpu": str(options.gpus_per_node)}
-    container: Manifest = {"name": NODE, "image": options.image, "command": _command(options, target, first_pod)}
-    if options.nodes > 1:
-        key = {"name": options.job_name, "key": "secret"}
-        container["env"] = [{"name": "RANKWISE_SECRET", "valueFrom": {"secretKeyRef": key}}]
-    container |= {"resources": resources, "volumeMounts": mounts}
+    container: Manifest = {
+        "name": NODE,
+        "image": options.image,
+        "command": _command(options, target, first_pod),
+        "env": _env(options),
+        "resources": resources,
+        "volumeMounts": mounts,
+    }
     return {
         "terminationGracePeriodSeconds": options.save_seconds,
         "containers": [container],
@@ -198,6 +206,14 @@ def _command(options: KubernetesOptions, target: Sequence[str], first_pod: str) 
         words += ["--nodes", str(options.nodes), "--node-rank", INDEX, "--rendezvous", f"{first_pod}:{PORT}"]
     # Kubernetes would replace $(NAME) in the script's own arguments.
     return [*words, *(word.replace("$", "$$") for word in target)]
+
+
+def _env(options: KubernetesOptions) -> list[Manifest]:
+    if options.nodes == 1:
+        # The pod is numbered, as those of several are: rankwise run would look for the others.
+        return [{"name": "RANKWISE_ALONE", "value": "1"}]
+    key = {"name": options.job_name, "key": "secret"}
+    return [{"name": "RANKWISE_SECRET", "valueFrom": {"secretKeyRef": key}}]
 
 
 # -- as text -------------------------------------------------------------------------------------------------
@@ -251,7 +267,7 @@ def _flow(value: object) -> str:
 # -- creating it ---------------------------------------------------------------------------------------------
 
 KEPT_IF_THERE = {"Secret", "Service"}
-"""What an earlier job of the same name leaves behind, fit for the next."""
+"""What an earlier job of the same name leaves behind, fit for the next, if it has the label."""
 
 
 def submit(options: KubernetesOptions, target: Sequence[str]) -> str:
@@ -262,7 +278,8 @@ def submit(options: KubernetesOptions, target: Sequence[str]) -> str:
 
     Raises:
         ConfigurationError: there is no kubectl here.
-        LaunchError: kubectl failed; its error is the evidence.
+        LaunchError: kubectl failed, and its error is the evidence; or there is a Secret or a Service of that name that
+            rankwise did not create.
     """
     objects = manifests(options, target)
     if options.nodes > 1:
@@ -271,10 +288,50 @@ def submit(options: KubernetesOptions, target: Sequence[str]) -> str:
 
 
 def _create(one: Manifest) -> str:
+    done = _kubectl("create", "-f", "-", given=json.dumps(one))
+    if done.returncode == 0:
+        return done.stdout
+    kind, name = one["kind"], one["metadata"]["name"]
+    is_there = "AlreadyExists" in done.stderr
+    if is_there and kind in KEPT_IF_THERE:
+        _check_owner(one)
+        return ""
+    raise LaunchError(
+        f"kubectl did not create the {kind} {name}.",
+        evidence=done.stderr.strip(),
+        do=f"kubectl delete {kind.lower()} {name}, or pass another --job-name"
+        if is_there
+        else "--dry-run shows the manifest; kubectl config get-contexts shows the cluster and the namespace",
+    )
+
+
+def _check_owner(one: Manifest) -> None:
+    """Raise :class:`LaunchError` if the object of that kind and name in the cluster is not rankwise's."""
+    kind, name = one["kind"], one["metadata"]["name"]
+    path = OWNER_LABEL.replace(".", r"\.")
+    done = _kubectl("get", kind.lower(), name, "-o", f"jsonpath={{.metadata.labels.{path}}}")
+    if done.returncode != 0:
+        raise LaunchError(
+            f"kubectl did not show whether rankwise created the {kind} {name}, which exists.",
+            evidence=done.stderr.strip(),
+            do="pass another --job-name",
+        )
+    owner = done.stdout.strip()
+    if owner != OWN[OWNER_LABEL]:
+        raise LaunchError(
+            f"The {kind} {name} exists, and rankwise did not create it.",
+            evidence=f"its label {OWNER_LABEL} is {owner}" if owner else f"it has no label {OWNER_LABEL}",
+            do="pass another --job-name\n"
+            f"or, if it was made for this job: kubectl label --overwrite {kind.lower()} {name} {OWNER_LABEL}=rankwise",
+        )
+
+
+def _kubectl(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run kubectl with ``given`` as its standard input."""
     try:
-        done = subprocess.run(  # no shell
-            ["kubectl", "create", "-f", "-"],  # noqa: S607 - the user's own
-            input=json.dumps(one),
+        return subprocess.run(  # noqa: S603 - no shell
+            ["kubectl", *words],  # noqa: S607 - the user's own
+            input=given,
             capture_output=True,
             text=True,
             check=False,
@@ -284,19 +341,6 @@ def _create(one: Manifest) -> str:
             "kubectl was not found on this machine.",
             do="install it, or pass --dry-run and create what it prints where kubectl is",
         ) from error
-    if done.returncode == 0:
-        return done.stdout
-    kind, name = one["kind"], one["metadata"]["name"]
-    is_there = "AlreadyExists" in done.stderr
-    if is_there and kind in KEPT_IF_THERE:
-        return ""
-    raise LaunchError(
-        f"kubectl did not create the {kind} {name}.",
-        evidence=done.stderr.strip(),
-        do=f"kubectl delete {kind.lower()} {name}, or pass another --job-name"
-        if is_there
-        else "--dry-run shows the manifest; kubectl config get-contexts shows the cluster and the namespace",
-    )
 
 
 def next_commands(options: KubernetesOptions) -> str:
