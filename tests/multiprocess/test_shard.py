@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from replicas import TOLERANCE, batches, built, largest_difference, part
+from said import listening
 from sharded_models import Block, Deep
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rankwise import testing
@@ -140,6 +141,55 @@ def test_the_model_shows_the_shards_between_forward_and_backward(options: dict[s
     for result in testing.run_ranks(_sharded_clearing_late, 2, options):
         parameters, norms = result.get()
         assert norms == pytest.approx(expected_norms, rel=1e-10)
+        assert largest_difference(parameters, whole(plain)) <= TOLERANCE
+
+
+class _Broken(_Scaled):
+    """Raises an error in the middle of one forward; its last layer may be called by itself."""
+
+    breaks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.breaks:
+            raise ValueError("a bad batch")
+        return y
+
+
+def _train_after_an_error(model: nn.Module, x: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        model.breaks = step == 1
+        try:
+            hidden = model(x)
+        except ValueError:
+            optimizer.step()
+            continue
+        optimizer.zero_grad()
+        model.head(hidden).square().mean().backward()
+        optimizer.step()
+
+
+def _sharded_after_an_error(world: World) -> tuple[dict[str, torch.Tensor], list[str]]:
+    model = shard(built(_Broken), blocks=[Block])
+    with listening() as said:
+        _train_after_an_error(model, part(batches((4,))[0][0], world.rank, world.world_size))
+    return whole(model), [one for one in said if "cannot continue" in one]
+
+
+def test_training_continues_after_an_error_in_forward_or_torch_is_said_to_be_too_old() -> None:
+    plain = built(_Broken)
+    _train_after_an_error(plain, batches((4,))[0][0])
+    results = [result.get() for result in testing.run_ranks(_sharded_after_an_error, 2)]
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        assert len(results[0][1]) == 1
+        return
+    for parameters, said in results:
+        assert not said
         assert largest_difference(parameters, whole(plain)) <= TOLERANCE
 
 

@@ -1138,6 +1138,8 @@ def check_fsdp() -> None:
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_backward",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.is_unsharded",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.reshard",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.modules",
+    f"{FSDP}._fsdp_param.FSDPParam._module_info",
     f"{FSDP}._fsdp_param.FSDPParam._setattr_on_modules",
     since=SHARD,
 )
@@ -1151,7 +1153,7 @@ def check_what_the_modules_of_a_group_hold() -> None:
     model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh, reshard_after_forward=False)
     shard = model.weight
     (group,) = fsdp.groups_of(model)
-    fsdp.show_shards_between_passes(group)
+    fsdp.ShardsOutsideForward(group)
     held: list[object] = []
     model.register_forward_hook(lambda *_: held.append(model.weight is shard))
     for value in (1.0, 2.0):

@@ -228,8 +228,8 @@ class SampleSource:
     def dims_of_samples(self) -> dict[str, int]:
         """Return the dim of each tensor in a batch, by its path, that grows by one with each sample."""
         with generators_kept():
-            (sample,) = self._read(0, np.array([0]))
-            return _dims_of_samples(sample, lambda samples: self._collated(samples, [0] * len(samples)))
+            samples = self._read(0, np.array([0, len(self) - 1]))
+            return _dims_of_samples(samples, self._collate, self._where)
 
     def _read(self, epoch: int, indices: npt.NDArray[np.int64]) -> list[Any]:
         seeds = sample_seeds(self._seed, epoch, indices).tolist()
@@ -294,14 +294,14 @@ class StreamSource:
             if number % num_workers == worker:
                 # Before the collate function, which may change the samples.
                 described = describe_block(block) if self._compares and number == 0 else ""
-                dims = self._dims_of(block[0]) if self._finds_dims and number == 0 else None
+                dims = self._dims_of([block[0], block[-1]]) if self._finds_dims and number == 0 else None
                 yield FetchedBatch(position, self._part_of(block), described, dims=dims)
 
-    def _dims_of(self, sample: Any) -> dict[str, int]:
+    def _dims_of(self, samples: list[Any]) -> dict[str, int]:
         """Return the dims that grow with a sample; none if the collate function fails on two equal samples."""
         try:
             with generators_kept():
-                return _dims_of_samples(sample, lambda samples: collated(self._collate, samples, self._where))
+                return _dims_of_samples(samples, self._collate, self._where)
         except Exception:  # noqa: BLE001 - the collate function is the user's
             return {}
 
@@ -327,9 +327,20 @@ class StreamSource:
             return _of_no_samples(block[0], lambda samples: collated(self._collate, samples, self._where))
 
 
-def _dims_of_samples(sample: Any, collate: Collate) -> dict[str, int]:
-    """Return the dim of each tensor in a batch, by its path, that grows by one when ``sample`` is there twice."""
-    one, two = (dict(tensors_in(collate([copy.deepcopy(sample) for _ in range(num)]))) for num in (1, 2))
+def _dims_of_samples(samples: list[Any], collate: Collate, where: str) -> dict[str, int]:
+    """Return the dim of each tensor in a batch, by its path, that grows by one when a sample is there twice.
+
+    Of each of ``samples``: a dim of joined rows grows by one, too, where a sample is a single row.
+    """
+    own = copy.deepcopy(collate)  # It may keep samples for the next batch.
+    found = [_dims_of_sample(sample, own, where) for sample in samples]
+    return {path: dim for path, dim in found[0].items() if all(one.get(path) == dim for one in found)}
+
+
+def _dims_of_sample(sample: Any, collate: Collate, where: str) -> dict[str, int]:
+    one, two = (
+        dict(tensors_in(collated(collate, [copy.deepcopy(sample) for _ in range(num)], where))) for num in (1, 2)
+    )
     found: dict[str, int] = {}
     for path, tensor in one.items():
         more = two[path].shape if path in two else ()

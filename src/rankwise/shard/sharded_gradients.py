@@ -7,6 +7,8 @@ microstep of an accumulation. A parameter that no rank used keeps ``grad=None``.
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -15,15 +17,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rankwise.comm.backends.protocol import ChannelSize
+from rankwise.log import WARNING, log
 from rankwise.replicate.bucket import power_near
 from rankwise.replicate.gradient_hooks import GradientHooks
 from rankwise.replicate.loss.graph import is_zero, mark_output, multiply_, ratio
 from rankwise.replicate.loss.loss_on_ranks import LossOnRanks, model_numbers
 from rankwise.replicate.no_sync_and_weight import Microsteps
+from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.split_tensors import refuse_second_derivatives
 from rankwise.replicate.state_guard.guard import StateGuard
 from rankwise.torch_private.autograd import run_after_backward
 from rankwise.torch_private.fsdp import (
+    ShardsOutsideForward,
     call_before_reduction,
     forget_gradient,
     groups_of,
@@ -31,13 +36,12 @@ from rankwise.torch_private.fsdp import (
     reduce_dtype_of,
     reduce_instead,
     sharded_of,
-    show_shards_between_passes,
     whole_of,
 )
 from rankwise.world.device.kinds import is_accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from torch import nn
 
@@ -110,7 +114,8 @@ class ShardSync:
         """Parameters that torch has not gathered yet."""
         for group in self._groups:
             call_before_reduction(group, self._before_reduction)
-            show_shards_between_passes(group)
+        shown = [ShardsOutsideForward(group) for group in self._groups]
+        model.register_forward_hook(OwnHook(partial(_after_error, name, shown)), always_call=True)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -303,6 +308,23 @@ class ShardSync:
         self._factor = self._carried_factor = 1.0
         self._hooks.end()
         self.loss.end()
+
+
+def _after_error(name: str, shown: Sequence[ShardsOutsideForward], model: nn.Module, _: object, output: object) -> None:
+    """Have a forward that follows one that raised an error begin anew: torch would take it for the same one."""
+    if output is not None or sys.exception() is None:
+        return
+    for one in shown:
+        one.begin_anew()
+    # Source: FSDPModule.reset_iter_state, from torch 2.13 on.
+    reset = getattr(model, "reset_iter_state", None)
+    if reset is None:
+        log(
+            f"{WARNING} the forward of {name} raised an error, and this version of torch cannot continue after one in "
+            "a sharded model: end the training, or use torch 2.13 or newer"
+        )
+    else:
+        reset()
 
 
 class ShardedAccumulation(Microsteps):

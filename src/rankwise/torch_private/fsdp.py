@@ -25,6 +25,7 @@ __all__ = [
     "FSDPParam",
     "FSDPParamGroup",
     "ReduceScatter",
+    "ShardsOutsideForward",
     "call_before_reduction",
     "forget_gradient",
     "groups_of",
@@ -32,7 +33,6 @@ __all__ = [
     "reduce_dtype_of",
     "reduce_instead",
     "sharded_of",
-    "show_shards_between_passes",
     "whole_of",
 ]
 
@@ -58,40 +58,54 @@ def call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGrou
     group.post_backward = post_backward
 
 
-def show_shards_between_passes(group: FSDPParamGroup) -> None:
-    """Have the modules of a group hold its shards between forward and backward, also where torch keeps it gathered.
+class ShardsOutsideForward:
+    """Has the modules of a group hold its shards between forward and backward, also where torch keeps it gathered.
 
     Otherwise ``model.parameters()`` gives the whole parameters there, ``model.zero_grad()`` and clipping miss the
     gradients, which the shards hold, and a second forward computes with the values of the first one. What torch has
-    gathered for backward stays gathered.
+    gathered for backward stays gathered, and a module that is called by itself computes with it.
     """
-    before_forward, after_forward, before_backward = group.pre_forward, group.post_forward, group.pre_backward
-    is_running = False
 
-    def pre_forward(*given: Any, **named: Any) -> Any:
-        nonlocal is_running
-        if group.is_unsharded and not is_running:
-            group.reshard()
-        is_running = True
-        return before_forward(*given, **named)
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+        self._torchs = group.pre_forward, group.post_forward, group.pre_backward
+        self._depth = 0
+        """Forwards of the group that are running, within each other."""
+        group.pre_forward, group.post_forward, group.pre_backward = self._forward, self._end_forward, self._backward
+        for module in {one._module_info.module for one in group.fsdp_params}.difference(group.modules):  # noqa: SLF001
+            module.register_forward_pre_hook(lambda *_: self._show(whole=True))
+            module.register_forward_hook(lambda *_: self._show(whole=False))
 
-    def post_forward(*given: Any, **named: Any) -> Any:
-        nonlocal is_running
-        is_running = False
-        result = after_forward(*given, **named)
-        # Within a backward a checkpointed block runs forward again, and its parameters stay in use.
-        if group.is_unsharded and not in_backward():
-            for one in group.fsdp_params:
-                one._setattr_on_modules(one.sharded_param)  # noqa: SLF001
+    def begin_anew(self) -> None:
+        """Take the next forward for the first one. Called when an error has ended forward."""
+        self._depth = 0
+
+    def _forward(self, *given: Any, **named: Any) -> Any:
+        if self._group.is_unsharded and self._depth == 0:
+            self._group.reshard()
+        self._depth += 1
+        return self._torchs[0](*given, **named)
+
+    def _end_forward(self, *given: Any, **named: Any) -> Any:
+        # Torch calls this for the last of several modules only.
+        self._depth = 0 if len(self._group.modules) > 1 else self._depth - 1
+        result = self._torchs[1](*given, **named)
+        self._show(whole=False)
         return result
 
-    def pre_backward(*given: Any, **named: Any) -> None:
-        before_backward(*given, **named)
-        if group.is_unsharded:
-            for one in group.fsdp_params:
-                one._setattr_on_modules(one._unsharded_param)  # noqa: SLF001
+    def _backward(self, *given: Any, **named: Any) -> None:
+        self._torchs[2](*given, **named)
+        self._hold(whole=True)
 
-    group.pre_forward, group.post_forward, group.pre_backward = pre_forward, post_forward, pre_backward
+    def _show(self, *, whole: bool) -> None:
+        """Have the modules hold a form, but not within forward, nor where backward runs a checkpointed block again."""
+        if self._depth == 0 and not in_backward():
+            self._hold(whole=whole)
+
+    def _hold(self, *, whole: bool) -> None:
+        if self._group.is_unsharded:
+            for one in self._group.fsdp_params:
+                one._setattr_on_modules(one._unsharded_param if whole else one.sharded_param)  # noqa: SLF001
 
 
 params_of: Callable[[FSDPParamGroup], list[FSDPParam]] = attrgetter("fsdp_params")

@@ -177,6 +177,8 @@ NAMES = {
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reshard": "gather the values of now for each forward",
     f"{_FSDP}._fsdp_param.FSDPParam": "a parameter in its sharded and unsharded form",
     f"{_FSDP}._fsdp_param.FSDPParam.sharded_param": "its sharded form",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.modules": "the modules that are gathered together",
+    f"{_FSDP}._fsdp_param.FSDPParam._module_info": "the module that holds a parameter",
     f"{_FSDP}._fsdp_param.FSDPParam._setattr_on_modules": "have the modules hold one of its forms",
     f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param": "its unsharded form and the gradient of that",
     f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad": (
