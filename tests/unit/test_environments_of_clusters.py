@@ -102,7 +102,7 @@ LEPTON = {
     "LEPTON_RESOURCE_ACCELERATOR_NUM": "1",
     "JOB_COMPLETION_INDEX": "1",
 }
-PAI_DLC = {**PLAIN, "WORLD_SIZE": "2", "NPROC_PER_NODE": "1"}
+PAI_DLC = {**PLAIN, "WORLD_SIZE": "2", "NPROC_PER_NODE": "1", "DLC_JOB_ID": "dlc1a2b3c"}
 # Source: ray/train/torch/config.py, _set_torch_distributed_env_vars.
 RAY_TRAIN = {**PLAIN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "ACCELERATE_TORCH_DEVICE": "cpu"}
 
@@ -171,11 +171,81 @@ def test_a_process_that_cannot_join_is_told(variables: dict[str, str], seen: str
     assert env_as_text(explain(variables)).startswith("undecided; the script would fail with:")
 
 
-@pytest.mark.parametrize("text", ["[", "[]", "{}", '{"cluster": {}, "task": {}}', '{"cluster": [], "task": 1}'])
+@pytest.mark.parametrize("text", ["[", "[]", "null", "3", '{"cluster": {"worker": ["a:1"]}, "task": 1}'])
 @pytest.mark.parametrize("name", ["CLUSTER_SPEC", "TF_CONFIG", "SM_HOSTS"])
 def test_json_of_another_form_is_named(name: str, text: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         read({name: text})
+
+
+@pytest.mark.parametrize("text", ["{}", '{"cluster": {}, "task": {}}', '{"cluster": null}'])
+def test_a_cluster_of_no_machines_is_no_job(text: str) -> None:
+    reading = read({"TF_CONFIG": text})
+    assert (facts(reading), reading.source) == (ALONE[0], "nobody")
+
+
+def test_one_machine_needs_no_number_and_no_port() -> None:
+    for number in ("1", "1:1"):
+        assert facts(read({"PET_NNODES": number}))[:2] == (0, 1)
+    with pytest.raises(ConfigurationError, match="rank 1 of 1"):
+        read({"PET_NNODES": "1", "PET_NODE_RANK": "1"})
+    assert read({**TRAINJOB, "PET_NNODES": "2:2"}).world_size == 2
+    # Kubernetes sets it in pods next to a service named master.
+    service = {"MASTER_PORT": "tcp://10.0.0.9:2222"}
+    assert read({**SKYPILOT, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", **service}).world_size == 1
+    assert read({**SKYPILOT, **service}).address == ("10.0.0.4", 29500)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "1"},
+        {"NPROC_PER_NODE": "1"},
+        {"NPROC_PER_NODE": "2"},
+    ],
+)
+def test_ranks_started_by_hand_in_a_pod_are_ranks(rank: str, around: dict[str, str]) -> None:
+    reading = read({**PLAIN, "RANK": rank, "WORLD_SIZE": "2", **around})
+    assert (reading.source, *facts(reading)[:3]) == ("env", int(rank), 2, None)
+
+
+STEP_OF_ONE = golden("slurm_one_task")[0]["variables"]
+ONE_OF_ONE = [STEP_OF_ONE, {"RANK": "0", "WORLD_SIZE": "1"}, {"PMI_RANK": "0", "PMI_SIZE": "1"}]
+
+
+@pytest.mark.parametrize("around", [SKYPILOT, TF_CONFIG, DSTACK, TRAINJOB])
+@pytest.mark.parametrize("single", ONE_OF_ONE)
+def test_a_single_rank_of_several_machines_never_trains_alone(single: dict[str, str], around: dict[str, str]) -> None:
+    if single is STEP_OF_ONE:
+        assert read({**single, **around}).world_size == 2
+        return
+    with pytest.raises(ConfigurationError, match="disagree"):
+        read({**single, **around})
+
+
+@pytest.mark.parametrize("single", [*ONE_OF_ONE, {"PET_NNODES": "1"}])
+def test_a_single_rank_may_be_one_of_several_under_any_name(single: dict[str, str]) -> None:
+    for unknown in ({"NODE_RANK": "1", "NNODES": "2"}, {"NODE_RANK": "0", "NNODES": "2"}, {"ACME_NODE_RANK": "1"}):
+        with pytest.raises(ConfigurationError, match="seems to be one of several"):
+            read({**single, **unknown})
+    # The batch script of another scheduler.
+    assert facts(read({**single, "PMIX_RANK": "0", "PBS_NUM_NODES": "2"}))[:2] == (0, 1)
+
+
+def test_a_step_of_one_task_on_one_machine_keeps_what_slurm_tells() -> None:
+    around = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "PMIX_RANK": "0"}
+    assert read({**STEP_OF_ONE, **around}).source == "slurm"
+    with pytest.raises(ConfigurationError, match="expects 4 ranks here"):
+        read({**STEP_OF_ONE, "PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"})
+
+
+def test_pmix_left_over_from_a_shell_is_no_launch() -> None:
+    # srun --pty bash, and sbatch there, which exports all.
+    left = {"SLURM_JOB_ID": "9", "SLURM_TASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "1", "PMIX_RANK": "0"}
+    for more in ({}, {"SLURM_STEP_ID": "0"}, {"NNODES": "2"}):
+        assert read({**left, **more}).source == "nobody"
 
 
 def test_a_machine_that_only_evaluates_is_told() -> None:
@@ -221,6 +291,9 @@ def test_a_single_pod_of_several_processes_is_told_and_starts_them(only: pytest.
     with pytest.raises(ConfigurationError, match="expects 4 ranks here"):
         read({**variables, "RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "23456"})
     for name, value in variables.items():
+        only.setenv(name, value)
+    assert with_scheduler(LaunchOptions()) == LaunchOptions(num_ranks=4)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "23456"}.items():
         only.setenv(name, value)
     assert with_scheduler(LaunchOptions()) == LaunchOptions(num_ranks=4)
     assert with_scheduler(LaunchOptions(num_ranks=2)) == LaunchOptions(num_ranks=2)
@@ -303,6 +376,10 @@ def test_a_launcher_in_a_rank_starts_a_job_of_its_own(only: pytest.MonkeyPatch) 
         {"POD_INDEX": "1"},
         {"GLOBAL_RANK": "0", "ACME_NTASKS": "8"},
         {"LOCAL_RANK": "1"},
+        {"FOO_RANK": "1", "FOO_SIZE": "4"},
+        {"FOO_RANK": "1", "NUM_NODES": "4"},
+        {"FOO_PROCESS_INDEX": "0", "FOO_NUM_PROCESSES": "4"},
+        {"RANK_ID": "0", "RANK_SIZE": "8"},
     ],
 )
 def test_one_of_several_under_any_name_never_trains_alone(variables: dict[str, str]) -> None:
@@ -329,6 +406,17 @@ def test_one_of_several_under_any_name_never_trains_alone(variables: dict[str, s
         {"LSB_JOBINDEX": "3"},
         {"SGE_TASK_ID": "3"},
         {"LORA_RANK": "8", "BATCH_SIZE": "32", "NUM_WORKERS": "4", "NPROC": "8", "IMAGE_SIZE": "224"},
+        {"NETWORK_RANK": "32"},
+        {"KV_RANK": "4"},
+        {"CP_RANK": "1"},
+        {"LOCAL_RANK": "0", "LOCAL_BATCH_SIZE": "32"},
+        {"NOMAD_ALLOC_INDEX": "0", "NOMAD_META_BATCH_SIZE": "32"},
+        {"TASK_INDEX": "0", "TASK_NUM_EPOCHS": "3"},
+        {"NODE_RANK": "0", "NNODES": "1", "NODE_MEM_SIZE": "64"},
+        {"KNAPSACK_PRO_CI_NODE_INDEX": "1", "KNAPSACK_PRO_CI_NODE_TOTAL": "2"},
+        {"HARNESS_NODE_INDEX": "1", "HARNESS_NODE_TOTAL": "2"},
+        {"BATCH_TASK_INDEX": "1", "BATCH_TASK_COUNT": "2"},
+        {"CLOUD_RUN_TASK_INDEX": "1", "CLOUD_RUN_TASK_COUNT": "2"},
         {"WORKER_INDEX": "0"},
         {"NODE_RANK": "0", "NUM_NODES": "1"},
         {"NODE_RANK": "first"},

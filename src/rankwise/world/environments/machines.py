@@ -8,7 +8,7 @@ of its machine, unless the scheduler expects several. Reads variables from a map
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rankwise.errors import ConfigurationError
 from rankwise.world.environments.reading import (
@@ -44,7 +44,7 @@ class _Place(NamedTuple):
 def _row(
     name: str,
     title: str,
-    find: Callable[[Variables], _Place | Missing],
+    find: Callable[[Variables], _Place | Missing | None],
     *,
     sign: str,
     names: tuple[str, ...] = (),
@@ -56,7 +56,7 @@ def _row(
 ) -> Environment:
     """Return a row. What is not listed here is as in :class:`Environment`.
 
-    - ``find``: returns the place of this machine.
+    - ``find``: returns the place of this machine; ``None`` if the variables describe no job.
     - ``sign``: the variable that shows that the scheduler is present, if ``present`` agrees.
     - ``names``: the variables to show besides; none that may hold a secret.
     - ``ranks``: the variable with the number of GPUs of a machine, or with ``counts_processes`` of the processes that
@@ -68,10 +68,13 @@ def _row(
         if not variables.get(sign) or not present(variables):
             return None
         place = find(variables)
-        if isinstance(place, Missing):
+        if place is None or isinstance(place, Missing):
             return place
         host = variables.get("MASTER_ADDR") or place.host
-        port = checked_port(integer(variables, "MASTER_PORT") or place.port or DEFAULT_PORT, "MASTER_PORT")
+        # Kubernetes sets MASTER_PORT=tcp://... in every pod next to a service named master.
+        is_given = place.num_machines > 1 and not variables.get("MASTER_PORT", "").startswith("tcp://")
+        given_port = integer(variables, "MASTER_PORT") if is_given else None
+        port = checked_port(given_port or place.port or DEFAULT_PORT, "MASTER_PORT")
         # Torchrun's own variable may also be auto, cpu or gpu.
         asked = int(number) if (number := variables.get(ranks, "")).isdecimal() else 1
         return Reading(
@@ -105,37 +108,59 @@ def _numbered(rank: str, number: str, host: str = "", port: str = "") -> Callabl
 
     def find(variables: Variables) -> _Place | Missing:
         missing = tuple(name for name in (rank, number) if not variables.get(name))
-        if missing:
+        # One machine needs no number.
+        if missing and not (missing == (rank,) and given(variables, number) == 1):
             return Missing(names=missing)
         hosts = variables.get(host, "").split()
         return _Place(
-            given(variables, rank), given(variables, number), hosts[0] if hosts else None, integer(variables, port)
+            integer(variables, rank) or 0,
+            given(variables, number),
+            hosts[0] if hosts else None,
+            integer(variables, port),
         )
 
     return find
 
 
 def numbers_machines(variables: Variables) -> bool:
-    """Return whether RANK and WORLD_SIZE number machines here, as another variable shows, and not ranks."""
-    per_machine = variables.get("PET_NNODES") or variables.get("NPROC_PER_NODE")
-    are_set = variables.get("RANK") and variables.get("WORLD_SIZE", "1") != "1"
-    return bool(per_machine and are_set) and not variables.get("LOCAL_RANK")
+    """Return whether RANK numbers machines here, as other variables show, and not ranks.
+
+    Users also export NPROC_PER_NODE, and start ranks by hand in a pod: those number ranks.
+    """
+    rank, size = variables.get("RANK"), variables.get("WORLD_SIZE")
+    if not rank or not size or size == "1" or variables.get("LOCAL_RANK"):
+        return False
+    if variables.get("NPROC_PER_NODE") and any(map(variables.get, _JOBS)):
+        return True
+    machines, each = variables.get("PET_NNODES", ""), variables.get("PET_NPROC_PER_NODE", "")
+    # Source: getNprocPerNodeInt of kubeflow/training-operator: auto, cpu and gpu count as 1 there.
+    ranks = int(machines) * (int(each) if each.isdecimal() else 1) if machines.isdecimal() else None
+    return rank == variables.get("PET_NODE_RANK") and size == str(ranks)
+
+
+_JOBS = ("DLC_JOB_ID", "AIHC_JOB_NAME")
+"""PAI-DLC and AIHC set one of these in their pods. Source: default session of aliyun/pai-python-sdk; AIHC's manual."""
 
 
 def _find_in_trainjob(variables: Variables) -> _Place | Missing:
     number = variables["PET_NNODES"]
-    if ":" in number:
+    least, _, most = number.partition(":")
+    if most and least != most:
         raise ConfigurationError(
             "The number of machines of this job may change, and no variable numbers them.",
             evidence=f"PET_NNODES={number}",
             do=f"rankwise run --nodes {number} --rendezvous "
             f"{variables.get('PET_RDZV_ENDPOINT') or '<first machine>:29400'} train.py",
         )
-    return _numbered("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")(variables)
+    find = _numbered("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    return find({**variables, "PET_NNODES": least})
 
 
 def _find_in_sagemaker(variables: Variables) -> _Place | Missing:
-    hosts, own = [str(host) for host in _parsed(variables, "SM_HOSTS")], variables.get("SM_CURRENT_HOST", "")
+    listed, own = _parsed(variables, "SM_HOSTS"), variables.get("SM_CURRENT_HOST", "")
+    if not isinstance(listed, list):
+        raise _malformed("SM_HOSTS")
+    hosts = [str(host) for host in cast("list[object]", listed)]
     if own not in hosts:
         raise ConfigurationError(
             "SM_CURRENT_HOST is not one of SM_HOSTS.",
@@ -149,11 +174,14 @@ _POOLS = ("workerpool0", "workerpool1", "chief", "master", "worker")
 """Groups of machines that train, in the order of their ranks. Others evaluate, or serve parameters or reductions."""
 
 
-def _find_in_cluster(sign: str) -> Callable[[Variables], _Place]:
+def _find_in_cluster(sign: str) -> Callable[[Variables], _Place | None]:
     """Return a reader of the JSON of a cluster and of this machine's task in it."""
 
-    def find(variables: Variables) -> _Place:
+    def find(variables: Variables) -> _Place | None:
         read = _parsed(variables, sign)
+        # TensorFlow too takes this for a process of its own.
+        if isinstance(read, dict) and not cast("dict[str, Any]", read).get("cluster"):
+            return None
         try:
             machines = [(pool, index) for pool in _POOLS for index, _ in enumerate(read["cluster"].get(pool, ()))]
             own = read["task"]["type"], int(read["task"].get("index", 0))
@@ -201,6 +229,18 @@ def _find_in_lepton(variables: Variables) -> _Place | Missing:
     )
 
 
+# Source: "Jobs" of the Kubernetes documentation. JobSet adds no variable to those of its Jobs. After all others,
+# which also run as such jobs.
+INDEXED_JOB = _row(
+    "indexed-job",
+    "an indexed Job or JobSet",
+    _numbered("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+    sign="JOB_COMPLETION_INDEX",
+    names=("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+    set_address="set MASTER_ADDR to the first pod's name in its service, for example train-0.train",
+    complete="rankwise run --nodes <number of pods> --rendezvous <first pod>.<service>:29400 train.py\n"
+    "or set RANKWISE_ALONE=1, if each pod trains a model of its own",
+)
 ROWS = (
     # Source: kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go: options of torchrun, for each pod. The
     # PyTorchJob of its predecessor has them too, with a RANK that numbers its pods and a WORLD_SIZE of ranks.
@@ -274,16 +314,5 @@ ROWS = (
         names=("LEPTON_JOB_WORKER_INDEX", "LEPTON_JOB_TOTAL_WORKERS", "LEPTON_JOB_WORKER_PREFIX", "LEPTON_SUBDOMAIN"),
         ranks="LEPTON_RESOURCE_ACCELERATOR_NUM",
     ),
-    # Source: "Jobs" of the Kubernetes documentation. JobSet adds no variable to those of its Jobs. After all others,
-    # which also run as such jobs.
-    _row(
-        "indexed-job",
-        "an indexed Job or JobSet",
-        _numbered("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
-        sign="JOB_COMPLETION_INDEX",
-        names=("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
-        set_address="set MASTER_ADDR to the first pod's name in its service, for example train-0.train",
-        complete="rankwise run --nodes <number of pods> --rendezvous <first pod>.<service>:29400 train.py\n"
-        "or set RANKWISE_ALONE=1, if each pod trains a model of its own",
-    ),
+    INDEXED_JOB,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rankwise.world.environments import slurm
 from rankwise.world.environments.reading import (
     Environment,
     Missing,
@@ -20,7 +21,7 @@ from rankwise.world.environments.reading import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from rankwise.world.environments.reading import ProcessContext
 
@@ -39,6 +40,7 @@ def _row(
     more: Mapping[str, str] | None = None,
     signs: tuple[tuple[str, ...], ...] = (),
     without: tuple[str, ...] = (),
+    present: Callable[[Mapping[str, str]], bool] = lambda _: True,
     needed: Iterable[str] | None = None,
     job: tuple[str, ...] = (),
     any_names_job: bool = False,
@@ -52,7 +54,7 @@ def _row(
     - ``names``: the variables of rank, world size, local rank and local world size; the last two may be left out.
     - ``more``: the variables of other fields of :class:`Reading`.
     - ``signs``: one variable of each group shows that the launcher is present; by default rank or world size.
-      ``without``: any of these shows that it is not.
+      ``without``: any of these shows that it is not. Nor is it unless ``present`` agrees.
     - ``needed``: the variables without which the set is incomplete; by default rank and world size.
     - ``job``: together they name the job, with ``any_names_job`` those that are set. ``process_names_job``: the
       launcher's process on this machine does, if they are not set.
@@ -64,6 +66,8 @@ def _row(
     def read(around: ProcessContext) -> Reading | Missing | None:
         variables = around.variables
         if not all(any(map(variables.get, group)) for group in signs) or any(map(variables.get, without)):
+            return None
+        if not present(variables):
             return None
         found = read_numbers(name, variables, numbers, needed=required)
         if isinstance(found, Missing):
@@ -180,6 +184,8 @@ PRRTE_ROW = _row(
     "PRRTE",
     ("PMIX_RANK", "WORLD_SIZE"),
     signs=(("PMIX_RANK",),),
+    # A shell in a Slurm step has PMIX_RANK too, and passes it on to the jobs that sbatch submits there.
+    present=lambda variables: not slurm.is_leftover(variables),
     because="PMIX_RANK is set, as prterun does, and WORLD_SIZE",
     job=("PMIX_NAMESPACE",),
     set_address="prterun -x MASTER_ADDR=<machine of rank 0> -x MASTER_PORT=<a free port there> ...",

@@ -19,23 +19,26 @@ if TYPE_CHECKING:
 _MEMBER = "(NODE|HOST|MACHINE|POD|TASK|RANK|REPLICA)"
 _NUMBER = re.compile(
     rf"(^|_)({_MEMBER}|PROC|PROCESS|WORKER|TRAINER|ALLOC|COMPLETION)_?(INDEX|IDX)$"
-    r"|(^|_)((PROC|RANK|TRAINER)_?ID|PROCNO|RANK)$"
+    r"|(^|_)((PROC|RANK|TRAINER)_?ID|PROCNO)$|^RANK$"
+    rf"|(^|_)({_MEMBER}|PROC|PROCESS|WORKER|TRAINER|LOCAL|GLOBAL|WORLD|JOB|GROUP)_?RANK$"
 )
-_COUNT = re.compile(rf"(^|_)(WORLD_SIZE|(N|NUM_?|TOTAL_){_MEMBER}S|{_MEMBER}S?_(NUM|COUNT|TOTAL))$")
-_SIZE = re.compile(r"_(SIZE|COUNT|TOTAL|NUM|N[A-Z]+S|NUM_[A-Z]+S)$")
-"""A count only beside a number with the same first word: BATCH_SIZE and NUM_WORKERS are none."""
+_MAYBE = re.compile(r"_RANK$")
+"""A number only below a count: models too have ranks, as NETWORK_RANK=32."""
+_COUNT = re.compile(rf"(^|_)(WORLD_SIZE|(N|NUM_?|TOTAL_){_MEMBER}S|{_MEMBER}S?_(NUM|COUNT|TOTAL))$|^VC_[A-Z]+_NUM$")
 _OTHER = re.compile(
     # The rows of Slurm and rankwise know their variables. CI services number parts of tests, and members of an array
-    # are jobs of their own.
-    r"^(SLURM|SBATCH|SRUN|RANKWISE|CI|CIRCLE|GITHUB|BUILDKITE|PYTEST|TEST)_|ARRAY"
+    # are jobs of their own, as are tasks of Google's Batch and Cloud Run.
+    r"^(SLURM|SBATCH|SRUN|RANKWISE|CIRCLE|GITHUB|BUILDKITE|PYTEST|TEST|HARNESS|BATCH_TASK|CLOUD_RUN)_|(^|_)CI_|ARRAY"
     # Settings of models.
-    r"|(LORA|DORA|GALORE|LOW|ADAPTER|MATRIX|TENSOR|SVD|TT|PAGE)_RANK$"
+    r"|(LORA|DORA|GALORE|LOW|ADAPTER|NETWORK|KV|MATRIX|TENSOR|SVD|TT|PAGE)_RANK$"
 )
+_OF_MPI = {"PMIX_RANK", "OMPI_COMM_WORLD_NODE_RANK"}
+"""Set next to the numbers that the rows of MPI judge."""
 
 
 def numbers(variables: Mapping[str, str]) -> dict[str, int]:
     """Return the variables that number this process among others."""
-    return _matching(_NUMBER, variables)
+    return _numbers_and_counts(variables)[0]
 
 
 def refuse(variables: Mapping[str, str]) -> None:
@@ -44,10 +47,7 @@ def refuse(variables: Mapping[str, str]) -> None:
     Raises:
         ConfigurationError: a variable gives it a number above 0, or 0 of several.
     """
-    own = numbers(variables)
-    words = {name.split("_")[0] for name in own}
-    sizes = {name: size for name, size in _matching(_SIZE, variables).items() if name.split("_")[0] in words}
-    several = {name: size for name, size in {**_matching(_COUNT, variables), **sizes}.items() if size > 1}
+    own, several = _numbers_and_counts({name: text for name, text in variables.items() if name not in _OF_MPI})
     if own and (several or any(own.values())):
         raise ConfigurationError(
             "This process seems to be one of several of a job, but no variable that rankwise knows tells how they find "
@@ -61,7 +61,30 @@ def refuse(variables: Mapping[str, str]) -> None:
 
 def counts(variables: Mapping[str, str]) -> str:
     """Return the variables that count several processes, as a text; empty if there are none."""
-    return told(variables, sorted(name for name, size in _matching(_COUNT, variables).items() if size > 1))
+    return told(variables, sorted(_several(_COUNT, variables)))
+
+
+def _numbers_and_counts(variables: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
+    own: dict[str, int] = {}
+    several = _several(_COUNT, variables)
+    for name, number in {**_matching(_NUMBER, variables), **_matching(_MAYBE, variables)}.items():
+        beside = several | _several(_counts_of(name), variables)
+        if _NUMBER.search(name) or any(number < count for count in beside.values()):
+            own[name] = number
+            several = beside
+    return own, several
+
+
+def _counts_of(name: str) -> re.Pattern[str]:
+    """Return what the count for a number is called: ACME_SIZE for ACME_RANK, but BATCH_SIZE for none."""
+    words = re.escape(re.sub(r"_?(INDEX|IDX|ID|RANK|PROCNO)$", "", name))
+    before, _, last = words.rpartition("_")
+    turned = rf"|^{before}_(N|NUM_?|TOTAL_){last}(S|ES)$" if before and last else ""
+    return re.compile((rf"^{words}(S|ES)?_(WORLD_SIZE|SIZE|TOTAL|COUNT|NUM)$" if words else "^$") + turned)
+
+
+def _several(pattern: re.Pattern[str], variables: Mapping[str, str]) -> dict[str, int]:
+    return {name: count for name, count in _matching(pattern, variables).items() if count > 1}
 
 
 def _matching(pattern: re.Pattern[str], variables: Mapping[str, str]) -> dict[str, int]:

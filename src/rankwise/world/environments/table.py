@@ -12,6 +12,8 @@ Pure: variables in, a reading out. A new environment is one new file and one lin
 - mpirun and mpiexec are between Slurm and the process: in an allocation, Slurm's variables number their daemons.
 - Schedulers that start one process per machine describe the job around any launcher of ranks. Under ``rankwise run``
   they number its machines.
+- A single rank describes no job around it: it may be one of several that were started one by one. Schedulers' numbers
+  then count too, and so do variables of any other name. Only rankwise and torchrun know better.
 - Any two other readings must agree on rank and world size, and then complement each other. If they disagree, the error
   shows both.
 - Rank 0 is never assumed to be on this machine. If all ranks are on one machine, it publishes its address in a file
@@ -33,8 +35,6 @@ from rankwise.world.environments.reading import SECRET_NAME, Environment, Missin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from rankwise.world.environments.reading import Environment
 
 OWNERS = (rankwise.ROW, torchrun.ROW)
 """They own the processes they start: other variables describe the job around them."""
@@ -84,7 +84,7 @@ def read(
         _accept(around, partial, found)
     if not found:
         return _nobody(variables)
-    reading = reachable(_checked(around, _agreed(around, found)))
+    reading = reachable(_decided(around, found))
     if reading.ranks_to_start > 1:
         raise ConfigurationError(
             f"{row(reading.source).title} has started one process on this machine, but expects "
@@ -109,7 +109,7 @@ def read_launcher(variables: Mapping[str, str], launcher_process: str | None = N
         return None
     # Users export WORLD_SIZE alone for other libraries.
     found, _ = _complete_readings(around)
-    reading = _checked(around, _agreed(around, found)) if found else _nobody(variables)
+    reading = _decided(around, found) if found else _nobody(variables)
     return reachable(reading) if reading.world_size > 1 or reading.ranks_to_start > 1 else None
 
 
@@ -158,7 +158,7 @@ def _complete_readings(around: ProcessContext) -> tuple[list[Reading], Missing |
     found: list[Reading] = []
     partial: Missing | None = None
     for environment in OWNERS if is_alone(around.variables) else TABLE:
-        if any(_overrules(row(other.source), environment) for other in found):
+        if any(_overrules(row(other.source), other.world_size, environment) for other in found):
             continue
         said = environment.read(around)
         if isinstance(said, Missing):
@@ -175,9 +175,14 @@ def is_alone(variables: Mapping[str, str]) -> bool:
     return variables.get("RANKWISE_ALONE", "0").strip() not in {"", "0"}
 
 
-def _overrules(one: Environment, other: Environment) -> bool:
-    """Return whether ``other``, which comes later in the table, describes the job around ``one`` once that is found."""
-    return one is not other and (one.owns or other.yields or other.name in one.overrules)
+def _overrules(one: Environment, world_size: int | None, other: Environment) -> bool:
+    """Return whether ``other``, later in the table, describes the job around ``one``, found with ``world_size``."""
+    if one is other or one.owns:
+        return one is not other
+    if world_size == 1 and other in machines.ROWS:
+        # The pod of a scheduler's only machine is also the only one of its indexed Job.
+        return one in machines.ROWS and other is machines.INDEXED_JOB
+    return other.yields or other.name in one.overrules
 
 
 def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> None:
@@ -191,11 +196,23 @@ def _accept(around: ProcessContext, partial: Missing, found: list[Reading]) -> N
     raise incomplete(torchrun.ENV_ROW, partial, around.variables)
 
 
+def _decided(around: ProcessContext, found: list[Reading]) -> Reading:
+    """Return what all readings together say, with its reason."""
+    reading = _checked(around, _agreed(around, found))
+    if reading.world_size == 1 and not row(reading.source).owns:
+        judged = {name for one in found for name in row(one.source).names}
+        if machines.numbers_machines(around.variables):
+            judged |= {"RANK", "WORLD_SIZE"}
+        siblings.refuse({name: value for name, value in around.variables.items() if name not in judged})
+    return reading
+
+
 def _agreed(around: ProcessContext, found: list[Reading]) -> Reading:
     """Return the first reading, completed by those that agree with it."""
-    # A step of one task may not be a launch but a shell, in which the user starts something
-    # else.
-    telling = [one for one in found if (one.source, one.world_size) != ("slurm", 1)] or found
+    telling = found
+    if any(one.world_size > 1 or one.ranks_to_start > 1 for one in found):
+        # A step of one task may not be a launch but a shell, in which the user starts something else.
+        telling = [one for one in found if (one.source, one.world_size) != ("slurm", 1)]
     first, *others = telling
     for other in others:
         if (other.rank, other.world_size) != (first.rank, first.world_size):
@@ -239,7 +256,11 @@ def _checked(around: ProcessContext, reading: Reading) -> Reading:
         )
     reason = f"{environment.title}: {evidence}, because {environment.because}"
     # Torchrun and rankwise set the plain variables themselves.
-    others = [one for one in TABLE if _overrules(environment, one) and one not in (*OWNERS, torchrun.ENV_ROW)]
+    others = [
+        one
+        for one in TABLE
+        if _overrules(environment, reading.world_size, one) and one not in (*OWNERS, torchrun.ENV_ROW)
+    ]
     surrounding = [one.title for one in others if around.variables.get(one.sign)]
     if surrounding:
         reason += f"; variables of {' and '.join(surrounding)} are also set, from the job around it"
@@ -317,12 +338,12 @@ def explain(variables: Mapping[str, str], argv: Sequence[str] = (), launcher_pro
         error = str(raised)
     around = ProcessContext(variables=variables, argv=argv, launcher_process=launcher_process)
     rows: list[Row] = []
-    found: list[Environment] = []
+    found: list[tuple[Environment, int | None]] = []
     for environment in TABLE:
-        over = next((one for one in found if _overrules(one, environment)), None)
+        over = next((one for one, world_size in found if _overrules(one, world_size, environment)), None)
         checked = _row(environment, around, over, decided)
         if checked.verdict == FOUND:
-            found.append(environment)
+            found.append((environment, checked.world_size))
         rows.append(checked)
     return Explanation(decided=decided, error=error, rows=tuple(rows), secret_is_set=bool(variables.get(SECRET_NAME)))
 
