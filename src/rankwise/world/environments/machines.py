@@ -139,7 +139,7 @@ def numbers_machines(variables: Variables) -> bool:
 
 
 _JOBS = ("DLC_JOB_ID", "AIHC_JOB_NAME")
-"""PAI-DLC and AIHC set one of these in their pods. Source: default session of aliyun/pai-python-sdk; AIHC's manual."""
+"""PAI-DLC and AIHC set one of these in their pods. Source: tests of PAI's SDK (alipai); JobSpec in AIHC's manual."""
 
 
 def _find_in_trainjob(variables: Variables) -> _Place | Missing:
