@@ -21,14 +21,14 @@ ALL_READ_SECONDS = 20.0
 
 
 @contextmanager
-def following(*log: Event | list[int]) -> Generator[FailureDetector]:
-    """Rank 0 of 4, which has read events; a list of ranks stands for a declaration that they are optional."""
+def following(*log: Event | list[int], world_size: int = 4) -> Generator[FailureDetector]:
+    """Rank 0 of ``world_size``, which has read events; a list of ranks declares that they are optional."""
     store, _ = serve(secret=b"of this test")
     world = World(
         rank=0,
-        world_size=4,
+        world_size=world_size,
         local_rank=0,
-        local_world_size=4,
+        local_world_size=world_size,
         node_rank=0,
         num_nodes=1,
         device="cpu",

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from event_followers import following, log_of
 
 from rankwise.errors import PeerFailed, PeerMissing
-from rankwise.health import collective_timeout, event_log, process_probe
+from rankwise.health import collective_timeout, event_log, failure_detector, process_probe
 from rankwise.health.collective_timeout import CollectiveWait, PeerEnded
 from rankwise.health.flight_recorder import EVERYONE
 from rankwise.health.process_probe import Process
@@ -34,6 +36,52 @@ def test_groups_without_the_rank_that_left_continue() -> None:
         with_it, without_it = (detector.recorder.new_exchange_id(ranks) for ranks in ([0, 3], [0, 1]))
         assert detector.failure_blocking(detector.ticket("barrier()", without_it)) is None
         assert isinstance(detector.failure_blocking(detector.ticket("barrier()", with_it)), PeerMissing)
+
+
+def test_the_first_failure_after_many_departures_is_every_ranks_error() -> None:
+    failed = event_log.Failed(9, "ValueError", "the batch is bad")
+    with following(world_size=16) as detector:
+        for rank in range(1, 9):
+            event_log.post_departure(detector.store, event_log.Left(rank), 16)
+        event_log.post_departure(detector.store, event_log.Left(15), 16)
+        event_log.post_departure(detector.store, failed, 16)
+        with detector.changed:
+            assert detector.changed.wait_for(lambda: detector.error is not None, 20)
+        assert isinstance(detector.error, PeerFailed)
+        assert "the batch is bad" in str(detector.error)
+        # All ranks read neither of the others that left, nor of more failures than the first.
+        for rank in range(20, 30):
+            event_log.post_departure(detector.store, replace(failed, rank=rank), 16)
+        log = log_of(detector.store)
+        assert [sum(isinstance(event, kind) for event in log) for kind in (event_log.Left, event_log.Failed)] == [8, 8]
+
+
+def test_a_failure_that_only_its_key_tells_of_is_an_error() -> None:
+    with following(*(event_log.Left(rank) for rank in range(1, 9)), world_size=16) as detector:
+        group = detector.recorder.new_exchange_id([0, 9, 10])
+        ticket = detector.ticket("barrier()", group)
+        assert detector.failure_blocking(ticket) is None
+        # As of a rank that is killed before it has posted the event.
+        failed = {"kind": "Failed", "token": "", "rank": 9, "error_type": "ValueError", "text": "the batch is bad"}
+        detector.store.set(event_log.departed_key(9), json.dumps(failed))
+        assert detector.departed(9)
+        assert isinstance(detector.error, PeerFailed)
+        assert detector.failure_blocking(ticket) is detector.error
+
+
+def test_departures_are_looked_up_soon_in_a_new_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_detector, "FIRST_LOOK_UP_SECONDS", 0.0)
+    with following(*(event_log.Left(rank) for rank in range(1, 9)), world_size=16) as detector:
+        group = detector.recorder.new_exchange_id([0, 9, 10])
+        detector._look_up_seconds = 60.0
+        assert detector.failure_blocking(detector.ticket("barrier()", group)) is None
+        detector.store.add("rankwise/departed/number", 8)
+        event_log.post_departure(detector.store, event_log.Left(9), 16)
+        ticket = detector.ticket("barrier()", group)
+        assert detector.failure_blocking(ticket) is None, "it was looked up a moment ago"
+        detector.note_wait(ticket)
+        assert isinstance(detector.failure_blocking(ticket), PeerMissing)
+        detector.note_wait(None)
 
 
 def test_a_rank_that_finds_a_process_ended_notifies_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,14 @@ EXPENDABLE_KEY = "rankwise/expendable"
 WORLDS_KEY = "rankwise/worlds"
 """Where the launcher finds how many worlds the ranks have joined after their first; among the keys of the first."""
 MOST_REPORTED = 8
-"""How many departures all ranks read, and how many failures at once: N events read by N ranks would be N x N messages.
-Those of other ranks are found by their keys."""
+"""How many of the first departures all ranks read, and of the first failures, however many ranks have left before: N
+events read by N ranks would be N x N messages. Those of other ranks are found by their keys."""
 ALL_DEPARTED_KEY = "rankwise/departed/all"
 """Is set once every rank has left or failed."""
 _DEPARTED_KEY = "rankwise/departed/{}"
 _NUM_DEPARTED_KEY = "rankwise/departed/number"
+_NUM_FAILED_KEY = "rankwise/departed/failures"
+"""Counts the failures that end the job."""
 EVENT_READ_SECONDS = 10.0
 """How long reading an existing key may take."""
 _KEY = "rankwise/events/{}"
@@ -185,12 +187,13 @@ def _text_of(event: Event) -> str:
 def post_departure(
     log: AppendableLog, event: Left | Failed, world_size: int, first: int = 1, *, for_all: bool = False
 ) -> None:
-    """Record that a rank has left or failed, once; all ranks read it if it is one of the first, or ``for_all``."""
+    """Record that a rank has left or failed, once; all ranks read one of the first of its kind, or ``for_all``."""
     text = _text_of(event)
     if not log.set_if_absent(departed_key(event.rank), text):
         return
     number = log.add(_NUM_DEPARTED_KEY, 1)
-    if number <= MOST_REPORTED or for_all:
+    count = log.add(_NUM_FAILED_KEY, 1) if isinstance(event, Failed) and not for_all else number
+    if count <= MOST_REPORTED or for_all:
         post(log, event, first)
     if number == world_size:
         log.set(ALL_DEPARTED_KEY, "")

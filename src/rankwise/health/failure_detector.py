@@ -193,13 +193,16 @@ class FailureDetector:
 
     def _look_up(self, ranks: Sequence[int]) -> None:
         """Read departures from the store."""
-        keys = {departed_key(rank): rank for rank in ranks if rank not in self.departures}
-        found = self.store.peek_all(list(keys))
+        found = self.store.peek_all([departed_key(rank) for rank in ranks if rank not in self.departures])
         with self.changed:
-            for key, text in found.items():
+            for text in found.values():
                 event = event_of(text)
                 if isinstance(event, Left | Failed):
-                    self.departures.setdefault(keys[key], event)
+                    self.departures.setdefault(event.rank, event)
+                if isinstance(event, Failed) and event.rank != self.world.rank:
+                    self._record_loss(self.store, event, [event.rank])
+            if found:
+                self._look_up_seconds = FIRST_LOOK_UP_SECONDS
 
     def _look_up_members(self, exchange_id: int) -> None:
         """Read the departures of the ranks that take part in a collective, now and then."""
@@ -220,6 +223,8 @@ class FailureDetector:
             self._awaited.pop(threading.get_ident(), None)
         else:
             self._awaited[threading.get_ident()] = ticket
+            self._look_up_seconds = FIRST_LOOK_UP_SECONDS
+            self._look_up_at = min(self._look_up_at, time.monotonic() + FIRST_LOOK_UP_SECONDS)
 
     def note_queued(self, ticket: Ticket | None) -> None:
         """Record the oldest collective on the device that has not completed, if any: other ranks may ask."""
