@@ -271,6 +271,22 @@ def test_a_lost_machine_that_has_announced_itself_is_waited_for_longer(*, is_los
     assert "never rejoined: waited 120 s" in end.what
 
 
+def test_a_machine_that_crashes_at_each_start_extends_the_wait_once() -> None:
+    scene = Scene((2, 2), max_restarts=3)
+    scene.node_joined("a")
+    scene.node_joined("b")
+    scene.coordinator.node_lost("b", scene.now, "is gone")
+    scene.ranks_ended("a", 0)
+    for _ in range(4):
+        scene.coordinator.node_starting("b", scene.now)
+        scene.heartbeat_all_but("b", seconds=STARTING_SECONDS / 4 - 1)
+    assert scene.sent(EndJob) == []
+    scene.coordinator.node_starting("b", scene.now)
+    scene.heartbeat_all_but("b", seconds=5)
+    ((_, end),) = scene.sent(EndJob)
+    assert "never rejoined: waited 120 s" in end.what
+
+
 def test_an_announcement_counts_until_the_next_attempt() -> None:
     scene = Scene((2, 2), max_restarts=3)
     scene.coordinator.node_starting("b", scene.now)

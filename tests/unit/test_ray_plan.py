@@ -3,19 +3,32 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from coordinated import TIMEOUT_SECONDS, Scene, text_to
 
 from rankwise.cli import main
-from rankwise.errors import ConfigurationError
+from rankwise.errors import ConfigurationError, LaunchError
+from rankwise.launch.agent.output import STDERR, STDOUT
 from rankwise.launch.controller.coordinator import RETURN_SECONDS, WATCHER, Phase
+from rankwise.launch.controller.link import LocalLink
+from rankwise.launch.function.call import CallerContext
 from rankwise.launch.function.launch import launch
+from rankwise.launch.hosts import on_ray
 from rankwise.launch.hosts.ray_cluster import ranks_of_nodes
+from rankwise.launch.hosts.ray_node import NodeSpec
 from rankwise.launch.messages import EndJob, Node
 from rankwise.launch.options import LaunchOptions
 from rankwise.launch.rendezvous import find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 CPU = {"CPU": 1.0}
 GPU = {"CPU": 4.0, "GPU": 1.0}
@@ -115,3 +128,129 @@ def test_the_driver_receives_the_end_of_a_job_that_no_machine_is_left_in() -> No
     ends = scene.sent(EndJob)
     assert [to for to, _ in ends] == [WATCHER]
     assert ends[0][1].exit_code != 0
+
+
+# -- with a cluster that does what a test says ---------------------------------------------------------
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, method: Callable[..., object]) -> None:
+        self.remote = method
+
+
+class NodeLost(Exception):
+    """Ray has lost an actor, as ``ray.exceptions.RayError``."""
+
+
+class Cluster:
+    """In place of a reservation and of Ray: each node gives chunks of output, and then is lost."""
+
+    def __init__(self, *chunks: list[tuple[int, str]], most_starts: int = 1) -> None:
+        self.ray = self
+        self.counts = [1]
+        self.starts: list[float] = []
+        self.signals: list[str] = []
+        self._chunks = chunks
+        self._most_starts = most_starts
+
+    def put(self, call: bytes) -> bytes:
+        return call
+
+    def get(self, value: Iterator[list[tuple[int, str]]] | None) -> object:
+        """Return the next chunks of a node, or raise."""
+        chunks = None if value is None else next(value, None)
+        if chunks is not None:
+            return chunks
+        if len(self.starts) > self._most_starts:
+            raise LaunchError("The test is over.")
+        raise NodeLost("killed for its memory\nmore")
+
+    def kill(self, _actor: object) -> None:
+        """Do nothing."""
+
+    def actor(self, _number: int) -> SimpleNamespace:
+        self.starts.append(time.monotonic())
+        left = iter(self._chunks)
+        run, read = Remote(lambda _spec, _call: None), Remote(lambda: left)
+        return SimpleNamespace(run=run, read=read, signal=Remote(self.signals.append))
+
+
+class Shown:
+    """A reporter, and what it was given."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def show(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def job_on(
+    cluster: Cluster, shown: Shown, monkeypatch: pytest.MonkeyPatch, *, max_restarts: int = 0, has_begun: bool = False
+) -> on_ray._RayJob:
+    exceptions = SimpleNamespace(RayError=NodeLost, RayTaskError=ZeroDivisionError)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)  # type: ignore[arg-type]
+    options = LaunchOptions(max_restarts=max_restarts)
+    context = CallerContext(name="", options=options, names=frozenset(), argv=[], path=[], sources={})
+    spec = NodeSpec(rankwise="", context=context, folder=None, secret="", variables={})
+    link = LocalLink(lambda _message: None, lambda: link.release())  # noqa: PLW0108 - there is none yet
+    group: Any = cluster
+    reporter: Any = shown
+    return on_ray._RayJob(group, spec, b"", link=link, has_begun=lambda: has_begun, reporter=reporter, signals=None)
+
+
+def test_a_node_that_is_lost_before_the_ranks_start_ends_the_job_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = job_on(Cluster(), Shown(), monkeypatch)
+    with pytest.raises(LaunchError) as lost:
+        job.follow()
+    job.close()
+    assert lost.value.what == "Ray has lost node 0 before the ranks started."
+    assert lost.value.evidence == "killed for its memory"
+
+
+def test_a_node_without_output_that_is_lost_later_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown()
+    job = job_on(Cluster(), shown, monkeypatch, has_begun=True)
+    assert job.follow().exit_code == 1
+    job.close()
+    assert shown.texts == ["[rankwise] Ray has lost node 0: killed for its memory\n"]
+
+
+def test_a_node_that_is_lost_at_each_start_is_shown_once_and_started_at_a_limited_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(on_ray, "START_SECONDS", 0.1)
+    shown, cluster = Shown(), Cluster(most_starts=3)
+    job = job_on(cluster, shown, monkeypatch, max_restarts=1)
+    with pytest.raises(LaunchError, match="The test is over"):
+        job.follow()
+    job.close()
+    assert shown.texts == ["[rankwise] Ray has lost node 0, and starts it again: killed for its memory\n"]
+    assert all(later - earlier >= 0.09 for earlier, later in pairwise(cluster.starts))
+
+
+class Closed:
+    """A stream that nothing reads."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_closed_stdout_ends_the_job_once_and_the_rest_of_the_output_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster([(STDOUT, "one")], [(STDOUT, "two"), (STDERR, "why")], [(STDOUT, "three")])
+    job = job_on(cluster, Shown(), monkeypatch, has_begun=True)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    end = job.follow()
+    job.close()
+    assert cluster.signals == ["SIGHUP"]
+    assert end.exit_code == 128 + signal.SIGHUP
+    assert capsys.readouterr().err == "why"

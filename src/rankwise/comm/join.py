@@ -143,29 +143,29 @@ def join(
     _refuse_second_join()
     check_exchange(exchange)
     workers = ray_train.take_over() if init_method is None else None
-    _refuse_other_group()
-    reading = _read(init_method, rank, world_size) if workers is None else workers.reading
-    number = next(_join_numbers)
-    device = device or asked_device()
-    if reading.world_size == 1:
-        alone = bootstrap.RankAddress(hostname=socket.gethostname(), address=None)
-        world = _world(reading, device, backend, bootstrap.Neighbours(on_host={reading.rank: alone}))
-        accelerator.use(world.device)
-        session = Session(world=world, open_group=partial(open_group_of_one, world))
-    else:
-        mask = device_mask(accelerator.shown_kind().visible)
-        sight = look_at_devices(device, backend, reading.local_rank, mask)
-        try:
+    try:
+        _refuse_other_group()
+        reading = _read(init_method, rank, world_size) if workers is None else workers.reading
+        number = next(_join_numbers)
+        device = device or asked_device()
+        if reading.world_size == 1:
+            alone = bootstrap.RankAddress(hostname=socket.gethostname(), address=None)
+            world = _world(reading, device, backend, bootstrap.Neighbours(on_host={reading.rank: alone}))
+            accelerator.use(world.device)
+            session = Session(world=world, open_group=partial(open_group_of_one, world))
+        else:
+            mask = device_mask(accelerator.shown_kind().visible)
+            sight = look_at_devices(device, backend, reading.local_rank, mask)
             job_store, serves, neighbours = _join_store(reading, timeout_seconds, number, sight)
-        finally:
-            if workers is not None:
-                workers.release()
-        world = _world(reading, device, backend, neighbours)
-        # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
-        accelerator.use(world.device)
-        choose_interface(reading, neighbours)
-        object_key = agree_on_key(job_store, bootstrap.secret_of(reading))
-        session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
+            world = _world(reading, device, backend, neighbours)
+            # Before torch's group opens: what it does on a device that it was not told, it does on the current one.
+            accelerator.use(world.device)
+            choose_interface(reading, neighbours)
+            object_key = agree_on_key(job_store, bootstrap.secret_of(reading))
+            session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
+    finally:
+        if workers is not None:
+            workers.release()
     set_current(session)
     session.call_last(listen(session.preemption, reading.stop_signals))
     optimizer_steps.follow(session)

@@ -11,6 +11,7 @@ import importlib
 import secrets
 import socket
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,8 @@ def take_over() -> RayWorkers | None:
     try:
         broadcast = importlib.import_module("ray.train.collective").broadcast_from_rank_zero
     except ImportError as error:
+        if not _is_in_session(context):
+            return None
         raise ConfigurationError(
             "rankwise joins workers of Ray Train's second version only.",
             evidence=str(error),
@@ -92,3 +95,11 @@ def _context() -> Any:
         return None if train is None else train.get_context()
     except Exception:  # noqa: BLE001 - outside of a worker it is an error of one kind or another
         return None
+
+
+def _is_in_session(context: Any) -> bool:
+    """Return whether a context of Ray Train's first version, which every process has, is that of a worker."""
+    with warnings.catch_warnings():
+        # Ray warns of a call outside of a worker, which returns None.
+        warnings.simplefilter("ignore")
+        return context.get_experiment_name() is not None

@@ -119,6 +119,8 @@ class Coordinator:
         self._deadline = now + timeout_seconds
         self._starting_until = -math.inf
         """Until when a machine that has announced itself is waited for."""
+        self._announced: set[str] = set()
+        """Hostnames that have announced themselves while machines are waited for."""
         self._last_call: float | None = None
         self._departed: list[int] = []
         """Ranks that have exited without an error, which the machines are not told yet."""
@@ -159,6 +161,11 @@ class Coordinator:
 
     def node_starting(self, hostname: str, now: float) -> None:
         """A machine's launcher has started, and joins later."""
+        if self.phase is Phase.GATHERING:
+            # One that crashes again and again does not extend the wait each time.
+            if hostname in self._announced:
+                return
+            self._announced.add(hostname)
         self._starting_until = now + STARTING_SECONDS
         if self.phase is Phase.GATHERING and self._attempt is not None:
             self._show(f"[rankwise] {hostname} has started and is getting ready\n")
@@ -313,6 +320,7 @@ class Coordinator:
         self._departed.clear()
         self._num_attempts += 1
         self.phase = Phase.RUNNING
+        self._announced.clear()
         self._starting_until = -math.inf
         first_rank = 0
         hostnames = tuple(member.node.hostname for member in members)

@@ -53,6 +53,8 @@ Answers = list[tuple[dict[str, Any], bytes | None]]
 
 CONCLUDE_SECONDS = 20.0
 """How long the nodes may take to end once the job is over, or once they were told to."""
+START_SECONDS = 1.0
+"""Between two starts of a node, at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +79,7 @@ def launch_on_ray(
 
     Raises:
         ConfigurationError: Ray is not installed, no cluster answers, it is too small, or a node refuses the job.
-        LaunchError: Ray cannot place the job, or rankwise does not run on a node.
+        LaunchError: Ray cannot place the job, or rankwise does not run on a node, or one is lost before ranks start.
         KeyboardInterrupt: Ctrl-C; the job has ended.
     """
     options = context.options
@@ -95,14 +97,24 @@ def launch_on_ray(
         if received is not None:
             return RayEnd(exit_code=128 + received, answers=[])
         nodes = (needs.nodes[0] if needs.nodes else len(counts), len(counts))
-        server, spec = _serve(ray, context, nodes, needs)
+        server, coordinator, spec = _serve(ray, context, nodes, needs)
         closing.callback(server.close)
-        job = _RayJob(group, spec, call, link=server.watch(), reporter=reporter, signals=signals)
+        job = _RayJob(
+            group,
+            spec,
+            call,
+            link=server.watch(),
+            has_begun=lambda: coordinator.attempt is not None,
+            reporter=reporter,
+            signals=signals,
+        )
         closing.callback(job.close)
         return job.follow()
 
 
-def _serve(ray: Any, context: CallerContext, nodes: tuple[int, int], needs: RayNeeds) -> tuple[JobServer, NodeSpec]:
+def _serve(
+    ray: Any, context: CallerContext, nodes: tuple[int, int], needs: RayNeeds
+) -> tuple[JobServer, Coordinator, NodeSpec]:
     """Serve the job on this machine, and return what its nodes run; each has its own number of ranks."""
     host = str(ray.util.get_node_ip_address())
     listener = wire.listen(host, ANY_PORT)
@@ -129,7 +141,7 @@ def _serve(ray: Any, context: CallerContext, nodes: tuple[int, int], needs: RayN
         # Ray sets it for all CPUs of an actor, which here are those of several ranks.
         variables={**variables, "OMP_NUM_THREADS": str(needs.cpus_per_rank)},
     )
-    return JobServer(listener, secret.encode(), coordinator, stores), spec
+    return JobServer(listener, secret.encode(), coordinator, stores), coordinator, spec
 
 
 # -- until the end -------------------------------------------------------------------------------------
@@ -145,28 +157,35 @@ class _RayJob:
         call: bytes,
         *,
         link: LocalLink,
+        has_begun: Callable[[], bool],
         reporter: Reporter,
         signals: PendingSignals | None,
     ) -> None:
+        """``has_begun``: whether all nodes have joined, so that the coordinator handles the loss of one."""
         self._group = group
         self._spec = spec
         self._call = group.ray.put(call)
         self._reporter = reporter
         self._signals = signals
         self._link = link
+        self._has_begun = has_begun
         self._news: deque[Callable[[], None]] = deque()
         self._reader, self._writer = os.pipe()
         self._actors: dict[int, Any] = {}
         self._not_ended = set(range(len(group.counts)))
         self._started: set[int] = set()
         """The nodes whose launchers have said something."""
+        self._shown_lost: set[int] = set()
+        """The nodes whose loss was shown, and that have said nothing since."""
+        self._muted: set[int] = set()
+        """The streams whose reader has closed them."""
         self._answers: Answers = []
         self._report: FailedAttempt | None = None
         """The report of a failure that is shown last, or before a restart."""
         self._exit_code: int | None = None
         self._deadline: float | None = None
         self._signal: signal.Signals | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._follow_node, args=(number,), name="rankwise-ray", daemon=True)
             for number in sorted(self._not_ended)
@@ -184,7 +203,7 @@ class _RayJob:
                 is_interrupted = True
                 self._pass_on(signal.SIGINT)
             except BrokenPipeError:
-                self._pass_on(signal.SIGHUP)
+                self._hang_up()
         self._show_report()
         if is_interrupted:
             raise KeyboardInterrupt
@@ -196,8 +215,9 @@ class _RayJob:
 
     def close(self) -> None:
         """End all actors, and with them whatever still runs on the nodes."""
-        self._is_closed = True
-        for actor in self._actors.values():
+        self._closed.set()
+        # A copy: a node's thread may add one.
+        for actor in list(self._actors.values()):
             self._group.ray.kill(actor)
         self._link.close()
         deadline = time.monotonic() + CONCLUDE_SECONDS
@@ -250,14 +270,20 @@ class _RayJob:
         # A second one does not wait.
         self._deadline = time.monotonic() + (CONCLUDE_SECONDS if self._signal is None else 0.0)
         self._signal = number
-        for actor in self._actors.values():
+        for actor in list(self._actors.values()):
             actor.signal.remote(number.name)
+
+    def _hang_up(self) -> None:
+        """End the job: the reader of a stream has closed it. A signal before has perhaps ended the reader too."""
+        if self._signal is None:
+            self._pass_on(signal.SIGHUP)
 
     # -- in the thread of a node -------------------------------------------------------------------
 
     def _follow_node(self, number: int) -> None:
         exceptions: Any = importlib.import_module("ray.exceptions")
-        while not self._is_closed:
+        while not self._closed.is_set():
+            began = time.monotonic()
             answers: Answers = []
             why = "its launcher has exited"
             try:
@@ -268,7 +294,7 @@ class _RayJob:
             # The actor, its process or the node has died, or Ray has killed it for the memory of others.
             except exceptions.RayError as error:
                 why = str(error).partition("\n")[0]
-                if getattr(error, "actor_init_failed", False) and not self._is_closed:
+                if getattr(error, "actor_init_failed", False) and not self._closed.is_set():
                     self._post(lambda text=str(error): _raise(_not_installed(text)))
                     return
             except Exception as error:  # noqa: BLE001 - whatever it is, the other thread must not wait
@@ -277,11 +303,12 @@ class _RayJob:
             has_ended = any(header["kind"] in {"ended", "refused"} for header, _ in answers)
             if not has_ended:
                 self._post(lambda why=why: self._note_loss(number, why))
-            if has_ended or not self._spec.context.options.can_restart:
+            if has_ended or self._deadline is not None or not self._spec.context.options.can_restart:
                 self._post(lambda answers=answers: self._note_end(number, answers))
                 return
             # It may be alive, behind a broken network.
             self._group.ray.kill(self._actors[number])
+            self._closed.wait(max(0.0, began + START_SECONDS - time.monotonic()))
 
     def _run_node(self, number: int) -> Answers:
         ray = self._group.ray
@@ -302,15 +329,35 @@ class _RayJob:
 
     def _show(self, number: int, chunks: Sequence[Chunk]) -> None:
         self._started.add(number)
+        self._shown_lost.discard(number)
         for descriptor, text in chunks:
+            if descriptor in self._muted:
+                continue
             stream = sys.stdout if descriptor == STDOUT else sys.stderr
-            stream.write(text)
-            stream.flush()
+            try:
+                stream.write(text)
+                stream.flush()
+            except BrokenPipeError:
+                self._muted.add(descriptor)
+                self._hang_up()
 
     def _note_loss(self, number: int, why: str) -> None:
-        if number in self._started:
-            self._started.discard(number)
-            again = ", and starts it again" if self._spec.context.options.can_restart else ""
+        has_started = number in self._started
+        self._started.discard(number)
+        if self._deadline is not None and not has_started:
+            return  # it no longer matters
+        can_restart = self._spec.context.options.can_restart
+        if self._deadline is None and not can_restart and not self._has_begun():
+            # The other nodes would wait for it.
+            raise LaunchError(
+                f"Ray has lost node {number} before the ranks started.",
+                evidence=why,
+                do="check with `ray status` and `ray logs` whether its memory was full; with --max-restarts 3 "
+                "a lost node is started again",
+            )
+        if number not in self._shown_lost:
+            self._shown_lost.add(number)
+            again = ", and starts it again" if can_restart else ""
             self._reporter.show(f"[rankwise] Ray has lost node {number}{again}: {why}\n")
 
     def _note_end(self, number: int, answers: Answers) -> None:
