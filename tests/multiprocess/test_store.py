@@ -20,10 +20,10 @@ import torch.distributed as dist
 from stranger import LOOPBACK, SECRET, greet
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
-from rankwise.store import bootstrap, client, opening
+from rankwise.store import bootstrap, client, keys, opening
 from rankwise.store.bootstrap import ARRIVED_KEY, RankAddress, conclude, exchange_rank_addresses, rank_address_key
-from rankwise.store.client import Store, StoreLost
-from rankwise.store.keys import REQUEST
+from rankwise.store.client import Store, StoreConnection, StoreLost
+from rankwise.store.keys import PURPOSE, REQUEST
 from rankwise.store.opening import connect, connect_published, serve, serve_published
 from rankwise.store.server import AuthenticatedServer
 from rankwise.store.wire import (
@@ -45,8 +45,15 @@ from rankwise.world.environments.reading import Reading
 if TYPE_CHECKING:
     import socket
     from asyncio import StreamReader, StreamWriter
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from rankwise.store.shared_socket import SharedSocket
+
+
+def shared_of(store: Store) -> SharedSocket:
+    assert isinstance(store._connection, StoreConnection)
+    return store._connection._shared
 
 
 @contextmanager
@@ -78,6 +85,15 @@ def test_a_rank_that_comes_after_the_others_have_said_so_is_waited_for(monkeypat
     assert (found.num_nodes, found.node_rank, list(found.on_host)) == (2, 0, [0])
     assert len(said) == 1
     assert "for rank 1:" in said[0]
+
+
+def test_a_last_arrival_that_is_killed_before_it_concludes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = RankAddress(hostname="killed", address=None)
+    monkeypatch.setattr(bootstrap, "NOTICE_SECONDS", 0.05)
+    with served() as (store, _):
+        store.set(rank_address_key(1), json.dumps(asdict(killed)))
+        found = exchange_rank_addresses(store, Reading(rank=0, world_size=2, source="env"), 60, Sight())
+    assert (found.num_nodes, found.node_rank, list(found.on_host)) == (2, 0, [0])
 
 
 def test_calls_take_the_connection_that_was_opened_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +189,7 @@ def test_a_bad_call_is_refused_and_does_not_affect_other_calls() -> None:
         store.set("text", "abc")
         with pytest.raises(ConfigurationError, match="text holds b'abc', which is not a number"):
             store.add("text", 1)
-        with open_connection(LOOPBACK, port, SECRET, "store", 10) as sock:
+        with open_connection(LOOPBACK, port, SECRET, PURPOSE, 10) as sock:
             for request in (b"", b"\xff", pack_fields([b"unknown"]), pack_fields([b"set", b"\xff", b""])):
                 send_frame(sock, REQUEST.pack(1) + request)
                 assert receive_frame(sock, 1000)[REQUEST.size + 4 :][:1] == b"\x02"
@@ -201,7 +217,7 @@ def test_a_replayed_handshake_is_refused() -> None:
     with served() as (_, port):
         own = new_nonce()
         stranger, nonce = greet(port)
-        recorded = [hello(own, "store"), proof(SECRET, b"client", "store", Nonces(client=own, server=nonce))]
+        recorded = [hello(own, PURPOSE), proof(SECRET, b"client", PURPOSE, Nonces(client=own, server=nonce))]
         answers = []
         for sock in (stranger, greet(port)[0]):
             for frame in recorded:
@@ -314,6 +330,107 @@ def test_a_request_that_was_cut_in_two_leaves_the_connection_of_use_to_all_threa
         waiting.join(20)
         assert found == [b"value"]
         other.close()
+
+
+def test_threads_that_call_during_a_reconnection_wait_for_it() -> None:
+    opening_again, may_open = threading.Event(), threading.Event()
+    with served() as (_, port), ThreadPoolExecutor(2) as threads:
+        store = connect(LOOPBACK, port, 10, secret=SECRET)
+        shared = shared_of(store)
+
+        def slow(connect: Callable[[], socket.socket] = shared._connect) -> socket.socket:
+            opening_again.set()
+            assert may_open.wait(20)
+            return connect()
+
+        shared._connect = slow
+        shared._cut()
+        first = threads.submit(store.set, "a", "1")
+        assert opening_again.wait(20)
+        second = threads.submit(store.set, "b", "2")
+        wait([second], 0.2)
+        may_open.set()
+        wait([first, second], 20)
+        assert (first.exception(), second.exception()) == (None, None)
+        assert store.get_all(["a", "b"]) == [b"1", b"2"]
+        store.close()
+
+
+def test_a_reconnection_that_is_refused_is_reported_as_such() -> None:
+    with served() as (_, port):
+        store = connect(LOOPBACK, port, 10, secret=SECRET)
+
+        def refused(*_: object) -> socket.socket:
+            raise SecretRefused("The secret was refused.")
+
+        shared = shared_of(store)
+        shared._connect = refused
+        shared._cut()
+        for _ in range(2):
+            with pytest.raises(StoreLost, match="refused"):
+                store.set("a", "1")
+        store.close()
+
+
+def test_a_thread_that_sends_while_another_is_interrupted_sends_again() -> None:
+    with served() as (store, _):
+        shared = shared_of(store)
+
+        class Breaks:
+            """A socket that another thread cuts while this one sends."""
+
+            def sendall(self, data: bytes) -> None:
+                del data
+                shared._cut()
+                raise BrokenPipeError("Broken pipe")
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(whole, name)
+
+        whole = shared._socket
+        shared._socket = Breaks()  # type: ignore[assignment]
+        assert store.add("n", 1) == 1
+        assert store.add("n", 1) == 2
+
+
+def test_an_addition_that_another_threads_interrupt_cut_is_a_lost_connection() -> None:
+    with served() as (store, _), ThreadPoolExecutor(1) as threads:
+        shared, sent = shared_of(store), threading.Event()
+        before = shared._socket
+
+        class Cut:
+            """A socket whose answer is cut off."""
+
+            def recv(self, size: int) -> bytes:
+                before.recv(size)
+                sent.set()
+                shared._cut()
+                return b""
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(before, name)
+
+        shared._socket = Cut()  # type: ignore[assignment]
+        with pytest.raises(StoreLost, match="interrupt"):
+            threads.submit(store.add, "n", 1).result(20)
+        assert sent.is_set()
+        assert store.add("n", 1) == 2
+
+
+def test_an_answer_that_is_too_long_is_refused_and_the_connection_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as (store, _):
+        monkeypatch.setattr(keys, "LARGEST_FRAME_BYTES", 1000)
+        monkeypatch.setattr(client, "LARGEST_FRAME_BYTES", 1000)
+        for key in ("a", "b"):
+            store.set(key, bytes(600))
+        with pytest.raises(ConfigurationError, match="limit"):
+            store.get_all(["a", "b"])
+        # The fields of the request: each has a length.
+        most = 1000 - 8 - sum(4 + len(word) for word in ("set", "c")) - 4
+        with pytest.raises(ConfigurationError, match="too many"):
+            store.set("c", bytes(most + 1))
+        store.set("c", bytes(most))
+        assert store.get("a", 1) == bytes(600)
 
 
 def test_a_store_is_served_as_long_as_a_clone_is_there() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from stranger import LOOPBACK, SECRET, greet
 
 from rankwise.store import server
+from rankwise.store.keys import PURPOSE
 from rankwise.store.opening import connect, serve
 from rankwise.store.server import MOST_STRANGERS
 from rankwise.store.wire import (
@@ -85,8 +86,8 @@ def forged(port: int) -> list[socket.socket]:
     for secret in (b"", b"another"):
         stranger, nonce = greet(port)
         own = new_nonce()
-        send_frame(stranger, hello(own, "store"))
-        send_frame(stranger, proof(secret, b"client", "store", Nonces(client=own, server=nonce)))
+        send_frame(stranger, hello(own, PURPOSE))
+        send_frame(stranger, proof(secret, b"client", PURPOSE, Nonces(client=own, server=nonce)))
         send_frame(stranger, pack_fields([b"set", b"attempt/0/rankwise/kept", b"broken"]))
         assert receive_frame(stranger, HANDSHAKE_FRAME_BYTES) == bytes([Answer.REFUSED])
         found.append(stranger)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError, PeerMissing, bytes_text
-from rankwise.store.keys import LARGEST_FRAME_BYTES, PURPOSE, SECONDS, Reply
-from rankwise.store.shared_socket import CLOSED, Lost, SharedSocket
+from rankwise.store.keys import LARGEST_FRAME_BYTES, PURPOSE, REQUEST, SECONDS, Reply
+from rankwise.store.shared_socket import CLOSED, CUT, Lost, SharedSocket
 from rankwise.store.wire import open_connection, pack_fields, unpack_fields
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class StoreConnection(dist.Store):
 
     def _ask(self, fields: Sequence[bytes], seconds: float = 0.0) -> list[bytes]:
         request = pack_fields(fields)
-        if len(request) > LARGEST_FRAME_BYTES:
+        if REQUEST.size + len(request) > LARGEST_FRAME_BYTES:
             raise ConfigurationError(
                 f"{bytes_text(len(request))} are too many for one call to the job's store.",
                 evidence=f"the limit is {bytes_text(LARGEST_FRAME_BYTES)}",
@@ -194,9 +194,12 @@ class StoreConnection(dist.Store):
         try:
             if self._closed:
                 raise Lost(CLOSED)
-            code, *answer = unpack_fields(self._shared.ask(self, request, seconds + self._answer_seconds))
+            reply = self._shared.ask(self, request, seconds + self._answer_seconds)
+            if not reply:
+                raise Lost(CUT)
         except ConnectionError as error:
             raise dist.DistNetworkError(str(error)) from error
+        code, *answer = unpack_fields(reply)
         if code == bytes([Reply.TIMEOUT]):
             raise dist.DistStoreError(f"wait timeout after {seconds:.3f} s")
         if code == bytes([Reply.GIVEN_UP]):
@@ -208,7 +211,7 @@ class StoreConnection(dist.Store):
         if code == bytes([Reply.BAD_REQUEST]):
             raise ConfigurationError(
                 f"The job's store refused a call: {answer[0].decode(errors='replace')}.",
-                do="use one key for counters and another for texts",
+                do="use one key for counters and another for texts, and read large values in several calls",
             )
         return answer
 

@@ -13,13 +13,15 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from rankwise.errors import bytes_text
 from rankwise.store.wire import NUMBER, checked_length, frame, pack_fields, unpack_fields
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-PURPOSE = "store"
+PURPOSE = "store/2"
+"""With the version of the requests, so that another version of rankwise is refused."""
 LARGEST_FRAME_BYTES = 256 * 2**20
 """The largest request or answer; the store is for small values."""
 SECONDS = struct.Struct(">d")
@@ -196,12 +198,6 @@ class Keys:
         if error is not None:
             raise error
 
-    async def get(self, keys: Sequence[str], seconds: float) -> list[bytes]:
-        """Return the values of keys, waiting until all are set. Raises as :meth:`wait` does."""
-        if not self.check(keys):
-            await self.wait(keys, seconds)
-        return [self._values[key] for key in keys]
-
     async def serve(self, connection: socket.socket) -> None:
         """Answer the requests of one connection until it ends."""
         loop = asyncio.get_running_loop()
@@ -350,12 +346,17 @@ class _Client(asyncio.Protocol):
             self._keys.end_wait(wait)
 
     def _reply(self, number: bytes, reply: Reply, values: Sequence[bytes] = ()) -> None:
-        if self._transport is not None:
-            self._transport.write(frame(number + pack_fields([bytes([reply]), *values])))
+        if self._transport is None:
+            return
+        answer = number + pack_fields([bytes([reply]), *values])
+        if len(answer) > LARGEST_FRAME_BYTES:
+            why = f"the answer has {bytes_text(len(answer))}; the limit is {bytes_text(LARGEST_FRAME_BYTES)}"
+            answer = number + pack_fields([bytes([Reply.BAD_REQUEST]), why.encode()])
+        self._transport.write(frame(answer))
 
 
 def _bounded(seconds: float) -> float:
-    """Return a limit that the event loop accepts; NaN means no limit."""
+    """Return a limit that the event loop accepts; 0 for NaN."""
     return min(seconds, LONGEST_WAIT_SECONDS) if seconds > 0 else 0.0
 
 

@@ -8,6 +8,7 @@ Knows requests as bytes only. Used by ``client``.
 from __future__ import annotations
 
 import itertools
+import os
 import select
 import socket
 import threading
@@ -15,6 +16,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from rankwise.errors import RankwiseError
 from rankwise.store.keys import LARGEST_FRAME_BYTES, REQUEST
 from rankwise.store.wire import NUMBER, checked_length, frame
 
@@ -25,6 +27,7 @@ READ_BYTES = 1 << 18
 LONGEST_POLL_SECONDS = 10.0**6
 """The operating system accepts no limits longer than a few weeks."""
 CLOSED = "the connection was closed"
+CUT = "an interrupt of another thread cut the connection"
 FORKED = "the connection belongs to the process that this one was forked from"
 ONLY_ONCE = tuple(frame(word) for word in (b"add", b"append"))
 """How requests begin that are not repeated over a new connection: they may have been carried out."""
@@ -58,7 +61,9 @@ class SharedSocket:
         self._pending: dict[int, _Request] = {}
         self._answers: dict[int, bytes] = {}
         self._arrived = bytearray()
-        self._has_reader = False
+        self._reader: int | None = None
+        """The number of the request whose thread reads for all."""
+        self._process = os.getpid()
         self._is_cut = False
         """Whether an interrupt ended a thread in the middle of sending or reading."""
         self._lost: str | None = None
@@ -92,8 +97,8 @@ class SharedSocket:
         Raises:
             Lost: the connection ended, or there is no answer within ``limit_seconds``.
         """
-        if self._socket.fileno() < 0 and self._lost is None:
-            self._lost = FORKED
+        if self._process != os.getpid():  # Takes no lock: a thread of that process may have held it.
+            self._lost = self._lost or FORKED
         self._refuse_if_lost()
         deadline = time.monotonic() + limit_seconds
         number = next(self._numbers)
@@ -120,6 +125,8 @@ class SharedSocket:
                 if request is not None:
                     request.is_sent = True
             except OSError as error:
+                if self._is_cut:
+                    return
                 self._lose(str(error) or type(error).__name__)
                 raise Lost(self._lost) from error
             except BaseException:
@@ -128,28 +135,37 @@ class SharedSocket:
 
     def _wait(self, number: int, deadline: float) -> bytes:
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: number in self._answers or self._lost is not None or not self._has_reader,
-                    _bounded(deadline - time.monotonic()),
-                )
-                if number in self._answers:
-                    return self._answers.pop(number)
-                self._refuse_if_lost()
-                if self._has_reader:
-                    self._lose("timed out")
-                    self._refuse_if_lost()
-                self._has_reader = True
             try:
-                self._read(number, deadline)
-            except OSError as error:
-                self._lose(str(error) or type(error).__name__)
-            finally:
                 with self._changed:
-                    self._has_reader = False
-                    if self._lost is not None:
-                        self._socket.close()
-                    self._changed.notify_all()
+                    self._changed.wait_for(
+                        lambda: number in self._answers or self._lost is not None or self._reader is None,
+                        _bounded(deadline - time.monotonic()),
+                    )
+                    if number in self._answers:
+                        return self._answers.pop(number)
+                    self._refuse_if_lost()
+                    if self._reader is not None:
+                        self._lose("timed out")
+                        self._refuse_if_lost()
+                    self._reader = number
+                self._read_or_lose(number, deadline)
+            finally:
+                self._end_reading(number)
+
+    def _end_reading(self, number: int) -> None:
+        """Let another thread read, if that of request ``number`` did."""
+        with self._changed:
+            if self._reader == number:
+                self._reader = None
+                if self._lost is not None:
+                    self._socket.close()
+                self._changed.notify_all()
+
+    def _read_or_lose(self, number: int, deadline: float) -> None:
+        try:
+            self._read(number, deadline)
+        except (OSError, RankwiseError) as error:
+            self._lose(str(error) or type(error).__name__)
 
     def _read(self, number: int, deadline: float) -> None:
         """Read answers until that to ``number`` has arrived, or the connection is lost."""
@@ -158,6 +174,7 @@ class SharedSocket:
             if self._is_cut:
                 self._reopen()
                 ready = None
+                continue
             if ready is None:
                 ready = select.poll()
                 ready.register(self._socket, select.POLLIN)
@@ -207,9 +224,9 @@ class SharedSocket:
     def _reopen(self) -> None:
         """Open another connection, and send what is not answered again. Called by the thread that reads."""
         with self._sending:
-            self._socket.close()
+            before, self._socket = self._socket, self._connect()
+            before.close()
             self._arrived.clear()
-            self._socket = self._connect()
             for number, request in list(self._pending.items()):
                 if request.is_sent and request.data.startswith(ONLY_ONCE):
                     self._give(number, b"")
@@ -223,7 +240,7 @@ class SharedSocket:
             self._lost = self._lost or why
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            if not self._has_reader:
+            if self._reader is None:
                 self._socket.close()
             self._changed.notify_all()
 

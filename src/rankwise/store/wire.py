@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
 
 if TYPE_CHECKING:
-    from asyncio import StreamReader, StreamWriter
+    from asyncio import StreamReader
     from collections.abc import Callable, Mapping, Sequence
 
 PROTOCOL = b"rankwise-wire/01"
@@ -167,12 +167,6 @@ async def read_frame(reader: StreamReader, limit: int = LONGEST_FRAME_BYTES) -> 
         return await reader.readexactly(checked_length(await reader.readexactly(NUMBER.size), limit))
     except EOFError:
         raise ConnectionError("the other side ended the connection") from None
-
-
-async def write_frame(writer: StreamWriter, data: bytes) -> None:
-    """Send ``data`` with its length before it, as fast as the other side reads."""
-    writer.write(frame(data))
-    await writer.drain()
 
 
 def pack_fields(fields: Sequence[bytes]) -> bytes:
