@@ -265,9 +265,11 @@ class StoreRanks:
         return [self._key(step, rank) for rank in range(self.world_size)]
 
     def _missing(self, step: int) -> list[int]:
-        keys = self._keys_of(step)
-        there = self.store.peek_all(keys)
-        return [rank for rank, key in enumerate(keys) if key not in there]
+        keys, verdict = self._keys_of(step), self._key(step, _VERDICT)
+        there = self.store.peek_all([*keys, verdict])
+        missing = [rank for rank, key in enumerate(keys) if key not in there]
+        # Rank 0 has not finished the step before its verdict, which the others wait for.
+        return missing or ([0] if self.rank != 0 and verdict not in there else [])
 
 
 CheckpointRanks = CollectiveRanks | StoreRanks

@@ -348,12 +348,17 @@ def _wait_for_answer(store: Store, key: str, world_size: int, timeout_seconds: f
     except TimeoutError:
         if timeout_seconds <= NOTICE_SECONDS:
             raise
-    if store.add("rankwise/claims/join", 1) == 1 and (missing := _missing_now(store, world_size)):
-        warn(
-            f"join() has been waiting for {NOTICE_SECONDS:.0f} s for {fold_ranks(missing)}: not started, or not yet at "
-            "rankwise.join(); under `rankwise run`, `rankwise stacks` shows where each rank is",
-            all_ranks=True,
-        )
+    if store.add("rankwise/claims/join", 1) == 1:
+        missing = _missing_now(store, world_size)
+        if missing:
+            warn(
+                f"join() has been waiting for {NOTICE_SECONDS:.0f} s for {fold_ranks(missing)}: not started, or not "
+                "yet at rankwise.join(); under `rankwise run`, `rankwise stacks` shows where each rank is",
+                all_ranks=True,
+            )
+        else:
+            # The last one to arrive was killed before it did this, or is about to: both store the same.
+            conclude(store, world_size)
     return store.get(key, timeout_seconds - NOTICE_SECONDS)
 
 
