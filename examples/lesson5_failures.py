@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import torch
+from curve import draw
 from lesson1_one_device import load
 from torch import nn
 
@@ -23,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/lesson5"))
+    parser.add_argument("--plot", type=Path, help="picture of the loss over the epochs of this run, as .svg")
     parser.add_argument("--fail", action="store_true", help="raise an error on the last rank, in epoch 3")
     options = parser.parse_args()
 
@@ -32,6 +34,7 @@ def main() -> None:
         net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).double()
         model = rw.replicate(net.to(world.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        curve = []
         loader = rw.DataLoader(train_set, global_batch_size=64, shuffle=True)
         checkpoints = rw.Checkpointer(options.checkpoints, keep=2)
         checkpoints.restore(model=model, optimizer=optimizer, loader=loader)  # nothing there: starts from scratch
@@ -48,8 +51,11 @@ def main() -> None:
             if options.fail and first_try and epoch + 1 == FAILS_IN_EPOCH and world.rank == world.world_size - 1:
                 raise RuntimeError("a failure on purpose")
             mean = rw.mean(losses, sizes)
+            curve.append((epoch + 1, mean))
             rw.print(f"epoch {epoch + 1}: loss {mean:.4f} on {world.world_size} rank(s)")
             checkpoints.save(model=model, optimizer=optimizer, loader=loader)
+        if options.plot and world.rank == 0:
+            draw(options.plot, {"loss": curve}, x_label="epoch", y_label="mean loss", title="Loss of this run")
 
 
 if __name__ == "__main__":
