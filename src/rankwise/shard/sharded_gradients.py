@@ -311,11 +311,11 @@ class ShardSync:
 
 
 def _after_error(name: str, shown: Sequence[ShardsOutsideForward], model: nn.Module, _: object, output: object) -> None:
-    """Have a forward that follows one that raised an error begin anew: torch would take it for the same one."""
+    """Have a forward that follows one that raised an error start over: torch would take it for the same one."""
     if output is not None or sys.exception() is None:
         return
     for one in shown:
-        one.begin_anew()
+        one.start_over()
     # Source: FSDPModule.reset_iter_state, from torch 2.13 on.
     reset = getattr(model, "reset_iter_state", None)
     if reset is None:

@@ -76,7 +76,7 @@ class ShardsOutsideForward:
             module.register_forward_pre_hook(lambda *_: self._show(whole=True))
             module.register_forward_hook(lambda *_: self._show(whole=False))
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Take the next forward for the first one. Called when an error has ended forward."""
         self._depth = 0
 
