@@ -1135,16 +1135,13 @@ def check_fsdp() -> None:
 @canary(
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_forward",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward",
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_backward",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.is_unsharded",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.reshard",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.modules",
-    f"{FSDP}._fsdp_param.FSDPParam._module_info",
-    f"{FSDP}._fsdp_param.FSDPParam._setattr_on_modules",
     since=SHARD,
 )
 @alone()
-def check_what_the_modules_of_a_group_hold() -> None:
+def check_that_each_forward_of_a_group_takes_the_values_of_now() -> None:
     from torch.distributed.fsdp import fully_shard
 
     from rankwise.torch_private import fsdp
@@ -1153,17 +1150,14 @@ def check_what_the_modules_of_a_group_hold() -> None:
     model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh, reshard_after_forward=False)
     shard = model.weight
     (group,) = fsdp.groups_of(model)
-    fsdp.ShardsOutsideForward(group)
-    held: list[object] = []
-    model.register_forward_hook(lambda *_: held.append(model.weight is shard))
+    fresh = fsdp.FreshForward(group)
     for value in (1.0, 2.0):
         nn.init.constant_(shard, value)
         output = model(torch.ones(1, 2))
         assert output.tolist() == [[2 * value]]
-        assert model.weight is shard
-    output.register_hook(lambda _: held.append(model.weight is shard))
+        assert fresh.shards_of_gathered() == {id(model.weight): shard}
     output.sum().backward()
-    assert held == [True, True, False]
+    assert fresh.shards_of_gathered() == {}
     assert shard.grad.to_local().tolist() == [[1.0, 1.0]]
 
 
