@@ -1137,11 +1137,10 @@ def check_fsdp() -> None:
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.is_unsharded",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.reshard",
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.modules",
     since=SHARD,
 )
 @alone()
-def check_that_each_forward_of_a_group_takes_the_values_of_now() -> None:
+def check_what_a_group_keeps_after_forward() -> None:
     from torch.distributed.fsdp import fully_shard
 
     from rankwise.torch_private import fsdp
@@ -1150,14 +1149,19 @@ def check_that_each_forward_of_a_group_takes_the_values_of_now() -> None:
     model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh, reshard_after_forward=False)
     shard = model.weight
     (group,) = fsdp.groups_of(model)
-    fresh = fsdp.FreshForward(group)
+    calls: list[object] = []
+    fsdp.call_around_forward(group, calls.append, calls.append)
     for value in (1.0, 2.0):
         nn.init.constant_(shard, value)
         output = model(torch.ones(1, 2))
         assert output.tolist() == [[2 * value]]
-        assert fresh.shards_of_gathered() == {id(model.weight): shard}
+        assert fsdp.shards_of_gathered(group) == {id(model.weight): shard}
+        if value == 1.0:
+            fsdp.free_gathered(group)
+            assert model.weight is shard
+    assert calls == [model] * 4
     output.sum().backward()
-    assert fresh.shards_of_gathered() == {}
+    assert fsdp.shards_of_gathered(group) == {}
     assert shard.grad.to_local().tolist() == [[1.0, 1.0]]
 
 

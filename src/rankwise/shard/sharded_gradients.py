@@ -26,9 +26,9 @@ from rankwise.replicate.no_sync_and_weight import Microsteps
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.split_tensors import refuse_second_derivatives
 from rankwise.replicate.state_guard.guard import StateGuard
+from rankwise.shard.fresh_forward import FreshForward
 from rankwise.torch_private.autograd import run_after_backward
 from rankwise.torch_private.fsdp import (
-    FreshForward,
     call_before_reduction,
     forget_gradient,
     groups_of,

@@ -22,15 +22,17 @@ __all__ = [
     "AllGather",
     "FSDPParam",
     "FSDPParamGroup",
-    "FreshForward",
     "ReduceScatter",
+    "call_around_forward",
     "call_before_reduction",
     "forget_gradient",
+    "free_gathered",
     "groups_of",
     "params_of",
     "reduce_dtype_of",
     "reduce_instead",
     "sharded_of",
+    "shards_of_gathered",
     "whole_of",
 ]
 
@@ -56,40 +58,34 @@ def call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGrou
     group.post_backward = post_backward
 
 
-class FreshForward:
-    """Has a group compute each forward with the values of now, also where torch keeps it gathered.
+def call_around_forward(
+    group: FSDPParamGroup, before: Callable[[nn.Module], None], after: Callable[[nn.Module], None]
+) -> None:
+    """Run actions with a module of a group each time its forward begins, and when the one that ends last has ended."""
+    begin, end = group.pre_forward, group.post_forward
 
-    Torch keeps the parameters of the outermost module, and with ``reshard_after_forward=False`` those of all blocks,
-    until backward; a second forward would compute with the values of the first one.
-    """
+    def pre_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before(module)
+        return begin(module, *args, **kwargs)
 
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self._group = group
-        self._forward, self._end_forward = group.pre_forward, group.post_forward
-        self._depth = 0
-        """Forwards of the group that are running, within each other."""
-        group.pre_forward, group.post_forward = self._before, self._after
+    def post_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        after(module)
+        return end(module, *args, **kwargs)
 
-    def start_over(self) -> None:
-        """Take the next forward for the first one. Called when an error has ended forward."""
-        self._depth = 0
+    group.pre_forward, group.post_forward = pre_forward, post_forward
 
-    def shards_of_gathered(self) -> dict[int, nn.Parameter]:
-        """Return the shard of each whole parameter that modules hold outside forward, by the id of the whole one."""
-        if self._depth or not self._group.is_unsharded:
-            return {}
-        return {id(one._unsharded_param): one.sharded_param for one in self._group.fsdp_params}  # noqa: SLF001
 
-    def _before(self, *given: Any, **named: Any) -> Any:
-        if self._group.is_unsharded and self._depth == 0:
-            self._group.reshard()
-        self._depth += 1
-        return self._forward(*given, **named)
+def free_gathered(group: FSDPParamGroup) -> None:
+    """Have the modules of a group hold their shards, if torch has kept the whole parameters."""
+    if group.is_unsharded:
+        group.reshard()
 
-    def _after(self, *given: Any, **named: Any) -> Any:
-        # Torch calls this for the last of several modules only.
-        self._depth = 0 if len(self._group.modules) > 1 else self._depth - 1
-        return self._end_forward(*given, **named)
+
+def shards_of_gathered(group: FSDPParamGroup) -> dict[int, nn.Parameter]:
+    """Return the shard of each whole parameter that the modules of a group hold now, by the id of the whole one."""
+    if not group.is_unsharded:
+        return {}
+    return {id(one._unsharded_param): one.sharded_param for one in group.fsdp_params}  # noqa: SLF001
 
 
 params_of: Callable[[FSDPParamGroup], list[FSDPParam]] = attrgetter("fsdp_params")

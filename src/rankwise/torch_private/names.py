@@ -176,7 +176,6 @@ NAMES = {
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reshard": "gather the values of now for each forward",
     f"{_FSDP}._fsdp_param.FSDPParam": "a parameter in its sharded and unsharded form",
     f"{_FSDP}._fsdp_param.FSDPParam.sharded_param": "its sharded form",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.modules": "the modules that are gathered together",
     f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param": "its unsharded form and the gradient of that",
     f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad": (
         "what is reduced; from 2.15 on a read-only view of the unsharded form's gradient"
