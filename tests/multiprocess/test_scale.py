@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank and a host of a large job send and receive is no more than in a small one, as ``make scale`` measures."""
+"""A rank and a host send and receive as much in a large job as in a small one, as ``make scale`` measures."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from coordinated import TIMEOUT_SECONDS, Scene, text_to
 from rankwise.cli import main
 from rankwise.errors import ConfigurationError, LaunchError
 from rankwise.launch.agent.output import STDERR, STDOUT
+from rankwise.launch.agent.signals import HANDLED
 from rankwise.launch.controller.coordinator import RETURN_SECONDS, WATCHER, Phase
 from rankwise.launch.controller.link import LocalLink
 from rankwise.launch.function.call import CallerContext
@@ -66,6 +67,16 @@ def test_more_ranks_than_the_cluster_holds_are_an_error_that_shows_each_node() -
         ranks_of_nodes(NODES, CPU, 3, (4, 4))
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Put back the handlers of signals, which the command takes over for the rest of its process."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -1135,16 +1135,12 @@ def check_fsdp() -> None:
 @canary(
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_forward",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_forward",
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.pre_backward",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.is_unsharded",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.reshard",
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.modules",
-    f"{FSDP}._fsdp_param.FSDPParam._module_info",
-    f"{FSDP}._fsdp_param.FSDPParam._setattr_on_modules",
     since=SHARD,
 )
 @alone()
-def check_what_the_modules_of_a_group_hold() -> None:
+def check_what_a_group_keeps_after_forward() -> None:
     from torch.distributed.fsdp import fully_shard
 
     from rankwise.torch_private import fsdp
@@ -1153,17 +1149,19 @@ def check_what_the_modules_of_a_group_hold() -> None:
     model = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh, reshard_after_forward=False)
     shard = model.weight
     (group,) = fsdp.groups_of(model)
-    fsdp.ShardsOutsideForward(group)
-    held: list[object] = []
-    model.register_forward_hook(lambda *_: held.append(model.weight is shard))
+    calls: list[object] = []
+    fsdp.call_around_forward(group, calls.append, calls.append)
     for value in (1.0, 2.0):
         nn.init.constant_(shard, value)
         output = model(torch.ones(1, 2))
         assert output.tolist() == [[2 * value]]
-        assert model.weight is shard
-    output.register_hook(lambda _: held.append(model.weight is shard))
+        assert fsdp.shards_of_gathered(group) == {id(model.weight): shard}
+        if value == 1.0:
+            fsdp.free_gathered(group)
+            assert model.weight is shard
+    assert calls == [model] * 4
     output.sum().backward()
-    assert held == [True, True, False]
+    assert fsdp.shards_of_gathered(group) == {}
     assert shard.grad.to_local().tolist() == [[1.0, 1.0]]
 
 

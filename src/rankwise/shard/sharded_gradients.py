@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -26,9 +26,9 @@ from rankwise.replicate.no_sync_and_weight import Microsteps
 from rankwise.replicate.own_hooks import OwnHook
 from rankwise.replicate.split_tensors import refuse_second_derivatives
 from rankwise.replicate.state_guard.guard import StateGuard
+from rankwise.shard.fresh_forward import FreshForward
 from rankwise.torch_private.autograd import run_after_backward
 from rankwise.torch_private.fsdp import (
-    ShardsOutsideForward,
     call_before_reduction,
     forget_gradient,
     groups_of,
@@ -41,7 +41,7 @@ from rankwise.torch_private.fsdp import (
 from rankwise.world.device.kinds import is_accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
     from torch import nn
 
@@ -114,8 +114,9 @@ class ShardSync:
         """Parameters that torch has not gathered yet."""
         for group in self._groups:
             call_before_reduction(group, self._before_reduction)
-        shown = [ShardsOutsideForward(group) for group in self._groups]
-        model.register_forward_hook(OwnHook(partial(_after_error, name, shown)), always_call=True)
+        forwards = [FreshForward(group) for group in self._groups]
+        model.register_forward_hook(OwnHook(partial(_after_error, name, forwards)), always_call=True)
+        model.named_parameters = partial(_named_shards, self._model, forwards)  # type: ignore[method-assign]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -310,12 +311,27 @@ class ShardSync:
         self.loss.end()
 
 
-def _after_error(name: str, shown: Sequence[ShardsOutsideForward], model: nn.Module, _: object, output: object) -> None:
-    """Have a forward that follows one that raised an error begin anew: torch would take it for the same one."""
+def _named_shards(
+    reference: ref[nn.Module], forwards: Sequence[FreshForward], *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model as ``named_parameters`` does, always the shards, which have the gradients.
+
+    Torch shows whole parameters where it keeps them, for a loss outside forward; ``model.zero_grad()`` between forward
+    and backward, or clipping after an evaluation, would miss the gradients.
+    """
+    model = reference()
+    if model is not None:
+        shards = {number: shard for one in forwards for number, shard in one.shards_of_gathered().items()}
+        for name, parameter in type(model).named_parameters(model, *args, **kwargs):
+            yield name, shards.get(id(parameter), parameter)
+
+
+def _after_error(name: str, forwards: Sequence[FreshForward], model: nn.Module, _: object, output: object) -> None:
+    """Have a forward that follows one that raised an error start over: torch would take it for the same one."""
     if output is not None or sys.exception() is None:
         return
-    for one in shown:
-        one.begin_anew()
+    for one in forwards:
+        one.start_over()
     # Source: FSDPModule.reset_iter_state, from torch 2.13 on.
     reset = getattr(model, "reset_iter_state", None)
     if reset is None:

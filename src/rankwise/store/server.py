@@ -44,7 +44,7 @@ SocketService = Callable[["socket.socket"], Awaitable[None]]
 Admit = Callable[["socket.socket"], Awaitable[SocketService | None]]
 """Returns the service for a new connection; ``None`` to close it."""
 
-MOST_STRANGERS = 64
+MOST_STRANGERS = 256
 """How many unauthenticated connections may be open; a new one waits for another to authenticate, or replaces it."""
 LEAST_HANDSHAKE_SECONDS = 0.25
 """How long a connection may take to authenticate before a new one replaces it."""

@@ -118,7 +118,7 @@ class SharedSocket:
             self._refuse_if_lost()
             if request is not None:
                 self._pending[number] = request
-            if self._is_cut:  # Whoever reads next opens another connection, and sends what is pending.
+            if self._is_cut:  # The next thread to read opens another connection, and sends what is pending.
                 return
             try:
                 self._socket.sendall(frame(REQUEST.pack(number) + data))

@@ -12,8 +12,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from rankwise.torch_private.autograd import in_backward
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,14 +23,16 @@ __all__ = [
     "FSDPParam",
     "FSDPParamGroup",
     "ReduceScatter",
-    "ShardsOutsideForward",
+    "call_around_forward",
     "call_before_reduction",
     "forget_gradient",
+    "free_gathered",
     "groups_of",
     "params_of",
     "reduce_dtype_of",
     "reduce_instead",
     "sharded_of",
+    "shards_of_gathered",
     "whole_of",
 ]
 
@@ -58,54 +58,34 @@ def call_before_reduction(group: FSDPParamGroup, action: Callable[[FSDPParamGrou
     group.post_backward = post_backward
 
 
-class ShardsOutsideForward:
-    """Has the modules of a group hold its shards between forward and backward, also where torch keeps it gathered.
+def call_around_forward(
+    group: FSDPParamGroup, before: Callable[[nn.Module], None], after: Callable[[nn.Module], None]
+) -> None:
+    """Run actions with a module of a group each time its forward begins, and when the one that ends last has ended."""
+    begin, end = group.pre_forward, group.post_forward
 
-    Otherwise ``model.parameters()`` gives the whole parameters there, ``model.zero_grad()`` and clipping miss the
-    gradients, which the shards hold, and a second forward computes with the values of the first one. What torch has
-    gathered for backward stays gathered, and a module that is called by itself computes with it.
-    """
+    def pre_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before(module)
+        return begin(module, *args, **kwargs)
 
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self._group = group
-        self._torchs = group.pre_forward, group.post_forward, group.pre_backward
-        self._depth = 0
-        """Forwards of the group that are running, within each other."""
-        group.pre_forward, group.post_forward, group.pre_backward = self._forward, self._end_forward, self._backward
-        for module in {one._module_info.module for one in group.fsdp_params}.difference(group.modules):  # noqa: SLF001
-            module.register_forward_pre_hook(lambda *_: self._show(whole=True))
-            module.register_forward_hook(lambda *_: self._show(whole=False))
+    def post_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        after(module)
+        return end(module, *args, **kwargs)
 
-    def begin_anew(self) -> None:
-        """Take the next forward for the first one. Called when an error has ended forward."""
-        self._depth = 0
+    group.pre_forward, group.post_forward = pre_forward, post_forward
 
-    def _forward(self, *given: Any, **named: Any) -> Any:
-        if self._group.is_unsharded and self._depth == 0:
-            self._group.reshard()
-        self._depth += 1
-        return self._torchs[0](*given, **named)
 
-    def _end_forward(self, *given: Any, **named: Any) -> Any:
-        # Torch calls this for the last of several modules only.
-        self._depth = 0 if len(self._group.modules) > 1 else self._depth - 1
-        result = self._torchs[1](*given, **named)
-        self._show(whole=False)
-        return result
+def free_gathered(group: FSDPParamGroup) -> None:
+    """Have the modules of a group hold their shards, if torch has kept the whole parameters."""
+    if group.is_unsharded:
+        group.reshard()
 
-    def _backward(self, *given: Any, **named: Any) -> None:
-        self._torchs[2](*given, **named)
-        self._hold(whole=True)
 
-    def _show(self, *, whole: bool) -> None:
-        """Have the modules hold a form, but not within forward, nor where backward runs a checkpointed block again."""
-        if self._depth == 0 and not in_backward():
-            self._hold(whole=whole)
-
-    def _hold(self, *, whole: bool) -> None:
-        if self._group.is_unsharded:
-            for one in self._group.fsdp_params:
-                one._setattr_on_modules(one._unsharded_param if whole else one.sharded_param)  # noqa: SLF001
+def shards_of_gathered(group: FSDPParamGroup) -> dict[int, nn.Parameter]:
+    """Return the shard of each whole parameter that the modules of a group hold now, by the id of the whole one."""
+    if not group.is_unsharded:
+        return {}
+    return {id(one._unsharded_param): one.sharded_param for one in group.fsdp_params}  # noqa: SLF001
 
 
 params_of: Callable[[FSDPParamGroup], list[FSDPParam]] = attrgetter("fsdp_params")

@@ -171,15 +171,11 @@ NAMES = {
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params": "the parameters of a group",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": "act before gradients are reduced",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.pre_forward": "gather the values of now for each forward",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_forward": "have the modules hold the shards after forward",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.pre_backward": "have the modules hold what is computed again",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_forward": "know when a forward of a group ends",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.is_unsharded": "whether a group is gathered",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.reshard": "gather the values of now for each forward",
     f"{_FSDP}._fsdp_param.FSDPParam": "a parameter in its sharded and unsharded form",
     f"{_FSDP}._fsdp_param.FSDPParam.sharded_param": "its sharded form",
-    f"{_FSDP}._fsdp_param_group.FSDPParamGroup.modules": "the modules that are gathered together",
-    f"{_FSDP}._fsdp_param.FSDPParam._module_info": "the module that holds a parameter",
-    f"{_FSDP}._fsdp_param.FSDPParam._setattr_on_modules": "have the modules hold one of its forms",
     f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param": "its unsharded form and the gradient of that",
     f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad": (
         "what is reduced; from 2.15 on a read-only view of the unsharded form's gradient"
