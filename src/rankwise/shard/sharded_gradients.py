@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -31,6 +31,7 @@ from rankwise.torch_private.autograd import run_after_backward
 from rankwise.torch_private.fsdp import (
     call_before_reduction,
     forget_gradient,
+    give_instead,
     groups_of,
     params_of,
     reduce_dtype_of,
@@ -41,7 +42,7 @@ from rankwise.torch_private.fsdp import (
 from rankwise.world.device.kinds import is_accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, MutableMapping, Sequence
 
     from torch import nn
 
@@ -116,7 +117,7 @@ class ShardSync:
             call_before_reduction(group, self._before_reduction)
         forwards = [FreshForward(group) for group in self._groups]
         model.register_forward_hook(OwnHook(partial(_after_error, name, forwards)), always_call=True)
-        model.named_parameters = partial(_named_shards, self._model, forwards)  # type: ignore[method-assign]
+        give_instead(model, partial(_shards_of_gathered, forwards))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -311,19 +312,12 @@ class ShardSync:
         self.loss.end()
 
 
-def _named_shards(
-    reference: ref[nn.Module], forwards: Sequence[FreshForward], *args: Any, **kwargs: Any
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model as ``named_parameters`` does, always the shards, which have the gradients.
+def _shards_of_gathered(forwards: Sequence[FreshForward]) -> dict[int, nn.Parameter]:
+    """Return the shard of each parameter that torch keeps whole, for a loss outside forward: the shards have gradients.
 
-    Torch shows whole parameters where it keeps them, for a loss outside forward; ``model.zero_grad()`` between forward
-    and backward, or clipping after an evaluation, would miss the gradients.
+    ``model.zero_grad()`` between forward and backward, or clipping after an evaluation, would miss them.
     """
-    model = reference()
-    if model is not None:
-        shards = {number: shard for one in forwards for number, shard in one.shards_of_gathered().items()}
-        for name, parameter in type(model).named_parameters(model, *args, **kwargs):
-            yield name, shards.get(id(parameter), parameter)
+    return {number: shard for one in forwards for number, shard in one.shards_of_gathered().items()}
 
 
 def _after_error(name: str, forwards: Sequence[FreshForward], model: nn.Module, _: object, output: object) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -13,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
     from torch import nn
@@ -27,6 +28,7 @@ __all__ = [
     "call_before_reduction",
     "forget_gradient",
     "free_gathered",
+    "give_instead",
     "groups_of",
     "params_of",
     "reduce_dtype_of",
@@ -86,6 +88,20 @@ def shards_of_gathered(group: FSDPParamGroup) -> dict[int, nn.Parameter]:
     if not group.is_unsharded:
         return {}
     return {id(one._unsharded_param): one.sharded_param for one in group.fsdp_params}  # noqa: SLF001
+
+
+def give_instead(model: nn.Module, instead: Callable[[], Mapping[int, nn.Parameter]]) -> None:
+    """Have ``named_parameters`` of a model, and what is built on it, give other parameters, by the id of its own."""
+    reference = ref(model)
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        own = reference()
+        if own is not None:
+            others = instead()
+            for name, parameter in type(own).named_parameters(own, *args, **kwargs):
+                yield name, others.get(id(parameter), parameter)
+
+    model.named_parameters = named_parameters  # type: ignore[method-assign]
 
 
 params_of: Callable[[FSDPParamGroup], list[FSDPParam]] = attrgetter("fsdp_params")
