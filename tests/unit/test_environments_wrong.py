@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 from launcher_variables import HYDRA, OPENMPI, OWN, PLAIN, SLURM, TORCHRUN
 
+import rankwise as rw
 from rankwise.errors import ConfigurationError
 from rankwise.world import network
 from rankwise.world.environments.process import explicit
 from rankwise.world.environments.table import read
+
+MOST_LINES = 12
 
 
 @pytest.mark.parametrize(
@@ -117,3 +122,14 @@ def test_a_list_of_machines_as_an_address_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"'host\[0-1\]' is a list of machines") as caught:
         network.resolve("host[0-1]")
     assert "scontrol show hostnames 'host[0-1]'" in (caught.value.do or "")
+
+
+@pytest.mark.parametrize("left_over", [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1"}])
+def test_variables_left_over_in_a_shell_are_told_in_a_few_lines(
+    monkeypatch: pytest.MonkeyPatch, left_over: dict[str, str]
+) -> None:
+    for name, value in left_over.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="RANK") as caught:
+        rw.join()
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) <= MOST_LINES

@@ -163,6 +163,9 @@ def join(
             choose_interface(reading, neighbours)
             object_key = agree_on_key(job_store, bootstrap.secret_of(reading))
             session = _session(world, job_store, timeout_seconds, serves_store=serves, object_key=object_key)
+    except ConfigurationError as error:
+        # The error says what to change in the script or its start; how join() found that out would be ten lines more.
+        raise error.with_traceback(None)  # noqa: B904 - the same error
     finally:
         if workers is not None:
             workers.release()
