@@ -48,7 +48,7 @@ class Part:
 
     def ask(self, *words: object) -> None:
         """Have it do something."""
-        self._in.write((json.dumps(words) if len(words) > 1 or words[0] != "end" else "end") + "\n")
+        self._in.write(json.dumps(words) + "\n")
         self._in.flush()
 
     def answer(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Job:
         count = min(NUM_PROCESSES, num_hosts)
         bounds = [num_hosts * n // count for n in range(count + 1)]
         port = self.server.first["port"]
-        self.parts = [Part("hosts", port, first, end, ranks, num_hosts) for first, end in pairwise(bounds)]
+        self.parts = [Part("hosts", port, first, end, ranks) for first, end in pairwise(bounds)]
         self._cpu = self.server.first["cpu"]
 
     def phase(self, name: str, *steps: tuple[object, ...], only_first: bool = False) -> None:

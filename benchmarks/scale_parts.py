@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of benchmarks/scale.py: a server, and many simulated hosts with their ranks; each obeys lines of JSON.
 
-The server is the launcher's own: its store, coordinator and event log on one port. A simulated rank is a thread that
-runs what a real rank runs in ``rankwise.join()``, with the project's own client and failure detector, over a connection
-of its own; a simulated host has the real connection of an agent. Only the name and address of a host are invented, and
-the network between them is loopback.
+The server is the launcher's own: its store, coordinator and event log on one port. A simulated rank runs what a real
+rank runs in ``rankwise.join()``, with the project's own client and failure detector, over a connection of its own
+(``scale_ranks.py``); a simulated host has the real connection of an agent. Only the name and address of a host are
+invented, and the network between them is loopback.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from scale_ranks import Counted, Socket, Turns, take_turns
 
 from rankwise.comm.agreement import StoreRanks
 from rankwise.comm.collectives.objects import agree_on_key
@@ -34,6 +37,7 @@ from rankwise.launch.messages import (
     PURPOSE,
     EndJob,
     Hello,
+    Message,
     Node,
     RankDeparted,
     RankEnds,
@@ -43,7 +47,8 @@ from rankwise.launch.messages import (
     StopAttempt,
 )
 from rankwise.launch.report.failure import Failure
-from rankwise.store import bootstrap, shared_socket
+from rankwise.store import bootstrap
+from rankwise.store.client import Store, StoreConnection
 from rankwise.store.wire import listen, open_connection
 from rankwise.world.device.choice import Sight
 from rankwise.world.environments.reading import Reading
@@ -51,8 +56,6 @@ from rankwise.world.facts import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from rankwise.store.client import Store
 
 SECRET = "of this simulation"  # noqa: S105 - and of nothing else
 HOST = "127.0.0.1"
@@ -74,7 +77,7 @@ def usage() -> dict[str, float]:
 
 
 def serve(num_hosts: int) -> None:
-    """Serve a job until the line ``end``; answer every other line with what was used so far."""
+    """Serve a job until the lines end; answer each with what was used so far."""
     listener = listen(HOST, 0)
     coordinator = Coordinator(
         nodes=(num_hosts, num_hosts),
@@ -86,20 +89,16 @@ def serve(num_hosts: int) -> None:
     )
     server = JobServer(listener, SECRET.encode(), coordinator, TorchStores(HOST, HOST, "off", on_one_machine=False))
     tell({"port": listener.getsockname()[1], **usage()})
-    for line in sys.stdin:
-        if line.strip() == "end":
-            break
+    for _ in sys.stdin:
         tell(usage())
     server.close()
 
 
 def serve_torch() -> None:
-    """Serve torch's own store until the line ``end``."""
+    """Serve torch's own store until the lines end."""
     store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False, use_libuv=True)
     tell({"port": store.port, **usage()})
-    for line in sys.stdin:
-        if line.strip() == "end":
-            break
+    for _ in sys.stdin:
         tell(usage())
 
 
@@ -109,70 +108,46 @@ def tell(what: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-class Counted:
-    """Messages and bytes of the store's clients in this process."""
-
-    def __init__(self) -> None:
-        self.messages = 0
-        self.bytes = 0
-
-    def watch(self) -> None:
-        """Count every request and its answer from now on."""
-        ask = shared_socket.SharedSocket.ask
-
-        def counted(shared: shared_socket.SharedSocket, user: object, data: bytes, limit_seconds: float) -> bytes:
-            self.messages += 1
-            answer = ask(shared, user, data, limit_seconds)
-            self.bytes += len(data) + len(answer)
-            return answer
-
-        shared_socket.SharedSocket.ask = counted
-
-    def take(self) -> dict[str, int]:
-        """Return the counts since the last time."""
-        taken = {"messages": self.messages, "bytes": self.bytes}
-        self.messages = self.bytes = 0
-        return taken
-
-
 class Hosts:
     """Some hosts of the job, and their ranks, in one process."""
 
-    def __init__(self, port: int, hosts: Sequence[int], world_size: int, num_hosts: int) -> None:
-        self.port, self.world_size, self.num_hosts = port, world_size, num_hosts
+    def __init__(self, turns: Turns, port: int, hosts: Sequence[int], world_size: int) -> None:
+        self.turns = turns
+        self.counted = Counted()
+        self.port, self.world_size = port, world_size
         self.numbers = hosts
         self.ranks = [rank for host in hosts for rank in self.ranks_of(host)]
         self.links: dict[int, ControllerLink] = {}
+        self.received: dict[int, list[Message]] = {host: [] for host in hosts}
         self.detectors: dict[int, FailureDetector] = {}
         self.stores: dict[int, Store] = {}
         self.errors: list[str] = []
-        self.told_bytes = 0
 
     def ranks_of(self, host: int) -> range:
         """Return the ranks of a host."""
         return range(host * RANKS_PER_HOST, min((host + 1) * RANKS_PER_HOST, self.world_size))
 
     def each(self, items: Sequence[int], act: Callable[[int], None]) -> None:
-        """Do something for each item in a thread of its own, all at once."""
+        """Do something for each item, all at once."""
+        left = set(items)
 
         def run(item: int) -> None:
             try:
                 act(item)
             except Exception as error:  # noqa: BLE001 - told to the main process
                 self.errors.append(f"{item}: {type(error).__name__}: {error}"[:500])
+            left.discard(item)
 
-        threads = [threading.Thread(target=run, args=(item,), daemon=True) for item in items]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for item in items:
+            self.turns.start(run, item)
+        if not self.turns.run_until(lambda: not left, LIMIT_SECONDS):
+            self.errors.append(f"{len(left)} did not end")
 
     # -- agents ----------------------------------------------------------------------------------------
 
     def open_links(self) -> None:
         """Introduce every host to the coordinator."""
-
-        def introduce(host: int) -> None:
+        for host in self.numbers:
             node = Node(
                 node_id=f"n{host}",
                 hostname=hostname(host),
@@ -182,26 +157,23 @@ class Hosts:
                 job={"script": "train.py", "torch": "2.9"},
             )
             connection = open_connection(HOST, self.port, SECRET.encode(), PURPOSE, LIMIT_SECONDS)
-            self.links[host] = ControllerLink(connection, Hello(node=node))
-
-        self.each(self.numbers, introduce)
+            link = self.links[host] = ControllerLink(connection, Hello(node=node))
+            read = partial(lambda link, received: received.extend(link.receive()), link, self.received[host])
+            self.turns.when_ready(link.fileno(), select.EPOLLIN, read)
 
     def wait_for(self, kind: type, *, attempt: int | None = None) -> None:
-        """Read until every host has received a message of one kind."""
-        waiting = dict(self.links)
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while waiting and time.monotonic() < deadline:
-            poll = select.poll()
-            by_fd = {link.fileno(): host for host, link in waiting.items()}
-            for descriptor in by_fd:
-                poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll(1000):
-                host = by_fd[descriptor]
-                for message in waiting[host].receive():
-                    if isinstance(message, kind) and attempt in (None, getattr(message, "attempt", None)):
-                        waiting.pop(host, None)
-        if waiting:
-            self.errors.append(f"{len(waiting)} hosts received no {kind.__name__}")
+        """Return when every host has received a message of one kind."""
+
+        def has_come(message: Message) -> bool:
+            return isinstance(message, kind) and attempt in (None, getattr(message, "attempt", None))
+
+        def missing() -> list[int]:
+            return [host for host, messages in self.received.items() if not any(map(has_come, messages))]
+
+        if not self.turns.run_until(lambda: not missing(), LIMIT_SECONDS):
+            self.errors.append(f"{len(missing())} hosts received no {kind.__name__}")
+        for messages in self.received.values():
+            messages.clear()
 
     def fail(self, rank: int, attempt: int) -> None:
         """Have the agent of a rank report that it failed."""
@@ -239,7 +211,8 @@ class Hosts:
                 store_is_served=True,
                 attempt=str(attempt),
             )
-            store, _ = bootstrap.open_store(reading, LIMIT_SECONDS)
+            shared: Any = Socket(self.turns, self.counted, (HOST, self.port), SECRET.encode(), LIMIT_SECONDS)
+            store = Store(StoreConnection(shared), f"attempt/{attempt}")
             store.expect_answers_within(LIMIT_SECONDS)
             bootstrap.exchange_rank_addresses(store, reading, LIMIT_SECONDS, sight_of(rank))
             agree_on_key(store, SECRET.encode())
@@ -264,22 +237,20 @@ class Hosts:
 
     def know_failure(self, failed: int) -> None:
         """Return when every rank but the one that failed knows why it cannot continue."""
-        for rank, detector in self.detectors.items():
-            if rank == failed:
-                continue
-            with detector.changed:
-                if not detector.changed.wait_for(lambda one=detector: one.error is not None, LIMIT_SECONDS):
-                    self.errors.append(f"rank {rank} was not told")
-                    return
-            if f"Rank {failed} " not in str(detector.error):
-                self.errors.append(f"rank {rank}: {detector.error}")
+        others = [detector for rank, detector in self.detectors.items() if rank != failed]
+        if not self.turns.run_until(lambda: all(one.error is not None for one in others), LIMIT_SECONDS):
+            self.errors.append("not every rank was told")
+        self.errors += [str(one.error) for one in others if f"Rank {failed} " not in str(one.error)]
 
     def poll_status(self) -> None:
         """Have the first rank of this process ask every rank what it is doing."""
-        answers = self.detectors[self.ranks[0]].poll_status()
-        missing = self.world_size - len(answers)
-        if missing:
-            print(f"{missing} of {self.world_size} ranks did not answer in time", file=sys.stderr)
+
+        def poll(rank: int) -> None:
+            missing = self.world_size - len(self.detectors[rank].poll_status())
+            if missing:
+                print(f"{missing} of {self.world_size} ranks did not answer in time", file=sys.stderr)
+
+        self.each(self.ranks[:1], poll)
 
     def leave(self) -> None:
         """Leave on every rank, as at the end of a script."""
@@ -354,22 +325,18 @@ def torch_join(port: int, ranks: Sequence[int], world_size: int) -> None:
         thread.join()
 
 
-def simulate(port: int, hosts: Sequence[int], world_size: int, num_hosts: int) -> None:
+def simulate(port: int, hosts: Sequence[int], world_size: int) -> None:
     """Obey lines, each a method of :class:`Hosts` and its arguments; answer with the time of its end and the counts."""
     threading.stack_size(256 * 1024)
-    # Thousands of threads wait for the interpreter: none is to ask for it again and again.
-    sys.setswitchinterval(2.0)
-    here = Hosts(port, hosts, world_size, num_hosts)
-
+    turns, lines = Turns(), Lines()
+    here = Hosts(turns, port, hosts, world_size)
+    take_turns(turns)
     bootstrap.own_rank_address = own_rank_address
-    counted = Counted()
-    counted.watch()
     kinds = {"StartAttempt": StartAttempt, "StopAttempt": StopAttempt, "EndJob": EndJob}
+    turns.when_ready(sys.stdin.fileno(), select.EPOLLIN, lines.read)
     tell({})
-    for line in sys.stdin:
-        word, *arguments = json.loads(line)
-        if word == "end":
-            break
+    while turns.run_until(lambda: bool(lines.whole) or lines.have_ended, LIMIT_SECONDS) and lines.whole:
+        word, *arguments = json.loads(lines.whole.popleft())
         if word == "torch_join":
             torch_join(arguments[0], here.ranks, world_size)
         elif word == "wait_for":
@@ -378,7 +345,23 @@ def simulate(port: int, hosts: Sequence[int], world_size: int, num_hosts: int) -
             keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
             getattr(here, word)(*arguments, **keywords)
         told, here.errors = here.errors[:3], []
-        tell({"at": time.monotonic(), "errors": told, **counted.take(), **usage()})
+        tell({"at": time.monotonic(), "errors": told, **here.counted.take(), **usage()})
+
+
+class Lines:
+    """The lines of standard input, read as they come."""
+
+    def __init__(self) -> None:
+        self.whole: deque[str] = deque()
+        self.have_ended = False
+        self._part = ""
+
+    def read(self) -> None:
+        """Read what is there."""
+        data = os.read(sys.stdin.fileno(), 1 << 16)
+        *whole, self._part = (self._part + data.decode()).split("\n")
+        self.whole.extend(whole)
+        self.have_ended = not data
 
 
 if __name__ == "__main__":
@@ -391,7 +374,7 @@ if __name__ == "__main__":
         elif part == "torch":
             serve_torch()
         else:
-            given_port, first_host, end_host, size, count = map(int, numbers)
-            simulate(given_port, range(first_host, end_host), size, count)
+            given_port, first_host, end_host, size = map(int, numbers)
+            simulate(given_port, range(first_host, end_host), size)
         sys.stdout.flush()
         os._exit(0)
