@@ -105,7 +105,7 @@ slowdowns: setup  ## jobs with one slow rank each: does the report name it and w
 bench: setup  ## ratios against other tools; run nothing else at the same time
 	$(BIN)/python benchmarks/run.py $(ONLY)
 
-scale: setup  ## the control plane at 10, 100 and 1,000 simulated ranks: time, memory, messages (RANKS="10 100")
+scale: setup  ## the control plane at 10 to 10,000 simulated ranks: time, memory, messages (RANKS="10 100")
 	$(BIN)/python benchmarks/scale.py $(RANKS)
 
 bench-peers: $(PEERS_READY)  ## a training step beside other libraries, from .venv-peers

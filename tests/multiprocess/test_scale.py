@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rankwise.health import failure_detector, process_probe
 from rankwise.health.event_log import Failed, post
 from rankwise.launch.controller.coordinator import Coordinator, Disconnect, Phase
 from rankwise.launch.messages import Node, RankEnds, ShowText, StartAttempt, encode
-from rankwise.store import bootstrap, shared_socket
+from rankwise.store import bootstrap
 from rankwise.store.opening import connect, serve
 
 if TYPE_CHECKING:
@@ -42,11 +43,17 @@ def test_a_rank_sends_and_receives_as_much_in_a_job_of_any_size(
     parts: Any, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     monkeypatch.setattr(bootstrap, "own_rank_address", parts.own_rank_address)
-    monkeypatch.setattr(shared_socket.SharedSocket, "ask", shared_socket.SharedSocket.ask)
-    counted = parts.Counted()
-    counted.watch()
+    for module, name in (
+        (failure_detector, "threading"),
+        (failure_detector, "hold_during_forks"),
+        (process_probe, "time"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # is restored after the test
+    turns = parts.Turns()
+    parts.take_turns(turns)
     store, port = serve(secret=parts.SECRET.encode())
-    hosts = parts.Hosts(port, range(world_size // 8), world_size, world_size // 8)
+    hosts = parts.Hosts(turns, port, range(world_size // 8), world_size)
+    counted = hosts.counted
     found: dict[str, dict[str, int]] = {}
     hosts.join(0)
     found["join"] = counted.take()
@@ -113,13 +120,8 @@ def _sent(num_hosts: int) -> dict[str, float]:
     return {
         "messages": len(messages) / num_hosts,
         "texts": len(texts) / num_hosts,
-        "bytes of the last start": starts[-1] - len(encode_counts(num_hosts)),
+        "bytes of the last start": starts[-1],
     }
-
-
-def encode_counts(num_hosts: int) -> str:
-    """Return the number of ranks of each host, as a start lists them."""
-    return str([8] * num_hosts)
 
 
 def test_a_host_receives_as_many_messages_in_a_job_of_any_size() -> None:

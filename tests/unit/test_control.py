@@ -181,7 +181,7 @@ def test_a_late_answer_of_a_machine_is_not_shown_for_the_next_request(
     served, port = opening.serve(secret=SECRET)
     ranks: Any = SimpleNamespace(
         attempt=StartAttempt(
-            run_id="run", attempt=0, first_rank=0, world_size=2, node_rank=0, num_nodes=2, ranks_per_node=(1, 1)
+            run_id="run", attempt=0, first_rank=0, world_size=2, node_rank=0, num_nodes=2, ranks_per_node="1(x2)"
         ),
         job=SimpleNamespace(address=("127.0.0.1", port), secret=SECRET.decode()),
         running_processes=dict,

@@ -65,7 +65,7 @@ class Scene:
                 world_size=2,
                 node_rank=0,
                 num_nodes=1,
-                ranks_per_node=(2,),
+                ranks_per_node="2",
             )
         )
 

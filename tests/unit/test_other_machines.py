@@ -21,7 +21,7 @@ def attempt_of(number: int, num_nodes: int = 3) -> StartAttempt:
         world_size=num_nodes,
         node_rank=0,
         num_nodes=num_nodes,
-        ranks_per_node=(1,) * num_nodes,
+        ranks_per_node=f"1(x{num_nodes})",
     )
 
 

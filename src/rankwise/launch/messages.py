@@ -184,7 +184,8 @@ class StartAttempt:
     world_size: int
     node_rank: int
     num_nodes: int
-    ranks_per_node: tuple[int, ...]
+    ranks_per_node: str
+    """In Slurm's form, such as ``8(x1250)``: every machine is told of all."""
     hostnames: tuple[str, ...] = ()
     """Of all machines; in a large job only the one that serves it is told."""
     torch_store: TorchStoreAddress | None = None

@@ -28,6 +28,7 @@ from rankwise.meter import SUFFIX, record_path
 from rankwise.world.device.kinds import variables_for_instance
 from rankwise.world.environments.process import REPORT_OFF, slurm_variables_for
 from rankwise.world.environments.rankwise import echo_note, variables_for
+from rankwise.world.environments.reading import parse_counts
 from rankwise.world.processes import stat_of
 
 if TYPE_CHECKING:
@@ -306,6 +307,7 @@ class LocalRanks:
 
     def _variables(self, attempt: StartAttempt, local_rank: int) -> dict[str, str]:
         rank = attempt.first_rank + local_rank
+        ranks_per_node = parse_counts(attempt.ranks_per_node, "ranks_per_node")
         own = variables_for(
             rank=rank,
             world_size=attempt.world_size,
@@ -313,7 +315,7 @@ class LocalRanks:
             local_world_size=self.num_ranks,
             node_rank=attempt.node_rank,
             num_nodes=attempt.num_nodes,
-            ranks_per_node=attempt.ranks_per_node,
+            ranks_per_node=ranks_per_node,
             store=self.job.address,
             master=None if attempt.torch_store is None else attempt.torch_store.address,
             master_is_served=attempt.torch_store is not None and attempt.torch_store.is_served,
@@ -335,7 +337,7 @@ class LocalRanks:
             own
             | shown
             | slurm_variables_for(
-                rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=attempt.ranks_per_node
+                rank=rank, local_rank=local_rank, node_rank=attempt.node_rank, ranks_per_node=ranks_per_node
             )
         )
 

@@ -41,6 +41,7 @@ from rankwise.launch.messages import (
 from rankwise.launch.report import failure
 from rankwise.launch.report.exit_code import shell_code
 from rankwise.launch.report.ranks_alone import alone_reminder
+from rankwise.world.environments.reading import format_counts
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -324,7 +325,7 @@ class Coordinator:
         self._starting_until = -math.inf
         first_rank = 0
         hostnames = tuple(member.node.hostname for member in members)
-        ranks_per_node = tuple(member.node.num_ranks for member in members)
+        ranks_per_node = format_counts(member.node.num_ranks for member in members)
         for node_rank, member in enumerate(members):
             member.start(range(first_rank, first_rank + member.node.num_ranks), node_rank)
             first_rank += member.node.num_ranks
