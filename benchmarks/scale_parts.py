@@ -9,6 +9,7 @@ invented, and the network between them is loopback.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -328,6 +329,7 @@ def torch_join(port: int, ranks: Sequence[int], world_size: int) -> None:
 def simulate(port: int, hosts: Sequence[int], world_size: int) -> None:
     """Obey lines, each a method of :class:`Hosts` and its arguments; answer with the time of its end and the counts."""
     threading.stack_size(256 * 1024)
+    gc.disable()  # Looking for cycles among thousands of ranks takes time from the server.
     turns, lines = Turns(), Lines()
     here = Hosts(turns, port, hosts, world_size)
     take_turns(turns)
@@ -367,6 +369,7 @@ class Lines:
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
         raise_file_limit()
+        gc.freeze()  # as the launcher does after its imports
         socket.setdefaulttimeout(None)
         part, *numbers = sys.argv[1:]
         if part == "server":
