@@ -500,6 +500,17 @@ def test_rankwise_run_gives_each_rank_a_device(
     assert {line for line in found if " gloo " in line or " strict " in line} == expected
 
 
+def test_rankwise_run_counts_no_devices_where_the_variable_says_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("RANKWISE_DEVICE", "cpu")
+    ended = python_with_standin("-m", "rankwise", "run", str(script))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["cpu none 1.0"]
+
+
 def test_rankwise_run_refuses_more_ranks_than_devices(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

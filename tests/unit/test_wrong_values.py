@@ -46,6 +46,9 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no timeout": (lambda: loader(num_workers=1, timeout_seconds=None), "timeout_seconds must be a number"),
     "no function": (lambda: loader(num_workers=1, worker_init_fn=3), "worker_init_fn must be a function"),
     "no start method": (lambda: loader(num_workers=1, multiprocessing_context="forks"), "use one of fork, spawn"),
+    "no seed": (lambda: loader(shuffle=True, seed=None), "seed must be an integer, got None"),
+    "half a seed": (lambda: rw.ShardedSampler(Squares(), global_batch_size=4, seed=1.5), "an integer, got 1.5"),  # type: ignore[arg-type]
+    "shuffle as text": (lambda: loader(shuffle="no"), "shuffle must be True or False, got 'no'"),
     "text": (lambda: loader("train.csv"), "A str is not a dataset: its samples would be its characters."),
     "one number": (lambda: loader(torch.tensor(3.0)), "A Tensor has no number of samples"),
     "no length": (lambda: loader(NoLength()), "object of type 'NoLength' has no len()"),

@@ -230,7 +230,7 @@ class DataLoader(StepSource, EpochPosition):
     ) -> None:
         """Raise if the order of an epoch, or its batches, are given twice."""
         order: dict[str, object] = {"shuffle": self.shuffle, "sampler": self.sampler}
-        check_order(self.dataset, is_stream=self._is_stream, shuffle=self.shuffle, sampler=self.sampler)
+        check_order(self.dataset, is_stream=self._is_stream, seed=self.seed, shuffle=self.shuffle, sampler=self.sampler)
         check_batches(
             self.dataset,
             is_stream=self._is_stream,

@@ -179,7 +179,7 @@ class ShardedSampler(EpochPosition, Sampler[list[int]]):
             rank, world_size = current().data_rank("a ShardedSampler")
             self._number = current().new_loader()
         with all_ranks_succeed("ShardedSampler") if joined else nullcontext():
-            check_order(dataset, is_stream=False, shuffle=bool(shuffle), sampler=sampler)
+            check_order(dataset, is_stream=False, seed=seed, shuffle=shuffle or False, sampler=sampler)
             self._length = dataset if isinstance(dataset, int) else length_of(dataset)
             self._given = None if sampler is None else GivenOrder(sampler, self._length, seed)
             self._shards = make_shards(

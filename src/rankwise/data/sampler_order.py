@@ -239,12 +239,22 @@ def check_batches(dataset: object, *, is_stream: bool, is_ready: bool, batch_sam
         )
 
 
-def check_order(dataset: object, *, is_stream: bool, shuffle: bool, sampler: object) -> None:
-    """Raise if the order of an epoch is given twice, or is given for a dataset that can only be iterated.
+def check_order(dataset: object, *, is_stream: bool, shuffle: bool, sampler: object, seed: int) -> None:
+    """Raise if the order of an epoch is given twice, or wrongly, or for a dataset that can only be iterated.
 
     Raises:
         ConfigurationError: see above.
     """
+    if isinstance(shuffle, str):
+        raise ConfigurationError(f"shuffle must be True or False, got {shuffle!r}.", do="pass one of the two")
+    try:
+        operator.index(seed)
+    except TypeError:
+        raise ConfigurationError(
+            f"seed must be an integer, got {seed!r}.",
+            do="pass any integer, the same on every rank; for another order in each run: "
+            "rankwise.broadcast_object(random.getrandbits(32))",
+        ) from None
     if sampler is not None and shuffle:
         raise ConfigurationError(
             "Both shuffle=True and sampler= were given, and each decides the order of an epoch.",

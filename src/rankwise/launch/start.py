@@ -84,6 +84,8 @@ def launch(target: Target, options: LaunchOptions, reporter: Reporter, job_addre
     _open_standard_streams()
     if options.log_dir is not None:
         _make_folder(options.log_dir)
+    if os.environ.get(DEVICE_NAME) == "cpu":
+        options = replace(options, device="cpu")
     if options.device == "cpu":
         os.environ.update({DEVICE_NAME: options.device, **HIDES_GPUS})
     # Before torch is imported, which takes seconds on a busy machine: the others see that this one has started.
