@@ -113,7 +113,7 @@ def _left_world() -> Iterator[str]:
     """A process group, or a session of rankwise; only checked if they were imported."""
     session = sys.modules.get("rankwise.comm.session")
     if session is not None and session.current_or_none() is not None:
-        sys.modules["rankwise.comm.join"].leave()
+        sys.modules["rankwise.comm.leave"].leave()
         yield "a joined world"
     group = sys.modules.get("torch.distributed")
     if group is not None and group.is_available() and group.is_initialized():

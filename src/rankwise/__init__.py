@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         whole_batch,
     )
     from rankwise.comm.collectives.logged_values import log_value
-    from rankwise.comm.join import join, leave
+    from rankwise.comm.join import join
+    from rankwise.comm.leave import leave
     from rankwise.comm.optimizer_steps import independent
     from rankwise.comm.point_to_point.send_recv import recv, send
     from rankwise.compress.methods import PowerSGD, TopK
@@ -78,7 +79,7 @@ _ROOM_OF = {
     "join": "comm.join",
     "launch": "launch.function.launch",
     "launcher": "launch.function.launch",
-    "leave": "comm.join",
+    "leave": "comm.leave",
     "load": "checkpoint.load",
     "load_weights": "checkpoint.import_weights",
     "local_rank_zero_first": "comm.agreement",

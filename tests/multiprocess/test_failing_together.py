@@ -15,7 +15,7 @@ import torch
 
 import rankwise as rw
 from rankwise.comm import agreement
-from rankwise.comm.join import fail
+from rankwise.comm.leave import fail
 from rankwise.errors import (
     CollectiveMismatch,
     ConfigurationError,

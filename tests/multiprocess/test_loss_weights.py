@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.comm.join import fail
+from rankwise.comm.leave import fail
 from rankwise.errors import ConfigurationError, PeerFailed
 
 if TYPE_CHECKING:

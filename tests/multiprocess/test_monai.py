@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from rankwise.comm.join import join, leave
+from rankwise.comm.join import join
+from rankwise.comm.leave import leave
 from rankwise.data.loader import DataLoader
 from rankwise.data.sampler import ShardedSampler
 from rankwise.data.shared import share

@@ -10,7 +10,8 @@ import torch
 from hypothesis import settings
 
 from rankwise.comm import session
-from rankwise.comm.join import join, leave
+from rankwise.comm.join import join
+from rankwise.comm.leave import leave
 from rankwise.comm.session import Session
 from rankwise.world.facts import World
 

@@ -17,7 +17,7 @@ from rankwise.checkpoint import manifest
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
 from rankwise.checkpoint.save import save
-from rankwise.comm.join import leave
+from rankwise.comm.leave import leave
 from rankwise.errors import CheckpointError, ConfigurationError, NotJoined
 
 if TYPE_CHECKING:

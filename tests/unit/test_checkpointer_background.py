@@ -14,7 +14,8 @@ from rankwise.checkpoint import files, folder
 from rankwise.checkpoint import save as saving
 from rankwise.checkpoint.checkpointer import Checkpointer
 from rankwise.checkpoint.load import load
-from rankwise.comm.join import join, leave
+from rankwise.comm.join import join
+from rankwise.comm.leave import leave
 from rankwise.errors import CheckpointError
 
 if TYPE_CHECKING:

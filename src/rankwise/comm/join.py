@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining and leaving the world: the only place where a process group opens or closes.
+"""Joining the world: the only place where a process group opens; ``leave`` closes it.
 
 Detects which launcher started this process, finds the others through the store, opens torch's process group and sets
 the session. The rooms that users call are built on it; it knows none of them.
@@ -7,14 +7,8 @@ the session. The rooms that users call are built on it; it knows none of them.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import itertools
-import os
 import socket
-import sys
-import threading
-import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -22,29 +16,27 @@ import torch
 import torch.distributed as dist
 
 from rankwise import meter
-from rankwise.comm import optimizer_steps, ray_train, step_hooks
+from rankwise.comm import optimizer_steps, ray_train
 from rankwise.comm.backends.choose import check_exchange, open_exchange
 from rankwise.comm.backends.torch_group import TorchGroup
 from rankwise.comm.collectives.objects import agree_on_key
+from rankwise.comm.leave import fail, hook_exit, leave
 from rankwise.comm.point_to_point.endpoint import current_endpoint, watch_ring
-from rankwise.comm.session import Session, annotate, current_or_none, set_current
+from rankwise.comm.session import Session, current_or_none, set_current
 from rankwise.comm.world_group import (
     choose_interface,
-    forget_interface,
-    is_opening,
     open_group,
     open_group_of_one,
 )
-from rankwise.errors import ConfigurationError, RankwiseError
+from rankwise.errors import ConfigurationError
 from rankwise.health.collective_timeout import DEFAULT_TIMEOUT_SECONDS
-from rankwise.health.diagnosis import forked_from, world_left
 from rankwise.health.event_log import WORLDS_KEY, world_prefix
 from rankwise.health.failure_detector import FailureDetector
 from rankwise.health.preemption import STOPPED_EXIT_CODE, listen
 from rankwise.health.queued_collectives import QueuedCollectives
 from rankwise.log import log, speak_as
 from rankwise.store import bootstrap
-from rankwise.torch_private.groups import abort_groups, have_groups_leaked, leak_groups
+from rankwise.torch_private.groups import abort_groups, have_groups_leaked
 from rankwise.world.device import accelerator
 from rankwise.world.device.choice import (
     bound_device,
@@ -62,15 +54,14 @@ from rankwise.world.environments.process import (
     checks_collectives,
     device_mask,
     explicit,
-    launcher,
     may_share_gpus,
-    note_echo,
     read_process,
     stack_file,
 )
 from rankwise.world.facts import World
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
 
     from rankwise.store.bootstrap import Neighbours
@@ -174,7 +165,7 @@ def join(
     optimizer_steps.follow(session)
     speak_as(str(world) if world.world_size > 1 else "", is_rank_zero=world.rank == 0)
     meter.listener().start(world, report)
-    _hook_exit()
+    hook_exit()
     if reading.warns or reading.source not in {"nobody", "rankwise"}:  # rankwise's launcher has already logged it
         started = reading.reason
         if not reading.warns and reading.source != EXPLICIT:
@@ -188,101 +179,6 @@ def join(
             raise
     meter.listener().follow(session, partial(_hostnames, session))
     return world
-
-
-def leave() -> None:
-    """Leave the world: finish pending work, close the process group.
-
-    Called by: every rank. Does nothing when no world is joined. The end of ``with join()`` and a normal end
-    of the process call it; processes forked from a rank leave nothing. A model that a strategy has
-    distributed can no longer train: its collectives raise :class:`rankwise.errors.NotJoined`.
-    """
-    session = current_or_none()
-    if session is None:
-        return
-    if session.process != os.getpid():
-        leak_groups()  # The threads that would close them are the parent's.
-        return
-    try:
-        for action in reversed(session.leaving):
-            action()
-    except BaseException as error:
-        fail(error)
-        raise
-    if session.detector is not None:
-        session.detector.leave(wait_for_peers=session.serves_store)
-    _close(session, failed=False)
-
-
-def fail(error: BaseException) -> RankwiseError | None:
-    """Notify every rank that this one ends with ``error``, and abandon the world.
-
-    Called by: the failing rank only; the end of ``with join()`` and an uncaught exception call it.
-
-    Returns:
-        The error of another rank that failed first, if ``error`` is only its consequence on this rank.
-    """
-    session = current_or_none()
-    if session is None or session.process != os.getpid():
-        return None
-    reason = None
-    if session.detector is not None:
-        session.detector.note_raised()
-        reason = session.detector.reason_of(error)
-        error = reason or error
-        if error is session.detector.error:
-            note_echo()
-            session.detector.leave(wait_for_peers=session.serves_store)
-        else:
-            annotate(error)
-            text = "".join(traceback.format_exception(error))
-            session.detector.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
-    else:
-        annotate(error)
-    if not launcher():
-        meter.note_failure(error, session.world.rank)
-    _close(session, failed=True)
-    return reason
-
-
-def _close(session: Session, *, failed: bool) -> None:
-    set_current(None)
-    for action in session.ending:
-        action()
-    optimizer_steps.stop()
-    step_hooks.uninstall()
-    meter.stop()
-    forget_interface()
-    # The process is about to exit, and another signal must not make it look killed.
-    if not session.preemption.has_stopped:
-        session.on_close()
-    session.preemption.close()
-    speak_as("", is_rank_zero=True)
-    for part in session.parts.values():
-        part.close()
-    if session.exchange is not None:
-        session.exchange.close()
-    _close_groups(session, failed=failed)
-    if session.detector is not None and session.detector.error is None:
-        # For models and groups that still exist: none of their collectives may wait for ranks that have left.
-        session.detector.refuse_all(world_left())
-    if session.detector is not None:
-        session.detector.store.close()
-    if session.store is not None:
-        session.store.close()
-
-
-def _close_groups(session: Session, *, failed: bool) -> None:
-    if not dist.is_initialized():
-        return
-    if failed or (
-        session.detector is not None and (session.detector.error is not None or session.detector.has_lost_ranks)
-    ):
-        if session.detector is not None and session.detector.queue is not None:
-            abort_groups()  # The process could not exit while its device waits.
-        leak_groups()
-    else:
-        dist.destroy_process_group()
 
 
 def _refuse_second_join() -> None:
@@ -414,58 +310,3 @@ def _follow_device(session: Session, detector: FailureDetector) -> None:
 
 _join_numbers = itertools.count()
 """How often this process has joined before; every rank of a job joins equally often."""
-_hook_numbers = itertools.count()
-"""How often its exit has been hooked: only the first time counts, which need not be that of the first join()."""
-
-
-def _hook_exit() -> None:
-    """Leave the world when the process exits, and notify the other ranks of an uncaught exception."""
-    if next(_hook_numbers):
-        return
-    atexit.register(_leave_at_exit)
-    os.register_at_fork(after_in_child=_detach_fork)
-    previous = sys.excepthook
-
-    def report_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        reason = None
-        with contextlib.suppress(Exception):
-            reason = fail(error)
-        if reason is None:
-            previous(kind, error, trace)
-        else:
-            previous(type(reason), reason.with_traceback(trace), trace)
-        if issubclass(kind, Exception) and is_opening():
-            _end_without_python()
-
-    sys.excepthook = report_and_show
-
-
-def _end_without_python() -> None:
-    """End this process as after an uncaught error, but for the end of Python itself.
-
-    A thread that returns from torch's C++ meanwhile would be ended there by Python, and abort the process.
-    """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()  # noqa: SLF001 - there is no public name
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _detach_fork() -> None:
-    """Keep a forked process from using what its parent still uses. Called in the child."""
-    session = current_or_none()
-    if session is not None and session.detector is not None:
-        session.detector.refuse_all(forked_from(session.world))
-
-
-def _leave_at_exit() -> None:
-    try:
-        leave()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it must not end as a success
-        traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # an exception in atexit would leave the exit code 0

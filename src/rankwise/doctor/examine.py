@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankwise.comm.collectives import all_reduce, all_to_all
-from rankwise.comm.join import fail, join, leave
+from rankwise.comm.join import join
+from rankwise.comm.leave import fail, leave
 from rankwise.comm.session import current
 from rankwise.doctor.checks import ERROR, LARGE_BYTES, CheckResult, judge
 from rankwise.doctor.facts import Across, ExaminedJob, Facts, Machine, Timing

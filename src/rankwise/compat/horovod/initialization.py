@@ -17,7 +17,8 @@ import torch
 
 from rankwise.comm import optimizer_steps
 from rankwise.comm.collectives import gather_json
-from rankwise.comm.join import join, leave
+from rankwise.comm.join import join
+from rankwise.comm.leave import leave
 from rankwise.comm.session import current, current_or_none
 from rankwise.compat.horovod.exceptions import not_initialized
 from rankwise.compat.horovod.process_sets import add_process_set, bind_global, bind_known
