@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.comm.backends.torch_group import TorchChannel
+from rankwise.comm.backends.torch_channels import TorchChannel
 from rankwise.errors import CollectiveMismatch, ConfigurationError, PeerFailed, ReplicasDiffer
 
 if TYPE_CHECKING:

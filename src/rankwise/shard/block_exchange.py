@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from rankwise.comm.backends.block_slots import GatherSlots, ReduceSlots
 from rankwise.comm.backends.mapping import PAGE_BYTES, rounded_up
+from rankwise.comm.backends.pending_collective import follow
 from rankwise.comm.backends.shared_memory import SharedMemory
-from rankwise.comm.backends.torch_group import ALL_GATHER, follow
+from rankwise.comm.backends.torch_group import ALL_GATHER
 from rankwise.errors import fold_values
 from rankwise.log import warn
 from rankwise.replicate.device_mesh import exchange_along

@@ -20,7 +20,7 @@ import torch
 from rankwise.comm.backends.engine import Counters, Operation
 from rankwise.comm.backends.mapping import LINE_BYTES, PAGE_BYTES, rounded_up
 from rankwise.comm.backends.staging import pieces_of
-from rankwise.comm.backends.torch_group import HALF_PRECISION
+from rankwise.comm.backends.torch_channels import HALF_PRECISION
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from rankwise.comm.backends.engine import Counters
 from rankwise.comm.backends.mapping import LINE_BYTES, WORD_BYTES
-from rankwise.comm.backends.torch_group import HALF_PRECISION, REDUCE_OPS, handle_of
+from rankwise.comm.backends.pending_collective import handle_of
+from rankwise.comm.backends.torch_channels import HALF_PRECISION
+from rankwise.comm.backends.torch_group import REDUCE_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
