@@ -16,8 +16,9 @@ from rankwise.auto.calls import SplitCalls
 from rankwise.auto.connection import accept_servers, connect
 from rankwise.auto.module_calls import ModuleCalls
 from rankwise.auto.replacing import HeldSignals, one_by_one
+from rankwise.auto.row_server import RowServer
 from rankwise.auto.rows import OwnCalls
-from rankwise.auto.servers import RowServer, Servers
+from rankwise.auto.servers import Servers
 from rankwise.comm.session import current
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ class AutoScript:
     @property
     def names(self) -> frozenset[str]:
         """What the script uses, and what :meth:`run` imports."""
-        own = ("auto.module_calls", "auto.rows", "auto.calls", "auto.connection", "auto.servers", "comm.join")
-        return self.target.names.union(f"rankwise.{module}" for module in own)
+        own = ("module_calls", "rows", "calls", "connection", "servers", "row_server")
+        return self.target.names.union(f"rankwise.auto.{module}" for module in own) | {"rankwise.comm.join"}
 
     def run(self) -> None:
         """Run it on rank zero, and serve on the other ranks. Called by: every rank."""
@@ -101,7 +101,7 @@ def _serve(session: Session, exchange: Exchange, calls: ModuleCalls, own: OwnCal
     import torch  # noqa: PLC0415
 
     from rankwise.auto.connection import connect  # noqa: PLC0415
-    from rankwise.auto.servers import RowServer  # noqa: PLC0415
+    from rankwise.auto.row_server import RowServer  # noqa: PLC0415
 
     assert session.store is not None and session.detector is not None  # noqa: S101, PT018
     connection = connect(session, session.store, session.detector)
