@@ -61,6 +61,12 @@ def _of_single_samples(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return (1 - 2 * overlap / (o.sigmoid().sum(1) + (t > 0).sum(1) + 1)).mean()
 
 
+def _mean_of_classes(o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    losses, zeros = (o - t).square().mean(1), o.new_zeros(4)
+    counts = zeros.scatter_add(0, labels(t), torch.ones_like(losses))
+    return (zeros.scatter_add(0, labels(t), losses) / counts.clamp_min(1)).mean()
+
+
 MEANS: dict[str, Loss] = {
     "mse": lambda o, t, _: functional.mse_loss(o, t),
     "l1": lambda o, t, _: functional.l1_loss(o, t),
@@ -103,6 +109,9 @@ MEANS: dict[str, Loss] = {
     "masked_by_index": lambda o, t, _: ((o - t) ** 2)[kept(t)].mean(),
     "masked_by_where": lambda o, t, _: _masked_by_where(o, t),
     "sum_over_its_samples": lambda o, t, x: ((o - t) ** 2).sum() / len(x),
+    "sum_of_tokens_over_samples": lambda o, t, x: (
+        functional.mse_loss(o.reshape(-1), t.reshape(-1), reduction="sum") / len(x)
+    ),
     "sum_over_its_elements": lambda o, t, _: ((o - t) ** 2).sum() / t.numel(),
     "dice_of_each_sample": lambda o, t, _: _of_single_samples(o, t),
     "rmse_of_each_sample": lambda o, t, _: (((o - t) ** 2).mean(1) + 1e-6).sqrt().mean(),
@@ -127,6 +136,7 @@ SEVERAL: dict[str, Loss] = {
     ),
     "mean_and_sum": lambda o, t, _: functional.mse_loss(o, t) + 0.01 * o.pow(2).sum(),
     "mean_and_masked": lambda o, t, _: functional.cross_entropy(o, labels(t)) + _masked(o, t),
+    "parts_over_samples": lambda o, t, x: (o[t[:, 0] > 0].abs().sum() + 2 * o[t[:, 0] <= 0].abs().sum()) / len(x),
     "stacked": lambda o, t, _: torch.stack([functional.mse_loss(o, t), _masked(o, t), functional.l1_loss(o, t)]).mean(),
     "python_sum": lambda o, t, _: sum(
         [functional.mse_loss(o, t), 2 * _masked(o, t), functional.mse_loss(o, t, reduction="sum")]
@@ -177,6 +187,15 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "variance_of_the_batch": (lambda o, t, _: o.var(0).mean(), "Var over the first dim"),
     "log_of_a_mean": (lambda o, t, _: functional.mse_loss(o, t).log(), "Log"),
     "function_of_python": (lambda o, t, _: functional.mse_loss(_Doubled.apply(o), t), "_Doubled"),  # type: ignore[no-untyped-call, arg-type]
+    "mean_of_each_output_over_what_is_kept": (
+        lambda o, t, _: ((o * kept(t)).sum(0) / kept(t).sum(0).clamp_min(1)).mean(),
+        "Div of a sum by a tensor",
+    ),
+    "mean_of_each_class": (lambda o, t, _: _mean_of_classes(o, t), "ScatterAdd over the first dim"),
+    "sums_of_classes_of_a_loss": (
+        lambda o, t, _: ((t > 0).to(o.dtype).T @ (o - t).square().mean(1)).square().mean(),
+        "Mv over the first dim",
+    ),
     "maximum": (lambda o, t, _: (o - t).abs().max(), "Max"),
 }
 """What samples are coupled in; with the operation that does it."""

@@ -217,7 +217,7 @@ def test_terms_over_unlike_numbers_in_two_copies_are_warned_of() -> None:
 @pytest.mark.parametrize(("size", "num_lines"), [(8, 1), (7, 0)])
 def test_a_mean_times_the_size_of_every_micro_batch_is_warned_of(size: int, num_lines: int) -> None:
     result = testing.run_ranks(_warnings, 1, "four_times", 2, {"pp": 1}, size)[0].get()
-    assert ["is multiplied by 4, which is also" in line for line in result] == [True] * num_lines
+    assert ["is multiplied by a number that is also" in line for line in result] == [True] * num_lines
 
 
 def test_one_copy_of_a_pipeline_reports_for_all() -> None:

@@ -488,7 +488,7 @@ class LossOnStages:
             return
         scaled = losses.scaled_mean()
         if scaled is not None and not together.by_samples:
-            warn_once(scaled.operation, _WORDS.scaled_mean(scaled.num_rows), all_ranks=True)
+            warn_once(scaled.operation, _WORDS.scaled_mean(), all_ranks=True)
         if together.combined.elements is not None:
             warn_once("padding", _OF_PADDING, all_ranks=True)
         if together.by_samples and losses.verdict.terms and not self._has_warned:

@@ -180,6 +180,8 @@ COUPLING = frozenset(
         "Cumprod",
         "Cumsum",
         "Flip",
+        "IndexAdd",
+        "IndexReduce",
         "LinalgEigh",
         "LinalgSvd",
         "LinalgVectorNorm",
@@ -192,6 +194,9 @@ COUPLING = frozenset(
         "Norm",
         "Prod",
         "Roll",
+        "ScatterAdd",
+        "ScatterReduce",
+        "SegmentReduce",
         "Softmax",
         "Sort",
         "Std",
@@ -205,8 +210,8 @@ COUPLING = frozenset(
 """Let samples see one another where they act on the first dim, or on all."""
 PRODUCTS = frozenset({"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Dot", "Mm", "Mv"})
 """Products of matrices: they couple samples where two factors come from a model's outputs."""
-MATRIX_PRODUCTS = frozenset({"Addmm", "Mm"})
-"""Those of two matrices: they add up over the columns of the first, and over the rows of the second."""
+MATRIX_PRODUCTS = frozenset({"Addmm", "Addmv", "Mm", "Mv"})
+"""Those that add up over the columns of the first factor, and over the rows of the second."""
 TRANSPOSING = frozenset({"Permute", "T", "Transpose"})
 _AS_ONE_RANK = ("rankwise.replicate.", "rankwise.tensor_parallel.", "rankwise.place.")
 """Where functions in Python compute what one rank computes."""

@@ -190,7 +190,7 @@ def _read(
 ) -> tuple[LossVerdict, LossReader, list[LossOnRanks]]:
     """Return the verdict on a loss, what was read, and the models it comes from; warn if it cannot be read."""
     statistic = None if first_batches is None else first_batches.statistic(roots)
-    reader = LossReader(subscribers)
+    reader = LossReader(subscribers, _num_given())
     for root in roots:
         reader.read(root)
     reached: list[LossOnRanks] = []
@@ -229,7 +229,7 @@ def _followed(verdict: LossVerdict, reached: Sequence[LossOnRanks]) -> LossVerdi
     """Return the verdict that the models of a loss follow; warn if the result differs from that of one rank."""
     for term in verdict.terms:
         if term.is_odd and term.kind == "mean":
-            warn_once(term.operation, words_of_model(reached[0].model_name).scaled_mean(term.num_rows))
+            warn_once(term.operation, words_of_model(reached[0].model_name).scaled_mean())
     if verdict.mode is Mode.SAMPLES and verdict.terms:
         _warn_unread(verdict.unknown.operation if verdict.unknown else "its many terms")
     simpler = verdict

@@ -333,10 +333,10 @@ class LossWords(NamedTuple):
             do="write a mean with .mean() or reduction='mean', or a sum without the number; or " + self.do,
         )
 
-    def scaled_mean(self, num_rows: int) -> str:
+    def scaled_mean(self) -> str:
         """Return the warning of a mean that is multiplied by its number of samples, with a place for its line."""
         return (
-            f"a mean in the loss of {self.whose} ({{where}}) is multiplied by {num_rows}, which is also the number of "
+            f"a mean in the loss of {self.whose} ({{where}}) is multiplied by a number that is also the number of "
             f"samples of this {self.part} but is treated as a constant: if it is that number, write the sum with "
             "reduction='sum' or .sum()"
         )
