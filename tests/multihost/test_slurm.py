@@ -264,6 +264,20 @@ def test_a_task_of_an_array_that_was_asked_to_stop_requeues_itself_alone(slurm: 
     assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
 
 
+def test_a_script_that_forgot_srun_is_warned_of_the_nodes_it_leaves_idle(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text("import rankwise as rw\nrw.join()\n")
+    script = (sys.executable, "alone.py")
+    ran = slurm.run("sbatch", "--wait", "--nodes=2", "--output=out", "--wrap", " ".join(script), cwd=tmp_path)
+    assert ran.exit_code == 0, ran.stderr
+    shell = slurm.run("salloc", "--nodes=2", *script, cwd=tmp_path)
+    # The shell of salloc on a node, if the cluster has it there.
+    step = slurm.run("salloc", "--nodes=2", "srun", "--interactive", "--preserve-env", *script, cwd=tmp_path)
+    for told in ((tmp_path / "out").read_text(), shell.stderr, step.stderr):
+        assert "SLURM_JOB_NUM_NODES=2, but this process is not in a Slurm step; start it with srun" in told
+    one = slurm.run("salloc", "--nodes=1", *script, cwd=tmp_path)
+    assert "not in a Slurm step" not in one.stderr
+
+
 def test_an_error_of_slurm_is_shown_with_its_own_text(slurm: Slurm, tmp_path: Path) -> None:
     command = ("-m", "rankwise", "submit", "--partition", "nowhere", str(INTERRUPTED))
     ran = slurm.run(sys.executable, *command, cwd=tmp_path)

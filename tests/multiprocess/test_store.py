@@ -266,6 +266,31 @@ def test_a_server_without_the_secret_is_detected(behave: object, error: type[Exc
         thread.join()
 
 
+def _answer_every_http(listener: socket.socket) -> None:
+    # Ended by the system's error for a listener that was shut down.
+    with suppress(OSError):
+        while True:
+            _answer_http(listener)
+
+
+@pytest.mark.parametrize("behave", [None, _answer_every_http])
+def test_another_program_at_the_port_is_named_where_there_is_no_secret(
+    behave: Callable[[socket.socket], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's client waits without a limit for a program that sends nothing."""
+    monkeypatch.setattr(opening, "DOUBT_SECONDS", 0.5)
+    with listen(LOOPBACK, 0) as listener, ThreadPoolExecutor() as threads:
+        port = listener.getsockname()[1]
+        if behave is not None:
+            threads.submit(behave, listener)
+        with pytest.raises(NotRankwise, match="not the job's store: it did not answer as one within 1 s") as caught:
+            connect(LOOPBACK, port, 1.0)
+        listener.shutdown(SHUT_RDWR)
+    assert "set MASTER_PORT to another port" in (caught.value.do or "")
+    with pytest.raises(TimeoutError, match=rf"nothing answered at {LOOPBACK}:{port} within 0 s: .*Connection refused"):
+        connect(LOOPBACK, port, 0.1)
+
+
 def test_a_missing_file_is_reported_with_the_systems_message() -> None:
     with listen(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]

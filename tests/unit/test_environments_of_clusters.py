@@ -380,6 +380,16 @@ def test_a_launcher_in_a_rank_starts_a_job_of_its_own(only: pytest.MonkeyPatch) 
         {"FOO_RANK": "1", "NUM_NODES": "4"},
         {"FOO_PROCESS_INDEX": "0", "FOO_NUM_PROCESSES": "4"},
         {"RANK_ID": "0", "RANK_SIZE": "8"},
+        # As their makers document them; none of these schedulers can run here.
+        {"NGC_ARRAY_INDEX": "0", "NGC_ARRAY_SIZE": "2"},
+        {"PBS_NODENUM": "1", "PBS_VNODENUM": "2"},
+        {"LSF_PM_TASKID": "3"},
+        {"ALPS_APP_PE": "1"},
+        {"_CONDOR_PROCNO": "0", "_CONDOR_NPROCS": "4"},
+        {"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2"},
+        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "4"},
+        {"WORKER_ID": "1", "NUM_WORKERS": "2"},
+        {"REPLICA_ID": "2", "REPLICAS": "4"},
     ],
 )
 def test_one_of_several_under_any_name_never_trains_alone(variables: dict[str, str]) -> None:
@@ -420,6 +430,15 @@ def test_one_of_several_under_any_name_never_trains_alone(variables: dict[str, s
         {"WORKER_INDEX": "0"},
         {"NODE_RANK": "0", "NUM_NODES": "1"},
         {"NODE_RANK": "first"},
+        {"NGC_ARRAY_INDEX": "0", "NGC_ARRAY_SIZE": "1", "NGC_REPLICA_ID": "0"},
+        {"PBS_NODENUM": "0", "PBS_VNODENUM": "0", "PBS_TASKNUM": "146", "PBS_NP": "4"},
+        {"LSB_DJOB_NUMPROC": "4"},
+        {"LSF_PM_TASKID": "1", "LSB_DJOB_NUMPROC": "1"},
+        {"_CONDOR_PROCNO": "0", "_CONDOR_NPROCS": "1"},
+        {"WORKER_ID": "7", "NUM_WORKERS": "4", "NUM_PROCESSES": "2", "NPROCS": "8"},
+        {"PROCESS_ID": "0", "NUM_WORKERS": "4", "WORLD_CUP_REPLICAS": "3"},
+        {"GPU_ID": "1", "NUM_GPUS": "4", "FOLD_ID": "1", "NUM_FOLDS": "5"},
+        {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1"},
     ],
 )
 def test_other_numbers_are_no_ranks(variables: dict[str, str]) -> None:
@@ -433,6 +452,9 @@ def test_a_count_without_a_number_is_a_warning() -> None:
     assert reading.warns
     assert "PBS_NUM_NODES=2 is set" in reading.reason
     assert not read({"PBS_NUM_NODES": "2", "RANKWISE_ALONE": "1"}).warns
+    # The number of a batch job's first process, and of the first task of blaunch.
+    assert read({"PBS_NUM_NODES": "2", "PBS_NODENUM": "0"}).warns
+    assert "LSB_DJOB_NUMPROC=4 is set" in read({"LSF_PM_TASKID": "1", "LSB_DJOB_NUMPROC": "4"}).reason
 
 
 @pytest.mark.parametrize("name", [*JOINED, "Slurm", "indexed Job"])

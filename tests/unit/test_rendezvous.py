@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from rankwise.store.bootstrap import (
     RankAddress,
     listening_address,
     neighbours_by_host,
+    open_store,
     wait_for_store,
 )
 from rankwise.world import network
 from rankwise.world.environments.reading import Reading
+from rankwise.world.environments.table import read
 from rankwise.world.network import Interface, Route
 
 NAMES = {
@@ -134,3 +137,13 @@ def test_waiting_for_a_store_ends_with_the_last_refusal() -> None:
         wait_for_store(reading("127.0.0.1", rank=2, address=("127.0.0.1", 1)), timeout_seconds=0.0)
     assert error.value.ranks == (0,)
     assert "Connection refused" in str(error.value.evidence)
+
+
+def test_ranks_of_one_machine_without_rank_0_are_told_the_variables_and_the_line_to_write() -> None:
+    flux = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "1"}
+    alone = read({**flux, "FLUX_JOB_ID": f"of-test-{os.getpid()}", "FLUX_URI": "local:///nowhere"})
+    with pytest.raises(PeerMissing, match="Rank 0 did not join on this machine within 0 s") as error:
+        open_store(alone, 0.0)
+    assert error.value.ranks == (0,)
+    assert "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2" in str(error.value.evidence)
+    assert "flux run --env=MASTER_ADDR=<machine of rank 0>" in str(error.value.do)

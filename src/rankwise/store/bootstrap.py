@@ -24,6 +24,7 @@ from rankwise.store import opening
 from rankwise.world import network
 from rankwise.world.device.choice import Sight, refuse_unequipped
 from rankwise.world.environments.process import EXPLICIT, in_kubernetes
+from rankwise.world.environments.table import row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +68,8 @@ def open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
 
     Raises:
         ConfigurationError: it cannot be served at its address.
-        PeerMissing, TimeoutError: it could not be reached within ``timeout_seconds``.
+        PeerMissing: it could not be reached within ``timeout_seconds``.
+        NotRankwise, SecretRefused: another program listens at its address, or one with another secret.
     """
     secret = secret_of(reading)
     if reading.file is not None:
@@ -77,7 +79,10 @@ def open_store(reading: Reading, timeout_seconds: float) -> tuple[Store, bool]:
         path = _published_path(reading)
         if reading.rank == 0:
             return opening.serve_published(path, secret), True
-        return opening.connect_published(path, timeout_seconds, secret), False
+        try:
+            return opening.connect_published(path, timeout_seconds, secret), False
+        except TimeoutError as error:
+            raise _unpublished(reading, str(error), timeout_seconds) from None
     host, port = reading.address
     serves = reading.rank == 0 and not reading.store_is_served
     if serves:
@@ -98,7 +103,10 @@ def _reach(reading: Reading, host: str, port: int, timeout_seconds: float) -> St
         with contextlib.suppress(TimeoutError):
             return opening.connect(host, port, min(timeout_seconds, REACH_ATTEMPT_SECONDS), secret=secret)
     wait_for_store(reading, timeout_seconds)
-    return opening.connect(host, port, timeout_seconds, secret=secret)
+    try:
+        return opening.connect(host, port, timeout_seconds, secret=secret)
+    except TimeoutError as error:
+        raise _unreachable(reading, str(error), timeout_seconds) from None
 
 
 def forget_port(reading: Reading) -> None:
@@ -213,6 +221,18 @@ def _unreachable(reading: Reading, last: str, timeout_seconds: float) -> PeerMis
         where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
         evidence="\n".join(evidence),
         do="\n".join([*do, "start rank 0 too; if that takes longer, pass join(timeout_seconds=...)"]),
+    )
+
+
+def _unpublished(reading: Reading, last: str, timeout_seconds: float) -> PeerMissing:
+    return PeerMissing(
+        f"Rank 0 did not join on this machine within {timeout_seconds:.0f} s.",
+        ranks=[0],
+        where=rank_prefix(reading.rank, reading.world_size, socket.gethostname()),
+        evidence=f"{last}\n{reading.reason}",
+        do="start rank 0 too; if that takes longer, pass join(timeout_seconds=...)\n"
+        f"if it does not share {tempfile.gettempdir()} with this rank, as in a container of its own: "
+        f"{row(reading.source).set_address}",
     )
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import stat
 import tempfile
+import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +25,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from rankwise.errors import ConfigurationError, NotRankwise, SecretRefused
-from rankwise.store.client import Store, StoreConnection, connect_shared, translated
-from rankwise.store.wire import checked_secret, greets, listen
+from rankwise.store.client import Store, StoreConnection, connect_shared
+from rankwise.store.wire import GREETING_SECONDS, checked_secret, greets, listen
 
 CONNECT_TIMEOUT_SECONDS = 300.0
 """How long a rank waits for the store: ranks may start minutes apart on a cluster."""
@@ -92,22 +95,50 @@ def connect(
     """
     if secret is not None:
         return Store(StoreConnection(connect_shared(host, port, secret, timeout_seconds)))
-    with translated(f"{host}:{port}"):
-        first = min(timeout_seconds, DOUBT_SECONDS)
+    first, last = min(timeout_seconds, DOUBT_SECONDS), ""
+    for limit in (first, timeout_seconds - first) if timeout_seconds > first else (first,):
         try:
-            return Store(_torch_client(host, port, first))
-        except RuntimeError:
-            # Torch's client would retry against rankwise's server until the limit.
-            if greets(host, port):
-                raise _asks_for_a_secret(host, port) from None
-            if timeout_seconds <= first:
-                raise
-        return Store(_torch_client(host, port, timeout_seconds - first))
+            return Store(_torch_client(host, port, limit))
+        except (RuntimeError, TimeoutError) as error:
+            last = str(error).partition("\n")[0] or "no answer"
+        # Torch's client would retry against rankwise's server until the limit.
+        if greets(host, port):
+            raise _asks_for_a_secret(host, port)
+    raise _no_store(host, port, timeout_seconds, last)
 
 
 def _torch_client(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    limit = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+    """Return a connection of torch's, which by itself waits without a limit for a program that sends nothing.
+
+    Raises:
+        RuntimeError: torch's, the program is no store of torch's.
+        TimeoutError: there was none within ``timeout_seconds``.
+    """
+    connected: Future[dist.TCPStore] = Future()
+
+    def run() -> None:
+        limit = timedelta(seconds=timeout_seconds)
+        try:
+            connected.set_result(dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False))
+        except RuntimeError as error:
+            connected.set_exception(error)
+
+    threading.Thread(target=run, name="rankwise-torch-store", daemon=True).start()
+    return connected.result(timeout_seconds)
+
+
+def _no_store(host: str, port: int, timeout_seconds: float, last: str) -> Exception:
+    within = f"within {timeout_seconds:.0f} s"
+    try:
+        socket.create_connection((host, port), GREETING_SECONDS).close()
+    except OSError as error:
+        return TimeoutError(f"nothing answered at {host}:{port} {within}: {error}")
+    return NotRankwise(
+        f"The program that listens at {host}:{port} is not the job's store: it did not answer as one {within}.",
+        evidence=f"torch's client: {last}",
+        do="set MASTER_PORT to another port for every rank, which rank 0 can listen on. "
+        f"To see what listens: ss -ltnp 'sport = :{port}' on {host}",
+    )
 
 
 def _asks_for_a_secret(host: str, port: int) -> SecretRefused:

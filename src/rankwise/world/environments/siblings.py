@@ -16,19 +16,29 @@ from rankwise.world.environments.reading import told
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# Source: pbsdsh(1); blaunch in IBM Spectrum LSF's command reference, and PRRTE's component for LSF, which says that its
+# tasks count from 1; HTCondor's parallel universe; docs/env.md of bytedance/byteps; aprun's
+# environment as libfabric's provider for Cray reads it; scripts for NVIDIA Base Command.
 _MEMBER = "(NODE|HOST|MACHINE|POD|TASK|RANK|REPLICA)"
 _NUMBER = re.compile(
     rf"(^|_)({_MEMBER}|PROC|PROCESS|WORKER|TRAINER|ALLOC|COMPLETION)_?(INDEX|IDX)$"
     r"|(^|_)((PROC|RANK|TRAINER)_?ID|PROCNO)$|^RANK$"
     rf"|(^|_)({_MEMBER}|PROC|PROCESS|WORKER|TRAINER|LOCAL|GLOBAL|WORLD|JOB|GROUP)_?RANK$"
+    r"|^(PBS_V?NODENUM|LSF_PM_TASKID|ALPS_APP_PE|NGC_ARRAY_INDEX)$"
 )
+_FIRST = {"PBS_NODENUM": 0, "PBS_VNODENUM": 0, "LSF_PM_TASKID": 1}
+"""Numbers of the first of several that the only process of a batch job may have too."""
 _MAYBE = re.compile(r"_RANK$")
 """A number only below a count: models too have ranks, as NETWORK_RANK=32."""
+_ID = re.compile(r"(^|_)(NODE|HOST|MACHINE|POD|REPLICA|PROCESS|WORKER)_ID$")
+"""A number only below its own count, as WORKER_ID=1 below NUM_WORKERS=2."""
 _COUNT = re.compile(rf"(^|_)(WORLD_SIZE|(N|NUM_?|TOTAL_){_MEMBER}S|{_MEMBER}S?_(NUM|COUNT|TOTAL))$|^VC_[A-Z]+_NUM$")
+_TASKS_OF_LSF = re.compile("^LSB_DJOB_NUMPROC$")
 _OTHER = re.compile(
     # The rows of Slurm and rankwise know their variables. CI services number parts of tests, and members of an array
-    # are jobs of their own, as are tasks of Google's Batch and Cloud Run.
-    r"^(SLURM|SBATCH|SRUN|RANKWISE|CIRCLE|GITHUB|BUILDKITE|PYTEST|TEST|HARNESS|BATCH_TASK|CLOUD_RUN)_|(^|_)CI_|ARRAY"
+    # are jobs of their own, as are tasks of Google's Batch and Cloud Run; those of NVIDIA Base Command are one job.
+    r"^(SLURM|SBATCH|SRUN|RANKWISE|CIRCLE|GITHUB|BUILDKITE|PYTEST|TEST|HARNESS|BATCH_TASK|CLOUD_RUN)_|(^|_)CI_"
+    r"|(?<!^NGC_)ARRAY"
     # Settings of models.
     r"|(LORA|DORA|GALORE|LOW|ADAPTER|NETWORK|KV|MATRIX|TENSOR|SVD|TT|PAGE)_RANK$"
 )
@@ -61,26 +71,35 @@ def refuse(variables: Mapping[str, str]) -> None:
 
 def counts(variables: Mapping[str, str]) -> str:
     """Return the variables that count several processes, as a text; empty if there are none."""
-    return told(variables, sorted(_several(_COUNT, variables)))
+    # Where no task has a number, it counts the cores of a job.
+    tasks = _several(_TASKS_OF_LSF, variables) if variables.get("LSF_PM_TASKID") else {}
+    return told(variables, sorted(_several(_COUNT, variables) | tasks))
 
 
 def _numbers_and_counts(variables: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
     own: dict[str, int] = {}
     several = _several(_COUNT, variables)
-    for name, number in {**_matching(_NUMBER, variables), **_matching(_MAYBE, variables)}.items():
-        beside = several | _several(_counts_of(name), variables)
+    numbers = {**_matching(_NUMBER, variables), **_matching(_MAYBE, variables), **_matching(_ID, variables)}
+    for name, number in numbers.items():
+        if number == _FIRST.get(name):
+            continue
+        counts = _several(_counts_of(name), variables)
+        beside = counts if _ID.search(name) else several | counts
         if _NUMBER.search(name) or any(number < count for count in beside.values()):
             own[name] = number
-            several = beside
+            several |= beside
     return own, several
 
 
 def _counts_of(name: str) -> re.Pattern[str]:
-    """Return what the count for a number is called: ACME_SIZE for ACME_RANK, but BATCH_SIZE for none."""
+    """Return what the count for a number is called: ACME_SIZE or ACME_NPROCS for ACME_RANK, but BATCH_SIZE for none."""
     words = re.escape(re.sub(r"_?(INDEX|IDX|ID|RANK|PROCNO)$", "", name))
     before, _, last = words.rpartition("_")
-    turned = rf"|^{before}_(N|NUM_?|TOTAL_){last}(S|ES)$" if before and last else ""
-    return re.compile((rf"^{words}(S|ES)?_(WORLD_SIZE|SIZE|TOTAL|COUNT|NUM)$" if words else "^$") + turned)
+    if not last:
+        return re.compile("^$")
+    turned = rf"{before}_(N|NUM_?|TOTAL_){last}(S|ES)?" if before else rf"(N|NUM_|TOTAL_){last}(S|ES)"
+    plural = f"|{words}S" if _ID.search(name) else ""
+    return re.compile(rf"^({words}(S|ES)?_(WORLD_SIZE|SIZE|TOTAL|COUNT|NUM)|{words}_NPROCS|{turned}{plural})$")
 
 
 def _several(pattern: re.Pattern[str], variables: Mapping[str, str]) -> dict[str, int]:

@@ -287,13 +287,16 @@ def _nobody(variables: Mapping[str, str]) -> Reading:
     if is_alone(variables):
         return replace(reading, reason="one rank, because RANKWISE_ALONE is set")
     siblings.refuse(variables)
-    num_tasks = variables.get("SLURM_NTASKS", "")
-    if not variables.get("SLURM_JOB_ID") or num_tasks in {"", "1"}:
-        counted = siblings.counts(variables)
-        reason = f"{counted} is set, but no variable numbers this process: one rank; RANKWISE_ALONE=1 says it is meant"
-        return replace(reading, reason=reason, warns=True) if counted else reading
-    told_by = told(variables, ("SLURM_JOB_ID", "SLURM_NTASKS"))
-    reason = f"{told_by}, but this process is not in a Slurm step; start it with srun to get {num_tasks} ranks"
+    # Without a number of tasks, as for sbatch --nodes=2, srun starts one on each node.
+    sizes = [name for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES") if variables.get(name, "") not in {"", "1"}]
+    if variables.get("SLURM_JOB_ID") and sizes:
+        told_by, size = told(variables, ("SLURM_JOB_ID", sizes[0])), variables[sizes[0]]
+        reason = f"{told_by}, but this process is not in a Slurm step; start it with srun to get {size} ranks"
+    elif counted := siblings.counts(variables):
+        reason = f"{counted} is set, but no variable shows that this process is one of them: one rank"
+        reason += "; RANKWISE_ALONE=1 says it is meant"
+    else:
+        return reading
     return replace(reading, reason=reason, warns=True)
 
 
