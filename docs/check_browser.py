@@ -23,12 +23,17 @@ SEARCHES = {
     "zh/search.html": {"分布式训练": "index.html", "rank": "index.html"},
 }
 """What is searched for on which page, and a page that is to be found."""
+PAGE_WITH_HEADINGS = "security.html"
+"""A page with three kinds of headings."""
 NOT_FOR_USERS = ("architecture.html", "contributors.html", "releasing.html", "decisions/")
-SCROLLS_ON_A_PHONE = ".table-wrapper, .highlight-text pre, .highlight-layers pre"
-"""What keeps its columns: tables and output."""
+OUTPUT = ".highlight-text pre, .highlight-layers pre"
+"""What keeps its columns on a phone, and scrolls: output of programs. Other code goes on in the next line."""
+WIDE_TABLES = ("benchmarks.html", "frameworks.html")
+"""Pages with a table of more columns than a phone has room for: it scrolls, too."""
 _CUT = """scrolls => [...document.querySelectorAll("article pre, article .table-wrapper, article td")]
   .filter(one => !(scrolls && one.matches(scrolls)) && one.scrollWidth > one.clientWidth + 1)
   .map(one => one.textContent.trim().slice(0, 60))"""
+_SIZE = "one => parseFloat(getComputedStyle(one).fontSize)"
 _COLORS = """selector => {
   const {color} = getComputedStyle(document.querySelector(selector));
   return color.match(/[\\d.]+/g).slice(0, 3).map(Number);
@@ -42,17 +47,32 @@ def require(is_so: bool, problem: str) -> None:  # noqa: FBT001 - a condition
 
 
 def check_widths(browser: Browser, site: Path, pictures: Path | None) -> None:
-    """No page scrolls sideways, and nothing on it is cut; on a phone, tables and output scroll by themselves."""
+    """No page scrolls sideways, and nothing on it is cut.
+
+    On a phone, output of programs scrolls by itself, since its columns would be lost; so do the tables of two pages of
+    figures. Every other table fits.
+    """
     for device, width in WIDTHS.items():
         page = browser.new_page(viewport={"width": width, "height": HEIGHT})
         for path in sorted(site.rglob("*.html")):
             page.goto(path.as_uri())
             needed = page.evaluate("document.documentElement.scrollWidth")
             require(needed <= width, f"{path.relative_to(site)} is {needed} px wide at {width} px")
-            cut = page.evaluate(_CUT, SCROLLS_ON_A_PHONE if device == "phone" else "")
+            may_scroll = f"{OUTPUT}, .table-wrapper" if path.name in WIDE_TABLES else OUTPUT
+            cut = page.evaluate(_CUT, may_scroll if device == "phone" else "")
             require(not cut, f"{path.relative_to(site)} is cut at {width} px: {cut}")
             if pictures is not None and path.name == "index.html":
                 page.screenshot(path=pictures / f"{device}-{path.parent.name}.png")
+        page.close()
+
+
+def check_headings(browser: Browser, site: Path) -> None:
+    """Each kind of heading is smaller than the kind above it, at every width."""
+    for device, width in WIDTHS.items():
+        page = browser.new_page(viewport={"width": width, "height": HEIGHT})
+        page.goto((site / PAGE_WITH_HEADINGS).as_uri())
+        sizes = [page.locator(f"article {kind}").first.evaluate(_SIZE) for kind in ("h1", "h2", "h3", "p")]
+        require(sizes == sorted(set(sizes), reverse=True), f"headings and text on a {device} have sizes {sizes}")
         page.close()
 
 
@@ -155,6 +175,7 @@ def main(site: Path, pictures: Path | None) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         check_widths(browser, site, pictures)
+        check_headings(browser, site)
         check_codes(browser, site)
         check_tree(browser, site)
         check_menu(browser, site)
@@ -162,7 +183,7 @@ def main(site: Path, pictures: Path | None) -> None:
         check_search(browser, site)
         check_dark_mode(browser, site, pictures)
         browser.close()
-    print("widths, codes, tree, menu, buttons, search and dark mode are as they should be")
+    print("widths, headings, codes, tree, menu, buttons, search and dark mode are as they should be")
 
 
 if __name__ == "__main__":

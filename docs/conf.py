@@ -42,6 +42,7 @@ extensions = [
     "decision_trees",
     "languages",
     "short_names",
+    "table_words",
     "two_codes",
 ]
 
