@@ -110,6 +110,8 @@ def _obstacle_in(module: nn.Module) -> str | None:
             return f"{part_of_it} is compiled by torch.jit"
         if getattr(part, "sparse", False) is True:
             return f"{part_of_it} has sparse gradients"
+        if getattr(part, "scale_grad_by_freq", False) is True:
+            return f"{part_of_it} divides gradients by how often a row occurs in the batch"
         if any(_is_of_user(hook) for hook in hooks_of(part)):
             return f"{part_of_it} has hooks, which would see a part of the batch"
     return None
