@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rankwise.version import VERSION
@@ -172,10 +174,22 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line does not import torch."""
     if name not in _ROOM_OF:
-        raise AttributeError(f"module 'rankwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise _missing(name)
     thing = getattr(importlib.import_module(f"rankwise.{_ROOM_OF[name]}"), name)
     globals()[name] = thing
     return thing
+
+
+def _missing(name: str) -> AttributeError | ImportError:
+    """Return the error for a name that rankwise does not have. Called by ``__getattr__`` only."""
+    from rankwise.health.wrong_calls import instead_of  # noqa: PLC0415 - for errors only
+
+    importing = sys._getframe(2).f_code.co_name == "_handle_fromlist"  # noqa: SLF001 - there is no public name
+    if importing and importlib.util.find_spec(f"rankwise.{name}") is None:
+        # Python would replace an AttributeError by its own error.
+        return ImportError(f"cannot import name {name!r} from 'rankwise': {instead_of(name, __all__)}", name="rankwise")
+    # With a name it gets no second hint from Python.
+    return AttributeError(f"module 'rankwise' has no attribute {name!r}: {instead_of(name, __all__)}", name=name)
 
 
 def __dir__() -> list[str]:

@@ -185,6 +185,9 @@ def test_threads_are_shared_out_unless_the_user_chose(command: Command, chosen: 
     ("words", "text"),
     [
         (["nowhere.py"], "Script 'nowhere.py' does not exist"),
+        (["godo.py"], "\n  do        did you mean good.py?\n"),
+        (["bare/__inti__"], "\n  do        did you mean bare/__init__.py?\n"),
+        (["--hosts", "good.py"], "'good.py' is a script, not a host; write --hosts gpu-01,gpu-02 good.py"),
         (["folder"], "is a folder"),
         (["-m", "nowhere"], "Module 'nowhere' was not found"),
         (["-m", "good.part"], "Module 'good.part' was not found"),

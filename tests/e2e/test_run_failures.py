@@ -284,3 +284,12 @@ def test_an_error_on_a_short_batch_says_how_many_samples_the_rank_had(command: C
     assert ended.returncode == 1
     report = ended.stderr[ended.stderr.index("[rankwise] rank 1 of 2 (") :]
     assert report.count("the last batch that this rank got from its DataLoader held 0 samples.") == 1
+
+
+def test_a_wrong_argument_says_what_to_write_with_the_launcher_and_without(command: Command) -> None:
+    command.write("train.py", "import rankwise as rw\nrw.join(device='cpu')\nrw.mesh(dp=1)\n")
+    fix = "  do        did you mean dp_shard or dp_replicate? The call is rw.mesh(worker_groups=..., dp_replicate=..., "
+    for done in (command.run("-n", "2", "train.py"), command.python("train.py")):
+        assert done.returncode == 1
+        assert "\nTypeError: mesh() got an unexpected keyword argument 'dp'\n" + fix in done.stderr
+        assert len(done.stderr.splitlines()) <= 12

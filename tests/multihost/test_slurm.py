@@ -286,6 +286,14 @@ def test_an_error_of_slurm_is_shown_with_its_own_text(slurm: Slurm, tmp_path: Pa
     assert "\n  do        sinfo shows the partitions and their limits; --dry-run shows the script\n" in ran.stderr
 
 
+def test_a_machine_without_a_controller_is_told_apart_from_a_refused_job(slurm: Slurm, tmp_path: Path) -> None:
+    submit = ("env", "-u", "SLURM_CONF", sys.executable, "-m", "rankwise", "submit", str(INTERRUPTED))
+    ran = slurm.run(*submit, cwd=tmp_path)
+    assert ran.exit_code == 2
+    assert ran.stderr.startswith("LaunchError: This machine cannot reach Slurm's controller.\n")
+    assert "\n  do        run the command on a login node of the cluster, where `scontrol ping` answers;" in ran.stderr
+
+
 def test_ctrl_c_stops_following_and_not_the_job(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import time\ntime.sleep(600)\n")
     following = slurm.start(sys.executable, "-m", "rankwise", "submit", "wait.py", cwd=tmp_path)

@@ -234,3 +234,26 @@ def test_models_that_cannot_be_exact_are_refused() -> None:
         nested, subclass = result.get()
         assert "replicate() was already called on a part" in nested
         assert "OwnNorm" in subclass
+
+
+def _wrapped(_: World) -> list[str]:
+    rw.mesh(dp_replicate=2)  # opens torch's group, which DistributedDataParallel needs
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    errors = []
+    for model in (wrapped, nn.Sequential(nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)))):
+        with pytest.raises(ConfigurationError) as caught:
+            rw.replicate(model)
+        errors.append(str(caught.value))
+    rw.replicate(wrapped.module)
+    return errors
+
+
+def test_a_model_that_torch_spreads_already_is_refused_with_the_line_to_write() -> None:
+    for result in testing.run_ranks(_wrapped, 2):
+        whole, part = result.get()
+        assert whole == (
+            "replicate() was given a model in DistributedDataParallel, which spreads it over devices too.\n"
+            "  do        omit DistributedDataParallel(...): call rankwise.replicate() with the model that was passed "
+            "to it"
+        )
+        assert "\n  evidence  it is the part 1 of the model\n  do        omit DataParallel(...)" in part

@@ -103,6 +103,7 @@ def _add_options_of_machines(parser: argparse.ArgumentParser) -> None:
     machines.add_argument(
         "--hosts",
         metavar="A,B:RANKS,...",
+        type=_hosts,
         help="start all machines from here, over ssh; the first one serves the job",
     )
     machines.add_argument(
@@ -258,6 +259,12 @@ def _nodes(text: str) -> tuple[int, int]:
     if not fewest.isdecimal() or not (most.isdecimal() or not colon):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor MIN:MAX, such as 2 or 1:4")
     return int(fewest), int(most or fewest)
+
+
+def _hosts(text: str) -> str:
+    if Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is a script, not a host; write --hosts gpu-01,gpu-02 {text}")
+    return text
 
 
 def _cluster(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from rankwise.comm.current_batch import BatchesInUse
 from rankwise.errors import ConfigurationError, NotJoined, PeerFailed, PeerMissing, fold_ranks
 from rankwise.health.preemption import Preemption
+from rankwise.health.wrong_calls import fix_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -212,24 +213,17 @@ def has_joined() -> bool:
     return _joined.is_known
 
 
-_FIXES = {
-    r"Cannot interpret 'torch\.\w+' as a data type": "NumPy does not know torch's dtypes: write tensor.dtype in place "
-    "of np.dtype(tensor.dtype).name",
-    r"'[\d,-]+' does not appear to be an IPv4 or IPv6 address": "If the address is a list of machines, such as "
-    "host[0-1], give the first one: scontrol show hostnames | head -n 1",
-}
-"""Notes on errors of other libraries that scripts for clusters run into, by a pattern of their text."""
-
-
 def annotate(error: BaseException) -> None:
     """Add what explains ``error`` to it, once: the open session's note on the failed step, or a fix.
 
     Called by: code that reports this rank's failure, before it reads the error's text.
     """
-    fixes = (fix for pattern, fix in _FIXES.items() if re.search(pattern, str(error)))
-    note = _note_for(error) or next(fixes, None)
-    is_own = isinstance(error, Exception) and not isinstance(error, PeerFailed | PeerMissing)
-    if note is not None and is_own and note not in getattr(error, "__notes__", ()):
+    if not isinstance(error, Exception) or isinstance(error, PeerFailed | PeerMissing):
+        return
+    note = _note_for(error)
+    if note is None and (fix := fix_of(error)) is not None:
+        note = f"  do        {fix}"
+    if note is not None and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 

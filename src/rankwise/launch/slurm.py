@@ -230,6 +230,8 @@ SLURM_POLL_SECONDS = 1.0
 """How often the job is polled: scontrol queries the one controller of the cluster."""
 SLURM_RETRY_SECONDS = 120.0
 """How long to retry a controller that does not answer: it may be restarting."""
+_UNREACHABLE = ("Unable to contact slurm controller", "Could not establish a configuration source")
+"""What sbatch says where no controller answers, and where it finds none to ask."""
 FINAL_STATES = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -258,10 +260,15 @@ def submit(script: str) -> str:
             do="run the command on a login node of the cluster, or `rankwise run` to start ranks here",
         ) from error
     if done.returncode != 0:
+        evidence = (done.stderr or done.stdout).strip()
+        is_refused = not any(words in evidence for words in _UNREACHABLE)
         raise LaunchError(
-            "Slurm did not accept the job.",
-            evidence=(done.stderr or done.stdout).strip(),
-            do="sinfo shows the partitions and their limits; --dry-run shows the script",
+            "Slurm did not accept the job." if is_refused else "This machine cannot reach Slurm's controller.",
+            evidence=evidence,
+            do="sinfo shows the partitions and their limits; --dry-run shows the script"
+            if is_refused
+            else "run the command on a login node of the cluster, where `scontrol ping` answers; --dry-run shows the "
+            "script",
         )
     # Number;cluster if there are several clusters.
     return done.stdout.strip().partition(";")[0]

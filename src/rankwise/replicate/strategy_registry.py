@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -143,6 +144,14 @@ def _check_module(model: object, strategy: str) -> dict[str, nn.Parameter]:
         raise ConfigurationError(
             f"{strategy}() takes a torch.nn.Module, not a {type(model).__name__}.", do="pass the model itself"
         )
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            wrapper = type(part).__name__
+            raise ConfigurationError(
+                f"{strategy}() was given a model in {wrapper}, which spreads it over devices too.",
+                evidence=f"it is the part {name} of the model" if name else None,
+                do=f"omit {wrapper}(...): call rankwise.{strategy}() with the model that was passed to it",
+            )
     named = dict(model.named_parameters())
     lazy = next((name for name, one in named.items() if torch.nn.parameter.is_lazy(one)), None)
     if lazy is not None:
@@ -179,10 +188,12 @@ def check_no_optimizer_holds(before: Sequence[ref[nn.Parameter]], strategy: str)
     left = {id(parameter) for one in before if (parameter := one()) is not None}
     if not left:
         return
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.optim.Optimizer) and any(
-            id(parameter) in left for group in thing.param_groups for parameter in group["params"]
-        ):
+    # isinstance() would ask objects for their class, and some of torch's warn when asked.
+    optimizers = (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
+    for thing in optimizers:
+        if any(id(parameter) in left for group in thing.param_groups for parameter in group["params"]):
+            # The error ends forward before torch's hooks prepared what those after it need; torch would warn of that.
+            warnings.filterwarnings("ignore", "module forward hook with ``always_call=True``", UserWarning)
             raise ConfigurationError(
                 f"An optimizer ({type(thing).__name__}) was created before {strategy}(), so it would not train "
                 "the model.",

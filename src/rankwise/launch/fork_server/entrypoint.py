@@ -9,6 +9,7 @@ and by the module that runs Horovod's commands.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -106,7 +107,9 @@ def find_script(path: str, arguments: Sequence[str]) -> Script:
         source = Path(path).read_bytes()
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"Script {path!r} does not exist.", evidence=f"the working directory is {Path.cwd()}"
+            f"Script {path!r} does not exist.",
+            evidence=f"the working directory is {Path.cwd()}",
+            do=_similar_script(Path(path)),
         ) from error
     except OSError as error:
         raise ConfigurationError(f"The script {path!r} cannot be read: {error.strerror}.") from error
@@ -115,6 +118,13 @@ def find_script(path: str, arguments: Sequence[str]) -> Script:
     return Script(
         path=path, code=code, arguments=tuple(arguments), local_rank_option=_local_rank_option(source, arguments)
     )
+
+
+def _similar_script(path: Path) -> str | None:
+    """Return a hint on the script in the same folder whose name is most like that of ``path``."""
+    stems = [one.stem for one in path.parent.glob("*.py")]
+    nearest = difflib.get_close_matches(path.name.removesuffix(".py"), stems, n=1)
+    return f"did you mean {path.parent / nearest[0]}.py?" if nearest else None
 
 
 def find_module(name: str, arguments: Sequence[str]) -> Module:
