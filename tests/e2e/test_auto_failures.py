@@ -250,7 +250,7 @@ def test_the_job_ends_as_rank_zero_does(command: Command, end: str, exit_code: i
     assert done.returncode == exit_code, done.stderr
     assert "then also failed" not in done.stderr
     assert ("ValueError: in atexit" in done.stderr) == (end == "unraisable")
-    assert done.stderr.count("Traceback") == (end in {"error", "unraisable"})
+    assert done.stderr.count("Traceback") == (end in {"error", "unraisable", "abort"})
     assert command.processes() == []
 
 

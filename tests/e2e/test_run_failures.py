@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -60,7 +61,108 @@ def test_a_crash_shows_the_line_of_python_it_was_at(command: Command) -> None:
     assert ended.returncode == 139
     report = ended.stderr[ended.stderr.index("[rankwise] rank 1 of 2 (") :]
     assert "failed first: killed by SIGSEGV, exit code 139" in report
-    assert 'train.py", line 5 in in_an_extension' in report
+    assert re.search(r'train.py", line 5, in in_an_extension\n.*\nFatal Python error: Segmentation fault\n$', report)
+    assert "fork_server" not in ended.stderr
+    assert ended.stderr.count("Fatal Python error") == 1
+
+
+def test_a_crash_in_a_process_that_a_rank_forked_is_shown_by_itself(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import ctypes, os, sys
+
+        child = os.fork()
+        if child == 0:
+            ctypes.string_at(0)
+        sys.exit(os.WTERMSIG(os.waitpid(child, 0)[1]))
+        """,
+    )
+    ended = command.run("-n", "1", "train.py")
+    assert ended.returncode == signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in ended.stderr
+
+
+MISTAKES = {
+    "in a call": "rw.DataLoader(list(range(8)), global_batch_size=8.5)",
+    "in a sample": "list(rw.DataLoader(Broken(), global_batch_size=4))",
+    "in a worker": "list(rw.DataLoader(Broken(), global_batch_size=4, num_workers=1))",
+    "in a batch": "list(rw.DataLoader(Ragged(), global_batch_size=4))",
+    "on a disk": "rw.save('/proc/x', model=rw.replicate(torch.nn.Linear(1, 1)))",
+    "in a weight": "rw.replicate(torch.nn.Linear(1, 1), weight=lambda x, y: 1)(torch.ones(4, 1))",
+    "in a recursion": "even(1)",
+    "of a rank that another waits for at its end": "rw.send(torch.ones(2), 0)",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_no_mistake_takes_more_than_twelve_lines(command: Command, mistake: str, num_ranks: int) -> None:
+    command.write(
+        "train.py",
+        f"""
+        import torch, rankwise as rw
+
+        class Broken(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                raise ValueError("bad sample")
+
+        class Ragged(Broken):
+            def __getitem__(self, index):
+                return torch.zeros(index)
+
+        def even(number):
+            return odd(number)
+
+        def odd(number):
+            return even(number)
+
+        world = rw.join()
+        {MISTAKES[mistake]}
+        """,
+    )
+    ended = command.run("-n", str(num_ranks), "train.py") if num_ranks else command.python("train.py")
+    assert ended.returncode == 1
+    assert "train.py" in ended.stderr
+    assert "fork_server" not in ended.stderr
+    report = re.split(r"(?=\[rankwise\] (?:all|rank) |Traceback)", ended.stderr, maxsplit=1)[1]
+    # The frames of the process that the test has python forked from.
+    report = re.sub(r'  File ".*/tests/warm\.py", .*\n(    .*\n)*', "", report)
+    assert len(report.splitlines()) <= 12, report
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_every_frame_is_shown_on_request(command: Command, num_ranks: int) -> None:
+    command.write("train.py", f"import rankwise as rw\n\nrw.join()\n{MISTAKES['in a call']}\n")
+    full = {"RANKWISE_TRACEBACK": "full"}
+    run = command.run("-n", "2", "train.py", env=full) if num_ranks else command.python("train.py", env=full)
+    assert "src/rankwise/data/loader.py" in run.stderr
+    assert "hidden" not in run.stderr
+
+
+def test_a_rank_that_fails_at_its_end_is_reported_as_one_that_failed_in_the_script(command: Command) -> None:
+    command.write("train.py", "import torch, rankwise as rw\nworld = rw.join()\nrw.send(torch.ones(2), 0)\n")
+    ended = command.run("-n", "2", "train.py")
+    assert "[rankwise] rank 1 then also failed: PeerFailed: Rank 0 failed: ConfigurationError.\n" in ended.stderr
+    assert ended.stderr.count("Traceback") == 1
+
+
+def test_the_hook_that_a_script_has_set_shows_its_errors(command: Command) -> None:
+    command.write(
+        "train.py",
+        """
+        import sys, rankwise as rw
+
+        sys.excepthook = lambda kind, error, trace: print("seen:", kind.__name__)
+        rw.join()
+        raise ValueError("boom")
+        """,
+    )
+    ended = command.python("train.py")
+    assert (ended.returncode, ended.stdout) == (1, "seen: ValueError\n")
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("line", ["breakpoint()", "input('name? ')"])

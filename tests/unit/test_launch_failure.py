@@ -152,6 +152,44 @@ def test_the_report_of_a_signal_shows_the_last_lines() -> None:
     )
 
 
+CRASH = f"""Fatal Python error: Segmentation fault
+
+Current thread 0x00007f (most recent call first):
+  File "{np.__file__}", line 3 in inner
+  File "train.py", line 9 in step
+  File "train.py", line 20 in <module>
+  File "{worker.__file__}", line 60 in run_rank
+  File "/venv/bin/rankwise", line 8 in <module>
+
+Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
+"""
+
+
+@pytest.mark.parametrize("log_path", [None, "l.err"])
+def test_a_crash_is_shown_from_the_line_of_the_script_on(log_path: str | None) -> None:
+    crashed = failure.from_exit(0, -11, 0.0, crash=CRASH)
+    attempt = FailedAttempt(
+        attempt=0, world_size=1, failures=(crashed,), ends={}, stderr_tail=("terminate called",), log_path=log_path
+    )
+    tail = "[rankwise] the last lines rank 0 wrote to stderr:\n  terminate called\n"
+    assert failure_report.whole(attempt) == (
+        "[rankwise] rank 0 of 1 failed: killed by SIGSEGV, exit code 139\n"
+        + ("[rankwise] its stderr is in l.err\n" if log_path else "")
+        + "Traceback (most recent call last):\n"
+        '  File "train.py", line 20, in <module>\n'
+        '  File "train.py", line 9, in step\n'
+        f'  File "{np.__file__}", line 3, in inner\n'
+        "Fatal Python error: Segmentation fault\n" + (tail if log_path else "")
+    )
+    assert crashed.brief == "SIGSEGV"
+
+
+def test_a_crash_without_a_line_of_python_is_shown() -> None:
+    assert failure.from_exit(0, -11, 0.0, crash="Fatal Python error: Segmentation fault\n\n").traceback == (
+        "Fatal Python error: Segmentation fault"
+    )
+
+
 def test_exit_codes_are_a_shells() -> None:
     assert [exit_code.shell_code(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
     assert exit_code.signal_name(64 + 63) == "signal 127"

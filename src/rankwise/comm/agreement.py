@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ from rankwise.comm.collectives import gather_json
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import PeerMissing, RankwiseError, fold_ranks, fold_values
 from rankwise.health.diagnosis import peer_failed
+from rankwise.health.traceback_folds import formatted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -98,7 +98,7 @@ def _share(label: str, own: _Outcome, call: str) -> list[Any]:
 
 
 def _failure(error: Exception) -> _Outcome:
-    text = str(error) if isinstance(error, RankwiseError) else "".join(traceback.format_exception(error))
+    text = str(error) if isinstance(error, RankwiseError) else formatted(error)
     return [type(error).__name__, text], error
 
 

@@ -12,7 +12,6 @@ import itertools
 import os
 import sys
 import threading
-import traceback
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from rankwise.comm import optimizer_steps, step_hooks
 from rankwise.comm.session import Session, annotate, current_or_none, set_current
 from rankwise.comm.world_group import forget_interface, is_opening
 from rankwise.health.diagnosis import forked_from, world_left
+from rankwise.health.traceback_folds import formatted
 from rankwise.log import speak_as
 from rankwise.torch_private.groups import abort_groups, leak_groups
 from rankwise.world.environments.process import launcher, note_echo
@@ -77,8 +77,7 @@ def fail(error: BaseException) -> RankwiseError | None:
             session.detector.leave(wait_for_peers=session.serves_store)
         else:
             annotate(error)
-            text = "".join(traceback.format_exception(error))
-            session.detector.fail(type(error).__name__, text, wait_for_peers=session.serves_store)
+            session.detector.fail(type(error).__name__, formatted(error), wait_for_peers=session.serves_store)
     else:
         annotate(error)
     if not launcher():
@@ -134,7 +133,10 @@ _hook_numbers = itertools.count()
 
 
 def hook_exit() -> None:
-    """Leave the world when the process exits, and notify the other ranks of an uncaught exception."""
+    """Leave the world when the process exits; notify the other ranks of an uncaught exception, and show it folded.
+
+    Where the hook of ``sys`` is not Python's own (a test runner's, a debugger's, the launcher's), that one shows it.
+    """
     if next(_hook_numbers):
         return
     atexit.register(_leave_at_exit)
@@ -145,14 +147,22 @@ def hook_exit() -> None:
         reason = None
         with contextlib.suppress(Exception):
             reason = fail(error)
-        if reason is None:
-            previous(kind, error, trace)
-        else:
-            previous(type(reason), reason.with_traceback(trace), trace)
+        shown = error.with_traceback(trace) if reason is None else reason.with_traceback(trace)
+        if previous is not sys.__excepthook__ or not _show(shown):
+            previous(type(shown), shown, trace)
         if issubclass(kind, Exception) and is_opening():
             _end_without_python()
 
     sys.excepthook = report_and_show
+
+
+def _show(error: BaseException) -> bool:
+    """Write an exception to stderr; return whether that was possible."""
+    with contextlib.suppress(Exception):
+        sys.stderr.write(formatted(error))
+        sys.stderr.flush()
+        return True
+    return False
 
 
 def _end_without_python() -> None:
@@ -180,7 +190,9 @@ def _leave_at_exit() -> None:
     try:
         leave()
     except Exception as error:  # noqa: BLE001 - whatever it is, it must not end as a success
-        traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # an exception in atexit would leave the exit code 0
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)  # as an exception of the script
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)  # an exception in atexit would leave the exit code 0

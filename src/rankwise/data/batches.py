@@ -202,6 +202,8 @@ def collated(
             f"collate_fn of {of} raised {type(error).__name__}: {error}",
             where=where,
             evidence=_describe_samples(samples, places) if isinstance(samples, list) else None,
+            do="return samples of one kind and shape from the dataset (pad or crop them), "
+            "or pass a collate_fn= that takes these",
         ) from error
 
 

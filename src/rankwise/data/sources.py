@@ -245,7 +245,7 @@ class SampleSource:
                     seed_generators(seed, self._owners)
                     samples.append(self._dataset[place])
         except Exception as error:
-            raise _reading_failed(f"dataset[{place}]", error, self._where) from error
+            raise _reading_failed(f"dataset[{place}]", f"evaluate dataset[{place}]", error, self._where) from error
         return samples
 
     def _collated(self, samples: list[Any], places: list[int]) -> Batch:
@@ -317,7 +317,8 @@ class StreamSource:
                 if len(block) == size or self._shards.remainder == "keep":
                     yield block
         except Exception as error:
-            raise _reading_failed(f"iterating the dataset after about {read} samples", error, self._where) from error
+            what = f"iterating the dataset after about {read} samples"
+            raise _reading_failed(what, "iterate over it", error, self._where) from error
 
     def _part_of(self, block: list[Any]) -> Batch:
         low, high = self._shards.local_part(0, len(block))
@@ -474,7 +475,8 @@ def _with_own_generators(batches: Iterator[FetchedBatch], seed: int, owners: lis
         yield fetched
 
 
-def _reading_failed(what: str, error: Exception, where: str) -> DatasetError:
+def _reading_failed(what: str, alone: str, error: Exception, where: str) -> DatasetError:
     # WebDataset refuses to start on several ranks without one, and advises to divide the files by rank.
-    do = _WHOLE_STREAM if "nodesplitter" in str(error) else None
+    by_itself = f"fix the dataset; to debug it, {alone} in one Python process"
+    do = _WHOLE_STREAM if "nodesplitter" in str(error) else by_itself
     return DatasetError(f"{what} raised {type(error).__name__}: {error}", where=where, do=do)

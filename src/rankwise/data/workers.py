@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import threading
-import traceback
 from contextlib import suppress
 from functools import partial
 from numbers import Integral, Real
@@ -27,7 +26,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from rankwise.data.sources import FetchedBatch, MapSource, StreamSource
 from rankwise.errors import ConfigurationError, DatasetError
 from rankwise.health.fork_safety import threads_are_known
+from rankwise.health.traceback_folds import formatted, lines_of
 from rankwise.torch_private.processes import end_workers, forget_iterator, show_worker, workers_of
+from rankwise.world.environments.process import shows_all_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ _MORE_SHARED_MEMORY = (
     f"medium: Memory at {_SHARED_MEMORY}; or read with fewer or no workers (num_workers=0)"
 )
 _ENOUGH_BYTES = 2**30
+_MOST_LINES = 4
+"""How many of the user's lines an error of a worker lists, innermost last."""
 
 
 class WorkerOptions(NamedTuple):
@@ -102,13 +105,14 @@ class WorkerFailure(NamedTuple):
     what: str
     where: str | None
     evidence: str
-    """The error's own, then the worker's traceback."""
+    """The error's own, then the user's lines in the worker."""
+    do: str | None
     cause: bytes
     """The exception that caused it, pickled; empty if it cannot be."""
 
     def error(self) -> DatasetError:
-        """Return the error as it was raised in the worker, the worker's traceback as evidence."""
-        error = DatasetError(self.what, where=self.where, evidence=self.evidence)
+        """Return the error as it was raised in the worker."""
+        error = DatasetError(self.what, where=self.where, evidence=self.evidence, do=self.do)
         if self.cause:
             error.__cause__ = pickle.loads(self.cause)  # noqa: S301 - from a worker of this process
         return error
@@ -122,8 +126,12 @@ def failure_of(error: DatasetError) -> WorkerFailure:
         pickle.loads(pickled)  # noqa: S301 - an exception may pickle well and fail to unpickle
     except Exception:  # noqa: BLE001 - any object may fail in any way here
         pickled = b""
-    trace = "".join(traceback.format_exception(cause)).rstrip()
-    return WorkerFailure(error.what, error.where, f"{error.evidence}\n{trace}" if error.evidence else trace, pickled)
+    trace = formatted(cause).rstrip()
+    if not shows_all_frames():
+        lines = ", which called ".join(f"{line} in {function}" for line, function in lines_of(cause)[-_MOST_LINES:])
+        trace = f"raised in a loader worker, at {lines}"
+    evidence = f"{error.evidence}\n{trace}" if error.evidence else trace
+    return WorkerFailure(error.what, error.where, evidence, error.do, pickled)
 
 
 class _ReadsRequests(Dataset[FetchedBatch | WorkerFailure]):

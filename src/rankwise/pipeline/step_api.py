@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from rankwise.comm.session import current, current_or_none
 from rankwise.errors import ConfigurationError
 from rankwise.health.event_log import Failed, post
+from rankwise.health.traceback_folds import formatted
 from rankwise.log import warn
 from rankwise.meter import note_layout
 from rankwise.pipeline.executor import (
@@ -354,7 +354,7 @@ class Pipeline:
             session = current()
             can_notify = session.store is not None and session.detector is not None and session.detector.error is None
             if can_notify and isinstance(error, Exception):
-                world, text = session.world, "".join(traceback.format_exception(error))
+                world, text = session.world, formatted(error)
                 post(cast("Store", session.store), Failed(world.rank, type(error).__name__, text, world.hostname))
             raise
 

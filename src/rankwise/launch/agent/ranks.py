@@ -289,7 +289,13 @@ class LocalRanks:
             at = flight_recorder.read_last_collective(flight_recorder.last_collective_path(file), ended.time)
             is_echo = Path(echo_note(self._error_file(rank))).exists()
             self.failures[rank] = failure.from_exit(
-                rank, ended.exit_code, ended.time, out_of_memory=out_of_memory, at=at, is_echo=is_echo
+                rank,
+                ended.exit_code,
+                ended.time,
+                out_of_memory=out_of_memory,
+                at=at,
+                is_echo=is_echo,
+                crash=failure.read_crash(self._error_file(rank)),
             )
             news.append(self.failures[rank])
         elif self.running or self.attempt.num_nodes > 1:

@@ -26,13 +26,11 @@ from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.fork_server import torch_env
 from rankwise.launch.fork_server.entrypoint import run_as_main
 from rankwise.launch.report import failure
-from rankwise.launch.report.failure import alone_note, note_script_end
+from rankwise.launch.report.failure import alone_note, crash_file, note_script_end, script_end_note
 from rankwise.launch.report.ranks_alone import forget_if_joined, watch_files, watch_steps
 from rankwise.world.environments.process import REPORT_OFF
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rankwise.launch.fork_server.entrypoint import Target
     from rankwise.launch.messages import RankStart
 
@@ -51,8 +49,8 @@ def run_rank(start: RankStart, target: Target, notify_pipe: int) -> int:
     """
     set_up(start.variables)
     # The launcher shows the first failure, last and in full; ranks do not show theirs.
-    sys.excepthook = _show_nothing
     own_pid = os.getpid()
+    sys.excepthook = partial(_record_late, start, notify_pipe, own_pid)
     _watch_for_mistakes(start)
     sys.argv[0] = str(target)  # for what is recorded before the target has set its own
     if start.variables.get("RANKWISE_REPORT", REPORT_OFF) != REPORT_OFF:
@@ -141,8 +139,13 @@ def _record_failure(error: BaseException, start: RankStart, exit_code: int, noti
     return False
 
 
-def _show_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Replace ``sys.excepthook`` where the launcher shows the error."""
+def _record_late(start: RankStart, notify_pipe: int, own_pid: int, *raised: Any) -> None:
+    """Replace ``sys.excepthook`` where the launcher shows the error: show nothing.
+
+    An error of the script has been recorded before; that of leaving the world, once the script has ended, is now.
+    """
+    if os.getpid() == own_pid and Path(script_end_note(start.variables["RANKWISE_ERROR_FILE"])).exists():
+        _record_failure(raised[1], start, 1, notify_pipe)
 
 
 # -- what is set up before the script runs -------------------------------------------------------------
@@ -168,7 +171,7 @@ def set_up(variables: dict[str, str]) -> None:
     _reseed_numpy()
     _line_by_line(sys.stdout)
     _line_by_line(sys.stderr)
-    _show_crashes()
+    _show_crashes(crash_file(variables["RANKWISE_ERROR_FILE"]))
     keep_sockets_in(str(Path(variables["RANKWISE_ERROR_FILE"]).parent))
     _offer_stack(variables.get("RANKWISE_STACK_FILE", ""))
 
@@ -207,11 +210,19 @@ def _line_by_line(stream: TextIO) -> None:
         reconfigure(line_buffering=True)
 
 
-def _show_crashes() -> None:
-    """Have Python write the stack on a crash (SIGSEGV, SIGABRT, ...): the exit code does not show where it was."""
+def _show_crashes(path: str) -> None:
+    """Have Python write the stack on a crash (SIGSEGV, SIGABRT, ...): the exit code does not show where it was.
+
+    The launcher shows what this rank writes to ``path``; processes that it forks write to stderr.
+    """
     # If the user has already enabled it, keep their settings.
-    if not faulthandler.is_enabled():
-        faulthandler.enable(file=2, all_threads=False)
+    if faulthandler.is_enabled():
+        return
+    file: TextIO | int = 2
+    with contextlib.suppress(OSError):
+        file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
+    faulthandler.enable(file, all_threads=False)
+    os.register_at_fork(after_in_child=partial(faulthandler.enable, 2, all_threads=False))
 
 
 def _offer_stack(path: str) -> None:

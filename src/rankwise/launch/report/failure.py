@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankwise.errors import PeerFailed, PeerMissing
+from rankwise.health.process_probe import lines_of_dump
+from rankwise.health.traceback_folds import folded, formatted, line_of
 from rankwise.launch.report.exit_code import OUT_OF_MEMORY, in_words, killed_in_words, signal_name
-from rankwise.launch.report.traceback_folds import folded, line_of
+from rankwise.world.environments.process import shows_all_frames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -135,12 +135,11 @@ def from_exception(error: BaseException, rank: int, exit_code: int) -> Failure:
     """Describe an uncaught exception whose traceback starts at the user's first frame."""
     code = repr(error.code)[:LONGEST_CODE] if isinstance(error, SystemExit) else ""
     line, function = line_of(error)
-    text = "" if code else "".join(traceback.format_exception(error))
     return Failure(
         rank=rank,
         type=type(error).__name__,
         message=_cut(text_of(error)),
-        traceback=_cut(text if os.environ.get("RANKWISE_TRACEBACK") == "full" else folded(text)),
+        traceback="" if code else _cut(formatted(error)),
         time=time.time(),
         secondary=_is_echo(error),
         exit_code=exit_code,
@@ -166,16 +165,40 @@ def _cut(text: str) -> str:
 
 
 def from_exit(
-    rank: int, exit_code: int, when: float, *, out_of_memory: bool | None = None, at: str = "", is_echo: bool = False
+    rank: int,
+    exit_code: int,
+    when: float,
+    *,
+    out_of_memory: bool | None = None,
+    at: str = "",
+    is_echo: bool = False,
+    crash: str = "",
 ) -> Failure:
     """Describe a process that failed without recording it: by a signal, or ``os._exit``.
 
     ``out_of_memory``: whether the OOM killer has run meanwhile; ``at``: where it was last seen; ``is_echo``: whether it
-    has recorded that only another rank's failure ended it.
+    has recorded that only another rank's failure ended it; ``crash``: what Python wrote when it crashed.
     """
     name = signal_name(-exit_code) if exit_code < 0 else "exit"
-    how = killed_in_words(exit_code, out_of_memory=out_of_memory)
-    return Failure(rank=rank, type=name, time=when, secondary=is_echo, exit_code=exit_code, how=how, at=at)
+    trace = _traceback_of_crash(crash)
+    how = killed_in_words(exit_code, out_of_memory=out_of_memory) or (in_words(exit_code) if trace else "")
+    return Failure(
+        rank=rank, type=name, time=when, secondary=is_echo, exit_code=exit_code, how=how, at=at, traceback=trace
+    )
+
+
+def _traceback_of_crash(crash: str) -> str:
+    """Return what ``faulthandler`` wrote as Python writes a traceback, from the user's first frame on."""
+    lines = lines_of_dump(crash)
+    outer = [number for number, line in enumerate(lines) if line.startswith(_OWN_FRAMES)]
+    frames: list[str] = []
+    for line in lines[outer[-1] + 1 if outer else 0 :]:
+        place, _, function = line.rpartition(" in ")
+        file, _, number = place.rpartition(":")
+        frames.append(f'  File "{file}", line {number}, in {function}\n')
+    title = "Traceback (most recent call last):\n" if frames else ""
+    text = "".join((title, *frames, crash.partition("\n")[0]))
+    return text if shows_all_frames() else folded(text)
 
 
 def from_stop(rank: int, seconds: float, when: float) -> Failure:
@@ -245,6 +268,19 @@ def stack_file(folder: str, attempt: int, rank: int) -> str:
 def alone_note(error_file: str) -> str:
     """Return the file that a rank creates if it trains without having joined its peers."""
     return str(Path(error_file).with_suffix(".alone"))
+
+
+def crash_file(error_file: str) -> str:
+    """Return the file that Python writes a rank's stack to if it crashes, in an extension or in C."""
+    return str(Path(error_file).with_suffix(".crash"))
+
+
+def read_crash(error_file: str) -> str:
+    """Return what a rank that crashed has written; empty if it has not crashed."""
+    try:
+        return Path(crash_file(error_file)).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def script_end_note(error_file: str) -> str:

@@ -118,12 +118,14 @@ def whole(failed: FailedAttempt, *, advises: bool = True) -> str:
         lines.append(f"[rankwise] its stderr is in {failed.log_path}")
     others = [] if _is_common(failed) else _ends_of_others(failed)
     lines += others
-    is_elsewhere = failed.hostname not in {"", socket.gethostname()}
+    is_shown = not failed.log_path and failed.hostname in {"", socket.gethostname()}
+    is_crash = bool(first.traceback and first.how)
     if first.traceback:
         lines += [f"[rankwise] the error of rank {first.rank}:"] if others else []
         lines.append(first.traceback.rstrip("\n"))
-    elif failed.stderr_tail and (failed.log_path or is_elsewhere or first.type != SystemExit.__name__):
-        # What a script prints before it calls sys.exit() is on this machine's terminal already.
+    needs_tail = is_crash or not first.traceback
+    # What a script prints before it calls sys.exit() or crashes is on this machine's terminal already.
+    if failed.stderr_tail and needs_tail and not (is_shown and (is_crash or first.type == SystemExit.__name__)):
         lines.append(f"[rankwise] the last lines rank {first.rank} wrote to stderr:")
         lines.extend(f"  {line}" for line in failed.stderr_tail)
     advice = advice_for(f"{first.type}: {first.message or first.how}") if advises else None

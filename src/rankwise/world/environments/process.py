@@ -107,6 +107,11 @@ def wants_no_color() -> bool:
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
+def shows_all_frames() -> bool:
+    """Return whether the user asked for tracebacks with the frames of torch and rankwise."""
+    return os.environ.get("RANKWISE_TRACEBACK") == "full"
+
+
 def nodes_of_job() -> int:
     """Return the number of nodes of the Slurm job that this process runs in, outside any of its steps; 1 elsewhere."""
     variables = os.environ
