@@ -257,3 +257,16 @@ def test_a_model_that_torch_spreads_already_is_refused_with_the_line_to_write() 
             "to it"
         )
         assert "\n  evidence  it is the part 1 of the model\n  do        omit DataParallel(...)" in part
+
+
+def _counting_rows(_: World) -> list[str]:
+    model = nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True))
+    with pytest.raises(ConfigurationError) as caught:
+        rw.replicate(model)
+    return [str(caught.value)]
+
+
+def test_gradients_divided_by_how_often_a_row_occurs_are_refused_on_several_ranks() -> None:
+    for result in testing.run_ranks(_counting_rows, 2):
+        (error,) = result.get()
+        assert "The Embedding 0 divides each row's gradient by how often the row occurs in a batch" in error

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from rankwise.comm import optimizer_steps
+from rankwise.comm.session import current
 from rankwise.errors import ConfigurationError
 from rankwise.replicate.own_hooks import measure_forward
 
@@ -151,6 +152,12 @@ def _check_module(model: object, strategy: str) -> dict[str, nn.Parameter]:
                 f"{strategy}() was given a model in {wrapper}, which spreads it over devices too.",
                 evidence=f"it is the part {name} of the model" if name else None,
                 do=f"omit {wrapper}(...): call rankwise.{strategy}() with the model that was passed to it",
+            )
+        if getattr(part, "scale_grad_by_freq", False) is True and current().world.world_size > 1:
+            raise ConfigurationError(
+                f"The {type(part).__name__} {name} divides each row's gradient by how often the row occurs in a batch "
+                "(scale_grad_by_freq=True): a rank would count its own part of the batch.",
+                do="omit scale_grad_by_freq",
             )
     named = dict(model.named_parameters())
     lazy = next((name for name, one in named.items() if torch.nn.parameter.is_lazy(one)), None)
