@@ -189,16 +189,22 @@ def _text_of(event: Event) -> str:
 
 
 def post_departure(
-    log: AppendableLog, event: Left | Failed, world_size: int, first: int = 1, *, for_all: bool = False
+    log: AppendableLog,
+    event: Left | Failed,
+    world_size: int,
+    first: int = 1,
+    *,
+    for_all: bool = False,
+    again: bool = False,
 ) -> int:
     """Record that a rank has left or failed, once; all ranks read one of the first of its kind, or ``for_all``.
 
-    With ``for_all``, they read it even if a departure of that rank was recorded before.
+    With ``again``, they read it too if a departure of that rank was recorded before.
 
     Returns:
         A number below which the log is full.
     """
-    text, number, is_read = _text_of(event), 0, for_all
+    text, number, is_read = _text_of(event), 0, again
     if log.set_if_absent(departed_key(event.rank), text):
         number = log.add(NUM_DEPARTED_KEY, 1)
         if number > MOST_REPORTED and world_size > MOST_LOOKED_UP:

@@ -14,7 +14,7 @@ import json
 import socket
 import time
 from asyncio import StreamWriter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rankwise.health.event_log import (
@@ -295,27 +295,28 @@ class AttemptKeys:
         self._prefix = f"attempt/{attempt}/"
         self._next_events = [1]
         """For each world, a number below which its log is full."""
-        self._posted: list[tuple[Event, bool]] = []
-        """With whether all ranks read it, for a failure."""
+        self._posted: list[_Posted] = []
         self._num_failed = 0
         self._ended: list[int] = []
 
     def post(self, event: Event) -> None:
         """Notify the ranks of the attempt of an event, whichever world they are in."""
         self.follow()
-        for_all = False
-        if isinstance(event, Failed):
-            # The first are read even if the rank has left before, or was killed while it recorded its departure.
-            for_all = self._num_failed < MOST_REPORTED or event.rank in self.optional_ranks()
-            self._num_failed += 1
-        self._posted.append((event, for_all))
+        is_failure = isinstance(event, Failed)
+        is_of_optional = is_failure and event.rank in self.optional_ranks()
+        # The rank may have left before, or was killed while it recorded its departure.
+        posted = _Posted(event, for_all=is_of_optional, again=is_failure and self._num_failed < MOST_REPORTED)
+        self._num_failed += is_failure
+        self._posted.append(posted)
         for number in range(len(self._next_events)):
-            self._post(number, event, for_all=for_all)
+            self._post(number, posted)
 
-    def _post(self, number: int, event: Event, *, for_all: bool) -> None:
-        keys, first = _WorldKeys(self._keys, self._prefix_of(number)), self._next_events[number]
+    def _post(self, number: int, posted: _Posted) -> None:
+        keys, first, event = _WorldKeys(self._keys, self._prefix_of(number)), self._next_events[number], posted.event
         if isinstance(event, Left | Failed):
-            self._next_events[number] = post_departure(keys, event, self._world_size, first, for_all=for_all)
+            self._next_events[number] = post_departure(
+                keys, event, self._world_size, first, for_all=posted.for_all, again=posted.again or posted.for_all
+            )
         else:
             self._next_events[number] = post(keys, event, first) + 1
 
@@ -333,8 +334,8 @@ class AttemptKeys:
         """Repeat earlier events and marks for ranks that have joined another world, where they apply as well."""
         for number in range(len(self._next_events), self._num_rejoined() + 1):
             self._next_events.append(1)
-            for event, for_all in self._posted:
-                self._post(number, event, for_all=for_all)
+            for posted in self._posted:
+                self._post(number, posted)
             for rank in self._ended:
                 self._mark(number, rank)
 
@@ -354,6 +355,15 @@ class AttemptKeys:
 
     def _prefix_of(self, number: int) -> str:
         return f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """An event, and which ranks read it: see :func:`rankwise.health.event_log.post_departure`."""
+
+    event: Event
+    for_all: bool
+    again: bool
 
 
 class _WorldKeys:
