@@ -204,7 +204,7 @@ class FailureDetector:
     def _look_up_list(self, members: Sequence[int]) -> None:
         """Read the departures that were listed since the last time: one small message if there are none."""
         count, awaited = self._listed
-        now_count = self.store.add(NUM_DEPARTED_KEY, 0)
+        now_count = int(self.store.peek_all([NUM_DEPARTED_KEY]).get(NUM_DEPARTED_KEY, 0))
         numbers = {listed_key(number): number for number in [*awaited, *range(count + 1, now_count + 1)]}
         found = self.store.peek_all(list(numbers)) if numbers else {}
         self._note_departures(list(found.values()))
