@@ -3,7 +3,8 @@
 
 The launcher's server (store, coordinator, event log) runs in a process of its own, hosts and ranks in others
 (``scale_parts.py``). One job each of 10, 100, 1,000 and 10,000 ranks, eight on a host: its hosts introduce themselves,
-its ranks join, confirm a step, answer a status poll, are told of a failure, restart, and end. Torch's TCPStore with
+its ranks join, confirm a step, answer a status poll, are told of a failure, restart, lose one host in ten at once,
+restart with these hosts, and end. Torch's TCPStore with
 libuv does the same join in the same run. Planning a save and a load is measured with the state of as many ranks.
 
 Arguments: numbers of ranks; by default these four.
@@ -100,14 +101,15 @@ class Job:
         self.parts = [Part("hosts", port, first, end, ranks) for first, end in pairwise(bounds)]
         self._cpu = self.server.first["cpu"]
 
-    def phase(self, name: str, *steps: tuple[object, ...], only_first: bool = False) -> None:
-        """Have every process do some steps; record how long until the last is done."""
+    def phase(self, name: str, *steps: tuple[object, ...], of_first: tuple[object, ...] = ()) -> None:
+        """Have every process do some steps, the first one ``of_first`` before; record how long until all are done."""
         begun = time.monotonic()
-        parts = self.parts[:1] if only_first else self.parts
-        for step in steps:
-            for part in parts:
-                part.ask(*step)
-        answers = [part.answer() for _ in steps for part in parts]
+        asked = [(part, step) for step in steps for part in self.parts]
+        if of_first:
+            asked.insert(0, (self.parts[0], of_first))
+        for part, step in asked:
+            part.ask(*step)
+        answers = [part.answer() for part, _ in asked]
         errors = [error for answer in answers for error in answer["errors"]]
         if errors:
             raise RuntimeError(f"{name} of {self.figures.ranks} ranks: {errors[:3]}")
@@ -158,10 +160,8 @@ def simulated(ranks: int) -> Figures:
         job.phase("hosts", ("open_links",), ("wait_for", "StartAttempt", {"attempt": 0}))
         job.phase("join", ("join", 0))
         job.phase("confirm", ("barrier", "save-1"))
-        job.phase("poll", ("poll_status",), only_first=True)
-        job.parts[0].ask("fail", 3, 0)
-        job.parts[0].answer()
-        job.phase("failure", ("know_failure", 3))
+        job.phase("poll", of_first=("poll_status",))
+        job.phase("failure", ("know_failure", 3), of_first=("fail", 3, 0))
         job.phase("leave", ("leave",))
         job.phase(
             "restart",
@@ -170,7 +170,17 @@ def simulated(ranks: int) -> Figures:
             ("wait_for", "StartAttempt", {"attempt": 1}),
             ("join", 1),
         )
-        job.phase("end", ("leave",), ("ends", 1, {"departed": True}), ("wait_for", "EndJob", {}))
+        job.phase("lost", ("lose",), ("know_losses",))
+        job.phase(
+            "rejoin",
+            ("leave",),
+            ("wait_for", "StopAttempt", {"attempt": 1}),
+            ("ends", 1, {"departed": False}),
+            ("open_links",),
+            ("wait_for", "StartAttempt", {"attempt": 2}),
+            ("join", 2),
+        )
+        job.phase("end", ("leave",), ("ends", 2, {"departed": True}), ("wait_for", "EndJob", {}))
         job.torch_join()
     finally:
         job.end()
@@ -185,6 +195,8 @@ PHASES = {
     "failure": "all know a failure",
     "leave": "all left",
     "restart": "all stopped, restarted and joined",
+    "lost": "all know that one host in ten is lost",
+    "rejoin": "all left, restarted with these hosts and joined",
     "end": "orderly end",
 }
 
@@ -203,7 +215,7 @@ def table(jobs: list[Figures], plans: list[dict[str, float]]) -> str:
     add("the same join with torch's TCPStore", [seconds(job.torch["seconds"]) for job in jobs])
     for name in ("save", "load"):
         add(f"planning a {name} on rank zero", [seconds(plan[name]) for plan in plans], f"<= {REACH[name]:g} s")
-    for name in ("join", "confirm", "failure", "end"):
+    for name in ("join", "confirm", "failure", "leave", "lost", "end"):
         add(f"{name}: messages per rank", [f"{job.messages[name]:.1f}" for job in jobs], "constant")
         add(f"{name}: bytes per rank", [f"{job.bytes[name]:,.0f}" for job in jobs], "constant")
     add("join: CPU time of the server", [seconds(job.cpu["join"]) for job in jobs])

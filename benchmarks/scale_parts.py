@@ -26,10 +26,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from scale_ranks import Counted, Socket, Turns, take_turns
+from scale_ranks import PAUSE_SECONDS, Counted, Socket, Turns, take_turns
 
 from rankwise.comm.agreement import StoreRanks
 from rankwise.comm.collectives.objects import agree_on_key
+from rankwise.health.event_log import NUM_DEPARTED_KEY, key_of
 from rankwise.health.failure_detector import FailureDetector
 from rankwise.launch.controller.coordinator import Coordinator
 from rankwise.launch.controller.link import ControllerLink
@@ -82,7 +83,7 @@ def serve(num_hosts: int) -> None:
     listener = listen(HOST, 0)
     coordinator = Coordinator(
         nodes=(num_hosts, num_hosts),
-        max_restarts=1,
+        max_restarts=2,
         rendezvous="here",
         timeout_seconds=LIMIT_SECONDS,
         now=time.monotonic(),
@@ -119,7 +120,8 @@ class Hosts:
         self.numbers = hosts
         self.ranks = [rank for host in hosts for rank in self.ranks_of(host)]
         self.links: dict[int, ControllerLink] = {}
-        self.received: dict[int, list[Message]] = {host: [] for host in hosts}
+        self.received: dict[int, list[Message]] = {}
+        self.sockets: dict[int, Socket] = {}
         self.detectors: dict[int, FailureDetector] = {}
         self.stores: dict[int, Store] = {}
         self.errors: list[str] = []
@@ -147,8 +149,8 @@ class Hosts:
     # -- agents ----------------------------------------------------------------------------------------
 
     def open_links(self) -> None:
-        """Introduce every host to the coordinator."""
-        for host in self.numbers:
+        """Introduce every host to the coordinator, unless it has a connection."""
+        for host in [host for host in self.numbers if host not in self.links]:
             node = Node(
                 node_id=f"n{host}",
                 hostname=hostname(host),
@@ -159,6 +161,7 @@ class Hosts:
             )
             connection = open_connection(HOST, self.port, SECRET.encode(), PURPOSE, LIMIT_SECONDS)
             link = self.links[host] = ControllerLink(connection, Hello(node=node))
+            self.received[host] = []
             read = partial(lambda link, received: received.extend(link.receive()), link, self.received[host])
             self.turns.when_ready(link.fileno(), select.EPOLLIN, read)
 
@@ -188,6 +191,18 @@ class Hosts:
         )
         self.links[rank // RANKS_PER_HOST].send(RankFailed(attempt=attempt, failure=failed))
 
+    def lose(self) -> None:
+        """Lose one host in ten: its connection and those of its ranks are closed."""
+        for host in [host for host in self.numbers if is_lost(host)]:
+            self.received.pop(host)
+            link = self.links.pop(host)
+            self.turns.forget(link.fileno())
+            link.close()
+            for rank in self.ranks_of(host):
+                self.detectors.pop(rank)
+                self.stores.pop(rank)
+                self.sockets.pop(rank).drop()
+
     def ends(self, attempt: int, *, departed: bool) -> None:
         """Have every agent report that its ranks have exited: each for itself, and all together."""
         for host, link in self.links.items():
@@ -212,7 +227,8 @@ class Hosts:
                 store_is_served=True,
                 attempt=str(attempt),
             )
-            shared: Any = Socket(self.turns, self.counted, (HOST, self.port), SECRET.encode(), LIMIT_SECONDS)
+            self.sockets[rank] = Socket(self.turns, self.counted, (HOST, self.port), SECRET.encode(), LIMIT_SECONDS)
+            shared: Any = self.sockets[rank]
             store = Store(StoreConnection(shared), f"attempt/{attempt}")
             store.expect_answers_within(LIMIT_SECONDS)
             bootstrap.exchange_rank_addresses(store, reading, LIMIT_SECONDS, sight_of(rank))
@@ -243,6 +259,28 @@ class Hosts:
             self.errors.append("not every rank was told")
         self.errors += [str(one.error) for one in others if f"Rank {failed} " not in str(one.error)]
 
+    def know_losses(self) -> None:
+        """Return when every rank that is left knows that it cannot continue, and has read all events of the losses."""
+        left = list(self.detectors.values())
+        num_hosts = -(-self.world_size // RANKS_PER_HOST)
+        num_lost = sum(len(self.ranks_of(host)) for host in range(num_hosts) if is_lost(host))
+        ends_at: list[int] = []
+
+        def find_end(rank: int) -> None:
+            store = self.stores[rank]
+            while store.add(NUM_DEPARTED_KEY, 0) < num_lost:
+                self.turns.sleep(PAUSE_SECONDS)
+            number = self.detectors[rank].next_event
+            while store.check(key_of(number)):
+                number += 1
+            ends_at.append(number)
+
+        self.each(list(self.detectors)[:1], find_end)
+        if not self.turns.run_until(
+            lambda: all(one.error is not None and one.next_event >= max(ends_at) for one in left), LIMIT_SECONDS
+        ):
+            self.errors.append("not every rank has read the log")
+
     def poll_status(self) -> None:
         """Have the first rank of this process ask every rank what it is doing."""
 
@@ -261,9 +299,14 @@ class Hosts:
             self.detectors[rank].store.close()
             self.stores[rank].close()
 
-        self.each(self.ranks, leave)
+        self.each(list(self.detectors), leave)
         self.detectors.clear()
         self.stores.clear()
+
+
+def is_lost(host: int) -> bool:
+    """Return whether this host is among those that are lost: one in ten, never the one that serves the job."""
+    return host % 10 == 1
 
 
 def hostname(host: int) -> str:

@@ -258,8 +258,9 @@ class Socket:
             self._close()
 
     def drop(self) -> None:
-        """Close the socket when Python ends."""
-        self._socket.close()
+        """Close the connection, whoever uses it."""
+        if self._socket.fileno() >= 0:
+            self._close()
 
     def end_waits(self, user: object) -> None:
         """Have the requests of ``user`` that wait for a key end as if their time had passed."""

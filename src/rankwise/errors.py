@@ -21,14 +21,20 @@ def rank_prefix(rank: int, world_size: int, hostname: str | None = None) -> str:
 
 def fold_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text with runs folded: ``[0, 1, 2, 5]`` gives ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
+    runs = runs_of(ranks)
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
+
+def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last rank of each run of consecutive ones."""
+    runs: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = runs[-1][0], rank
         else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {text}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {text}"
+            runs.append((rank, rank))
+    return runs
 
 
 def fold_values(value_of_rank: Mapping[int, object]) -> str:

@@ -59,6 +59,18 @@ def test_every_world_receives_each_event_once() -> None:
     assert [job.events(world) for world in range(3)] == [[left, failed], [own, left, failed], [left, failed]]
 
 
+def test_all_ranks_read_the_first_failures_and_those_of_optional_ranks() -> None:
+    job = _Job()
+    job.set(WORLDS[0] + EXPENDABLE_KEY, "[20, 21]")
+    failures = [Failed(rank, "ValueError", "boom") for rank in range(22)]
+    # It had left its world before.
+    job.logs.post(Left(0))
+    for failed in failures:
+        job.logs.post(failed)
+    # Of rank 0 they read that it failed too.
+    assert job.events(0) == [Left(0), *failures[:9], *failures[20:]]
+
+
 def test_two_events_alike_are_two() -> None:
     job = _Job()
     for _ in range(2):

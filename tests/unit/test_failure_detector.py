@@ -84,6 +84,35 @@ def test_departures_are_looked_up_soon_in_a_new_wait(monkeypatch: pytest.MonkeyP
         detector.note_wait(None)
 
 
+@pytest.mark.parametrize("is_listed_late", [True, False])
+def test_a_departure_that_is_counted_and_not_listed_is_found(
+    monkeypatch: pytest.MonkeyPatch, *, is_listed_late: bool
+) -> None:
+    monkeypatch.setattr(failure_detector, "FIRST_LOOK_UP_SECONDS", 0.0)
+    with following(world_size=80) as detector:
+        for rank in range(1, 9):
+            event_log.post_departure(detector.store, event_log.Left(rank, begun={EVERYONE: 1}), 80)
+        with detector.changed:
+            assert detector.changed.wait_for(lambda: len(detector.departures) == 8, 20)
+        ticket = detector.ticket("barrier()")
+        left = json.dumps({"kind": "Left", "token": "", "rank": 9})
+        if not is_listed_late:
+            # As of a rank that is killed in between.
+            detector.store.set(event_log.departed_key(9), left)
+        detector.store.add(event_log.NUM_DEPARTED_KEY, 1)
+        event_log.post_departure(detector.store, event_log.Left(10, begun={EVERYONE: 1}), 80)
+        detector.note_wait(ticket)
+        assert detector.failure_blocking(ticket) is None
+        assert 10 in detector.departures
+        if is_listed_late:
+            detector.store.set(event_log.listed_key(9), left)
+        detector.note_wait(ticket)
+        error = detector.failure_blocking(ticket)
+        assert isinstance(error, PeerMissing)
+        assert error.ranks == (9,)
+        detector.note_wait(None)
+
+
 def test_a_rank_that_finds_a_process_ended_notifies_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_timeout, "EXPLANATION_SECONDS", 0.05)
     with following() as detector:

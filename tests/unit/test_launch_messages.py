@@ -71,7 +71,7 @@ def test_a_time_that_is_no_time_comes_through() -> None:
         b'{"kind": "StopAttempt", "attempt": "0", "settle_seconds": 0}',
         b'{"kind": "StopAttempt", "attempt": true, "settle_seconds": 0}',
         b'{"kind": "StopAttempt", "attempt": 0, "settle_seconds": 0, "more": 1}',
-        b'{"kind": "RanksDeparted", "attempt": 0, "ranks": [0, null]}',
+        b'{"kind": "RanksDeparted", "attempt": 0, "runs": [[0, null]]}',
         b'{"kind": "Ready", "rendezvous": ["a", 1, 2]}',
         b'{"kind": "RanksEnded", "attempt": 0, "report": {"ends": {"a": "b"}}}',
         b"[" * 100_000,

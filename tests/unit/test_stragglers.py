@@ -105,8 +105,8 @@ def test_every_machine_with_ranks_is_notified_which_have_ended() -> None:
     scene.ranks_ended("b", 0)
     scene.coordinator.rank_departed(0, 0)
     scene.coordinator.tick(scene.now)
-    sent = [(to, one.ranks) for to, one in scene.sent(RanksDeparted)]
-    assert sent == [("a", (3,)), ("b", (3,)), ("a", (1, 2)), ("b", (1, 2)), ("a", (0,))]
+    sent = [(to, one.runs) for to, one in scene.sent(RanksDeparted)]
+    assert sent == [("a", ((3, 3),)), ("b", ((3, 3),)), ("a", ((1, 2),)), ("b", ((1, 2),)), ("a", ((0, 0),))]
 
 
 def test_a_rank_that_has_ended_is_marked_where_it_has_not_joined() -> None:

@@ -22,11 +22,15 @@ WORLDS_KEY = "rankwise/worlds"
 """Where the launcher finds how many worlds the ranks have joined after their first; among the keys of the first."""
 MOST_REPORTED = 8
 """How many of the first departures all ranks read, and of the first failures, however many ranks have left before: N
-events read by N ranks would be N x N messages. Those of other ranks are found by their keys."""
+events read by N ranks would be N x N messages. The other departures are looked up."""
+MOST_LOOKED_UP = 64
+"""Of how many ranks the departures are looked up one by one; of more, in the list of all."""
 ALL_DEPARTED_KEY = "rankwise/departed/all"
 """Is set once every rank has left or failed."""
 _DEPARTED_KEY = "rankwise/departed/{}"
-_NUM_DEPARTED_KEY = "rankwise/departed/number"
+NUM_DEPARTED_KEY = "rankwise/departed/number"
+"""Counts the ranks that have left or failed."""
+_LISTED_KEY = "rankwise/departed/listed/{}"
 _NUM_FAILED_KEY = "rankwise/departed/failures"
 """Counts the failures that end the job."""
 EVENT_READ_SECONDS = 10.0
@@ -185,23 +189,43 @@ def _text_of(event: Event) -> str:
 
 
 def post_departure(
-    log: AppendableLog, event: Left | Failed, world_size: int, first: int = 1, *, for_all: bool = False
-) -> None:
-    """Record that a rank has left or failed, once; all ranks read one of the first of its kind, or ``for_all``."""
-    text = _text_of(event)
-    if not log.set_if_absent(departed_key(event.rank), text):
-        return
-    number = log.add(_NUM_DEPARTED_KEY, 1)
-    count = log.add(_NUM_FAILED_KEY, 1) if isinstance(event, Failed) and not for_all else number
-    if count <= MOST_REPORTED or for_all:
-        post(log, event, first)
+    log: AppendableLog,
+    event: Left | Failed,
+    world_size: int,
+    first: int = 1,
+    *,
+    for_all: bool = False,
+    again: bool = False,
+) -> int:
+    """Record that a rank has left or failed, once; all ranks read one of the first of its kind, or ``for_all``.
+
+    With ``again``, they read it too if a departure of that rank was recorded before.
+
+    Returns:
+        A number below which the log is full.
+    """
+    text, number, is_read = _text_of(event), 0, again
+    if log.set_if_absent(departed_key(event.rank), text):
+        number = log.add(NUM_DEPARTED_KEY, 1)
+        if number > MOST_REPORTED and world_size > MOST_LOOKED_UP:
+            log.set(listed_key(number), text)
+        count = log.add(_NUM_FAILED_KEY, 1) if isinstance(event, Failed) and not for_all else number
+        is_read = for_all or count <= MOST_REPORTED
+    if is_read:
+        first = post(log, event, first) + 1
     if number == world_size:
         log.set(ALL_DEPARTED_KEY, "")
+    return first
 
 
 def departed_key(rank: int) -> str:
     """Return the key of the departure of a rank, as :func:`event_of` reads it."""
     return _DEPARTED_KEY.format(rank)
+
+
+def listed_key(number: int) -> str:
+    """Return the key of a departure by its number, the first is 1; for those that not all ranks read."""
+    return _LISTED_KEY.format(number)
 
 
 def event_of(text: str | bytes) -> Event:

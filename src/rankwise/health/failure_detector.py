@@ -18,7 +18,9 @@ from rankwise.errors import ConfigurationError, RankwiseError
 from rankwise.health import diagnosis, process_probe
 from rankwise.health.event_log import (
     ALL_DEPARTED_KEY,
+    MOST_LOOKED_UP,
     MOST_REPORTED,
+    NUM_DEPARTED_KEY,
     ConnectionBroke,
     DetectorEnded,
     Event,
@@ -32,6 +34,7 @@ from rankwise.health.event_log import (
     departed_key,
     event_of,
     key_of,
+    listed_key,
     post,
     post_departure,
 )
@@ -113,6 +116,8 @@ class FailureDetector:
         self._optional: set[int] = set()
         self._num_left = 0
         """How many departures the log has reported."""
+        self._listed: tuple[int, list[int]] = (MOST_REPORTED, [])
+        """How many departures were looked up in the list, and the numbers of those that were not there yet."""
         self._look_up_at = 0.0
         self._look_up_seconds = FIRST_LOOK_UP_SECONDS
         self._training = _TrainingThread()
@@ -194,14 +199,31 @@ class FailureDetector:
     def _look_up(self, ranks: Sequence[int]) -> None:
         """Read departures from the store."""
         found = self.store.peek_all([departed_key(rank) for rank in ranks if rank not in self.departures])
+        self._note_departures(list(found.values()))
+
+    def _look_up_list(self, members: Sequence[int]) -> None:
+        """Read the departures that were listed since the last time: one small message if there are none."""
+        count, awaited = self._listed
+        now_count = int(self.store.peek_all([NUM_DEPARTED_KEY]).get(NUM_DEPARTED_KEY, 0))
+        numbers = {listed_key(number): number for number in [*awaited, *range(count + 1, now_count + 1)]}
+        found = self.store.peek_all(list(numbers)) if numbers else {}
+        self._note_departures(list(found.values()))
+        missing = [number for key, number in numbers.items() if key not in found]
+        if not set(awaited).isdisjoint(missing):
+            # A rank was killed after it was counted, before it was listed.
+            self._look_up(members)
+            missing = [number for number in missing if number not in awaited]
+        self._listed = max(count, now_count), missing
+
+    def _note_departures(self, texts: Sequence[bytes]) -> None:
         with self.changed:
-            for text in found.values():
+            for text in texts:
                 event = event_of(text)
                 if isinstance(event, Left | Failed):
                     self.departures.setdefault(event.rank, event)
                 if isinstance(event, Failed) and event.rank != self.world.rank:
                     self._record_loss(self.store, event, [event.rank])
-            if found:
+            if texts:
                 self._look_up_seconds = FIRST_LOOK_UP_SECONDS
 
     def _look_up_members(self, exchange_id: int) -> None:
@@ -210,7 +232,11 @@ class FailureDetector:
         if self._may_be_unreported and now >= self._look_up_at:
             self._look_up_at = now + self._look_up_seconds
             self._look_up_seconds = min(2 * self._look_up_seconds, LONGEST_LOOK_UP_SECONDS)
-            self._look_up([rank for rank in range(self.world_size) if self.recorder.is_member(rank, exchange_id)])
+            members = [rank for rank in range(self.world_size) if self.recorder.is_member(rank, exchange_id)]
+            if len(members) <= MOST_LOOKED_UP:
+                self._look_up(members)
+            else:
+                self._look_up_list(members)
 
     @property
     def has_lost_ranks(self) -> bool:

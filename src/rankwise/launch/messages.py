@@ -214,7 +214,8 @@ class RanksDeparted:
     """These ranks of the job have exited without an error."""
 
     attempt: int
-    ranks: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    """The first and the last of each run of consecutive ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

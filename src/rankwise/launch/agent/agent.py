@@ -313,7 +313,7 @@ class Agent:
             case StopRank() if running := self._current(message.attempt):
                 running.begin_to_end_rank(message.rank, message.settle_seconds)
             case RanksDeparted() if running := self._current(message.attempt):
-                running.note_departed(message.ranks)
+                running.note_departed([rank for first, last in message.runs for rank in range(first, last + 1)])
             case RequestStop():
                 self._request_save()
             case _:  # a heartbeat, or for an attempt that is over

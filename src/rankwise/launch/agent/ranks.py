@@ -112,9 +112,10 @@ class LocalRanks:
         """Start the ranks of an attempt, after those of the previous one; ``between`` is called while this waits."""
         self.attempt = attempt
         self._known = _RanksOfAttempt()
+        ranks_per_node = parse_counts(attempt.ranks_per_node, "ranks_per_node")
         for local_rank in range(self.num_ranks):
             rank = attempt.first_rank + local_rank
-            variables = self._variables(attempt, local_rank)
+            variables = self._variables(attempt, local_rank, ranks_per_node)
             streams = self._output.open_rank(rank, attempt.world_size, attempt.attempt)
             self._server.start(RankStart(rank=rank, attempt=attempt.attempt, variables=variables), streams)
             descriptors_closed(streams)
@@ -311,9 +312,8 @@ class LocalRanks:
     def _error_file(self, rank: int) -> str:
         return failure.error_file(self._folder, self._number, rank)
 
-    def _variables(self, attempt: StartAttempt, local_rank: int) -> dict[str, str]:
+    def _variables(self, attempt: StartAttempt, local_rank: int, ranks_per_node: Sequence[int]) -> dict[str, str]:
         rank = attempt.first_rank + local_rank
-        ranks_per_node = parse_counts(attempt.ranks_per_node, "ranks_per_node")
         own = variables_for(
             rank=rank,
             world_size=attempt.world_size,

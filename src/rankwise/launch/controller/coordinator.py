@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from rankwise.errors import runs_of
 from rankwise.health.event_log import Event, Left, StopRequested
 from rankwise.health.preemption import STOPPED_EXIT_CODE
 from rankwise.launch.controller.nodes import (
@@ -67,6 +68,8 @@ WATCHER = ""
 """In place of a machine: receives what all machines are shown, for the process that serves the job and runs no rank."""
 MOST_IN_FULL = 64
 """How many ranks a report names in full to machines that show only a line of it."""
+DEPARTED_SECONDS = 5.0
+"""How long more machines than that wait to be told of ranks that have exited: together, they are a few numbers."""
 GROW_SECONDS = 30.0
 """How long ranks may take to save and stop for machines that have rejoined."""
 
@@ -125,6 +128,8 @@ class Coordinator:
         self._last_call: float | None = None
         self._departed: list[int] = []
         """Ranks that have exited without an error, which the machines are not told yet."""
+        self._departed_since = now
+        """When the first of them exited."""
         self._stop_requested = False
         self._why_incomplete = ""
         self._ticked = now
@@ -242,6 +247,8 @@ class Coordinator:
         """A rank has exited without an error while others run."""
         if self._attempt is not None and self._attempt.number == attempt:
             self._attempt.departed.add(rank)
+            if not self._departed:
+                self._departed_since = self._ticked
             self._departed.append(rank)
             self._events.append((attempt, Left(rank, 0)))
 
@@ -288,16 +295,17 @@ class Coordinator:
                 self.node_lost(node_id, now, f"was declared lost: no heartbeat for {now - member.last_seen:.0f} s")
         if self.phase is Phase.GATHERING:
             self._gather(now)
-        self._send_departed()
+        self._send_departed(now)
         deadline = None if self._attempt is None else self._attempt.grow_deadline
         if self.phase is Phase.RUNNING and deadline is not None and now > deadline:
             self._stop(0.0)
 
-    def _send_departed(self) -> None:
+    def _send_departed(self, now: float) -> None:
         """Notify the machines of the ranks that have exited since the last time: once for all of them."""
-        departed, self._departed = self._departed, []
-        if departed and self._attempt is not None:
-            self._send_running(RanksDeparted(attempt=self._attempt.number, ranks=tuple(sorted(departed))))
+        wait = DEPARTED_SECONDS if len(self._members) > MOST_IN_FULL else 0.0
+        if self._departed and self._attempt is not None and now - self._departed_since >= wait:
+            self._send_running(RanksDeparted(attempt=self._attempt.number, runs=tuple(runs_of(self._departed))))
+            self._departed.clear()
 
     # -- gathering ---------------------------------------------------------------------------------
 

@@ -14,10 +14,20 @@ import json
 import socket
 import time
 from asyncio import StreamWriter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rankwise.health.event_log import EXPENDABLE_KEY, WORLDS_KEY, Event, Left, post, post_departure, world_prefix
+from rankwise.health.event_log import (
+    EXPENDABLE_KEY,
+    MOST_REPORTED,
+    WORLDS_KEY,
+    Event,
+    Failed,
+    Left,
+    post,
+    post_departure,
+    world_prefix,
+)
 from rankwise.launch.controller.coordinator import WATCHER, Coordinator, Disconnect
 from rankwise.launch.controller.link import HEARTBEAT_SECONDS, LocalLink
 from rankwise.launch.fork_server.torch_env import TORCH_PREFIX, torch_rank_key
@@ -283,23 +293,32 @@ class AttemptKeys:
         self._world_size = world_size
         self._keys = of_job
         self._prefix = f"attempt/{attempt}/"
-        self._num_worlds = 1
-        self._posted: list[Event] = []
+        self._next_events = [1]
+        """For each world, a number below which its log is full."""
+        self._posted: list[_Posted] = []
+        self._num_failed = 0
         self._ended: list[int] = []
 
     def post(self, event: Event) -> None:
         """Notify the ranks of the attempt of an event, whichever world they are in."""
         self.follow()
-        self._posted.append(event)
-        for number in range(self._num_worlds):
-            self._post(number, event)
+        is_failure = isinstance(event, Failed)
+        is_of_optional = is_failure and event.rank in self.optional_ranks()
+        # The rank may have left before, or was killed while it recorded its departure.
+        posted = _Posted(event, for_all=is_of_optional, again=is_failure and self._num_failed < MOST_REPORTED)
+        self._num_failed += is_failure
+        self._posted.append(posted)
+        for number in range(len(self._next_events)):
+            self._post(number, posted)
 
-    def _post(self, number: int, event: Event) -> None:
-        keys = _WorldKeys(self._keys, self._prefix_of(number))
-        if isinstance(event, Left):
-            post_departure(keys, event, self._world_size)
+    def _post(self, number: int, posted: _Posted) -> None:
+        keys, first, event = _WorldKeys(self._keys, self._prefix_of(number)), self._next_events[number], posted.event
+        if isinstance(event, Left | Failed):
+            self._next_events[number] = post_departure(
+                keys, event, self._world_size, first, for_all=posted.for_all, again=posted.again or posted.for_all
+            )
         else:
-            post(keys, event)
+            self._next_events[number] = post(keys, event, first) + 1
 
     def note_ended(self, rank: int) -> None:
         """Record that a rank has exited without an error."""
@@ -308,18 +327,17 @@ class AttemptKeys:
         if not self._keys.check([self._prefix + torch_rank_key(rank)]):
             why = f"rank {rank} exited without an error before it called init_process_group()"
             self._keys.give_up(self._prefix + TORCH_PREFIX, rank, why)
-        for number in range(self._num_worlds):
+        for number in range(len(self._next_events)):
             self._mark(number, rank)
 
     def follow(self) -> None:
         """Repeat earlier events and marks for ranks that have joined another world, where they apply as well."""
-        num_worlds = self._num_rejoined() + 1
-        for number in range(self._num_worlds, num_worlds):
-            for event in self._posted:
-                self._post(number, event)
+        for number in range(len(self._next_events), self._num_rejoined() + 1):
+            self._next_events.append(1)
+            for posted in self._posted:
+                self._post(number, posted)
             for rank in self._ended:
                 self._mark(number, rank)
-        self._num_worlds = num_worlds
 
     def optional_ranks(self) -> list[int]:
         """Return the ranks without which their newest world continues, as its ranks have declared."""
@@ -337,6 +355,15 @@ class AttemptKeys:
 
     def _prefix_of(self, number: int) -> str:
         return f"{self._prefix}{world_prefix(number)}/" if number else self._prefix
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """An event, and which ranks read it: see :func:`rankwise.health.event_log.post_departure`."""
+
+    event: Event
+    for_all: bool
+    again: bool
 
 
 class _WorldKeys:
