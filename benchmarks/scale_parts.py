@@ -34,7 +34,7 @@ from rankwise.health.event_log import NUM_DEPARTED_KEY, key_of
 from rankwise.health.failure_detector import FailureDetector
 from rankwise.launch.controller.coordinator import Coordinator
 from rankwise.launch.controller.link import ControllerLink
-from rankwise.launch.controller.server import JobServer, TorchStores
+from rankwise.launch.controller.server import GARBAGE_THRESHOLDS, JobServer, TorchStores
 from rankwise.launch.messages import (
     PURPOSE,
     EndJob,
@@ -413,6 +413,7 @@ if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
         raise_file_limit()
         gc.freeze()  # as the launcher does after its imports
+        gc.set_threshold(*GARBAGE_THRESHOLDS)
         socket.setdefaulttimeout(None)
         part, *numbers = sys.argv[1:]
         if part == "server":

@@ -315,8 +315,9 @@ def _ranks_here(options: LaunchOptions) -> tuple[int, tuple[str, ...]]:
 def _serve(job: JobAddress, listener: socket.socket, options: LaunchOptions) -> JobServer:
     """Serve the job's store and its coordinator, until it is closed."""
     from rankwise.launch.controller.coordinator import Coordinator  # noqa: PLC0415
-    from rankwise.launch.controller.server import JobServer, TorchStores  # noqa: PLC0415
+    from rankwise.launch.controller.server import GARBAGE_THRESHOLDS, JobServer, TorchStores  # noqa: PLC0415
 
+    gc.set_threshold(*GARBAGE_THRESHOLDS)  # ranks are forked from another process
     host, port = job.address
     coordinator = Coordinator(
         nodes=options.nodes,

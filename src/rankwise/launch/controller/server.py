@@ -72,6 +72,9 @@ TICK_SECONDS = 0.25
 HEARTBEAT_TICKS = round(HEARTBEAT_SECONDS / TICK_SECONDS)
 LAUNCHER_EXITED = "was lost: its launcher has exited"
 FAREWELL_SECONDS = 2.0
+GARBAGE_THRESHOLDS = (50_000, 20, 20)
+"""Of Python's collector in the serving process: with its own, looking for cycles among thousands of connections, which
+live as long as the job, takes a third of the time in which ten thousand ranks join."""
 """How long the machines may take to receive the last message."""
 
 
