@@ -124,6 +124,7 @@ SUMS: dict[str, Loss] = {
     "cross_entropy_sum": lambda o, t, _: functional.cross_entropy(o, labels(t), weight=CLASS_WEIGHTS, reduction="sum"),
     "mean_of_each_sample_then_sum": lambda o, t, _: ((o - t) ** 2).mean(1).sum(0),
     "sum_over_a_constant": lambda o, t, _: ((o - t) ** 2).sum() / 100.0,
+    "sum_over_variances": lambda o, t, _: (((o - t) ** 2).sum(0) / CLASS_WEIGHTS).sum(),
     "half_a_sum": lambda o, t, _: 0.5 * ((o - t) ** 2).sum(),
     "vae": lambda o, t, _: _vae(o, t),
 }
@@ -189,7 +190,7 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "function_of_python": (lambda o, t, _: functional.mse_loss(_Doubled.apply(o), t), "_Doubled"),  # type: ignore[no-untyped-call, arg-type]
     "mean_of_each_output_over_what_is_kept": (
         lambda o, t, _: ((o * kept(t)).sum(0) / kept(t).sum(0).clamp_min(1)).mean(),
-        "Div of a sum by a tensor",
+        "Div of a sum by counts",
     ),
     "mean_of_each_class": (lambda o, t, _: _mean_of_classes(o, t), "ScatterAdd over the first dim"),
     "sums_of_classes_of_a_loss": (

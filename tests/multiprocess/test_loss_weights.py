@@ -212,12 +212,6 @@ def _ambiguous(world: World) -> None:
     (((model(x[:1]) - y[:1]) ** 2).sum() / 4).backward()
 
 
-def _by_a_small_tensor(world: World) -> None:
-    model = rw.replicate(plain_model())
-    x, y = (part(one, world.rank, world.world_size) for one in data()[0])
-    (((model(x) - y) ** 2).sum() * torch.tensor(1 / len(x))).backward()
-
-
 def _contradicted(world: World) -> None:
     model = rw.replicate(plain_model())
     for x, y in ((torch.ones(3, 3), torch.ones(3, 4)), (torch.ones(2, 3), torch.ones(2, 4))):
@@ -247,7 +241,6 @@ def _in_two_units(world: World) -> None:
     [
         (_in_two_units, "weight their losses in different units"),
         (_ambiguous, "divided by 4, which is ambiguous"),
-        (_by_a_small_tensor, "multiplied by a number, which is ambiguous"),
         (_contradicted, "divided by 3, which is ambiguous"),
         (_of_other_terms, "does not have the same terms on all ranks"),
     ],
@@ -257,20 +250,6 @@ def test_an_ambiguous_loss_is_an_error(run_ranks: RunRanks, trains: Callable[[Wo
         with pytest.raises((ConfigurationError, PeerFailed)) as caught:
             result.get()
         assert message in str(caught.value)
-
-
-def _penalty_over_samples(world: World) -> list[str]:
-    with said() as lines:
-        model = rw.replicate(plain_model())
-        x, y = (part(one, world.rank, world.world_size) for one in data()[0])
-        penalty = sum(one.square().sum() for one in model.parameters())
-        (functional.mse_loss(model(x), y) + penalty / len(x)).backward()
-    return [line for line in lines if "a penalty scaled by the number of samples" in line]
-
-
-def test_a_penalty_that_depends_on_the_number_of_samples_is_named(run_ranks: RunRanks) -> None:
-    lines = [result.get() for result in run_ranks(_penalty_over_samples, 2)]
-    assert [len(one) for one in lines] == [1, 0]
 
 
 def _given(world: World, how: str) -> Parameters:

@@ -388,7 +388,7 @@ def test_a_launcher_in_a_rank_starts_a_job_of_its_own(only: pytest.MonkeyPatch) 
         {"_CONDOR_PROCNO": "0", "_CONDOR_NPROCS": "4"},
         {"DMLC_WORKER_ID": "0", "DMLC_NUM_WORKER": "2"},
         {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "4"},
-        {"WORKER_ID": "1", "NUM_WORKERS": "2"},
+        {"REPLICA_ID": "1", "NUM_REPLICAS": "2"},
         {"REPLICA_ID": "2", "REPLICAS": "4"},
     ],
 )

@@ -127,7 +127,8 @@ def failure_of(error: DatasetError) -> WorkerFailure:
     except Exception:  # noqa: BLE001 - any object may fail in any way here
         pickled = b""
     trace = formatted(cause).rstrip()
-    if not shows_all_frames():
+    is_chained = cause.__cause__ is not None or (cause.__context__ is not None and not cause.__suppress_context__)
+    if not (shows_all_frames() or is_chained or getattr(cause, "__notes__", ())):
         lines = ", which called ".join(f"{line} in {function}" for line, function in lines_of(cause)[-_MOST_LINES:])
         trace = f"raised in a loader worker, at {lines}"
     evidence = f"{error.evidence}\n{trace}" if error.evidence else trace

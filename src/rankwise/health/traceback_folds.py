@@ -47,8 +47,9 @@ class _Part:
     def is_repeated_by(self, error: _Part) -> bool:
         """Return whether rankwise has caught this exception, and raised ``error`` with its message."""
         frame = _FRAME.match(self.stack)
-        kind, _, message = self.message.partition("\n")[0].partition(": ")
-        return (frame is None or owner_of(frame["file"]) == "rankwise") and (message or kind) in error.message
+        kind, _, message = self.message.strip().partition(": ")
+        is_caught = frame is None or owner_of(frame["file"]) == "rankwise"
+        return is_caught and kind.rpartition(".")[2] in error.message and message in error.message
 
 
 def formatted(error: BaseException) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import FrameType
+    from collections.abc import Iterable, Iterator
+    from types import FrameType, TracebackType
 
 _FIXES = {
     r"Cannot interpret 'torch\.\w+' as a data type": "NumPy does not know torch's dtypes: write tensor.dtype in place "
@@ -166,9 +166,10 @@ def _any_of(names: list[str]) -> str:
 
 def _failed(error: BaseException) -> tuple[ast.expr, FrameType] | None:
     """Return the expression that raised ``error``, from the source of its innermost frame."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
+    trace = None
+    for each in _traces(error):
+        if each.tb_frame.f_globals.get("__name__") != "contextlib":  # which calls what a context manager is made of
+            trace = each
     if trace is None:
         return None
     frame = trace.tb_frame
@@ -185,6 +186,13 @@ def _failed(error: BaseException) -> tuple[ast.expr, FrameType] | None:
         return None
 
 
+def _traces(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
 def _values(node: ast.expr, frame: FrameType) -> list[Any]:
     """Return what each part of ``a.b.c`` stands for, as far as that runs no code of the script's."""
     if isinstance(node, ast.Name):
@@ -193,6 +201,8 @@ def _values(node: ast.expr, frame: FrameType) -> list[Any]:
     if not isinstance(node, ast.Attribute) or not (values := _values(node.value, frame)):
         return []
     owner = values[-1]
+    if isinstance(inspect.getattr_static(owner, node.attr, None), property):
+        return []
     if inspect.ismodule(owner) or _is_own(owner):
         return [*values, getattr(owner, node.attr, None)]
     fields = getattr(owner, "__dict__", {})

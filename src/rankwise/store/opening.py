@@ -120,7 +120,7 @@ def _torch_client(host: str, port: int, timeout_seconds: float) -> dist.TCPStore
         limit = timedelta(seconds=timeout_seconds)
         try:
             connected.set_result(dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False))
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, join() waits for it
             connected.set_exception(error)
 
     threading.Thread(target=run, name="rankwise-torch-store", daemon=True).start()

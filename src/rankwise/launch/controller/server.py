@@ -309,7 +309,7 @@ class AttemptKeys:
         is_of_optional = is_failure and event.rank in self.optional_ranks()
         # The rank may have left before, or was killed while it recorded its departure.
         posted = _Posted(event, for_all=is_of_optional, again=is_failure and self._num_failed < MOST_REPORTED)
-        self._num_failed += is_failure
+        self._num_failed += is_failure and not is_of_optional
         self._posted.append(posted)
         for number in range(len(self._next_events)):
             self._post(number, posted)

@@ -222,7 +222,12 @@ def _show_crashes(path: str) -> None:
     with contextlib.suppress(OSError):
         file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
     faulthandler.enable(file, all_threads=False)
-    os.register_at_fork(after_in_child=partial(faulthandler.enable, 2, all_threads=False))
+    os.register_at_fork(after_in_child=_show_crashes_on_stderr)
+
+
+def _show_crashes_on_stderr() -> None:
+    if faulthandler.is_enabled():
+        faulthandler.enable(2, all_threads=False)
 
 
 def _offer_stack(path: str) -> None:

@@ -190,7 +190,7 @@ def _read(
 ) -> tuple[LossVerdict, LossReader, list[LossOnRanks]]:
     """Return the verdict on a loss, what was read, and the models it comes from; warn if it cannot be read."""
     statistic = None if first_batches is None else first_batches.statistic(roots)
-    reader = LossReader(subscribers, _num_given())
+    reader = LossReader(subscribers, _num_given)
     for root in roots:
         reader.read(root)
     reached: list[LossOnRanks] = []

@@ -50,7 +50,7 @@ from rankwise.replicate.loss.graph import (
 from rankwise.torch_private.autograd import metadata_of, saved, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch.autograd.graph import Node
 
@@ -100,8 +100,6 @@ class GraphPath(NamedTuple):
     by_python: tuple[float, ...] = ()
     """Python numbers divided by."""
     times_python: tuple[float, ...] = ()
-    times_small: tuple[float, ...] = ()
-    """Values of tensors on the CPU multiplied by, below one half: they may be one over a number of samples."""
     by_data: tuple[Amount, ...] = ()
     """Values of tensors divided by."""
     by_parameters: Node | None = None
@@ -126,12 +124,8 @@ def scaled(path: GraphPath, factor: torch.Tensor | float, *, is_division: bool) 
         if is_division:
             return path._replace(by_python=(*path.by_python, value))
         return path._replace(times_python=(*path.times_python, value))
-    # A divisor in a tensor is what a mean is over; a factor in a tensor is a scaler's, the same on every rank.
-    if is_division:
-        return path._replace(by_data=(*path.by_data, amount_of(factor)))
-    if factor.device.type == "cpu" and 0 < abs(float(factor)) < 0.5:  # noqa: PLR2004 - a half is no share
-        return path._replace(times_small=(*path.times_small, float(factor)))
-    return path
+    # A factor in a tensor is a scaler's, the same on every rank; a divisor in a tensor is what a mean is over.
+    return path._replace(by_data=(*path.by_data, amount_of(factor))) if is_division else path
 
 
 def term_of(path: GraphPath, deciding: LossReduction, edge: Edge, in_batch: Collection[int] = ()) -> Term:
@@ -148,7 +142,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge, in_batch: Coll
     counted = math.prod(map(attrgetter("amount"), path.reductions)) * abs(math.prod(path.by_data))
     factor = abs(math.prod(path.times_python))
     num_rows = rows[0] if rows else 1
-    has_constants = bool(path.by_python or path.times_python or path.times_small)
+    has_constants = bool(path.by_python or path.times_python)
     sizes = {num_rows * one for one in (1, *rows[1:], math.prod(rows[1:]))} if has_constants else set[int]()
     sizes.update(in_batch)
     is_nothing = math.prod(rows) == 0
@@ -159,7 +153,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge, in_batch: Coll
     if kind == "mean":
         is_odd = factor > 1 and factor in {num_rows, *in_batch}
     else:
-        is_odd = any(_is_reciprocal(one, sizes) for one in (*path.times_python, *path.times_small))
+        is_odd = any(_is_reciprocal(one, sizes) for one in path.times_python)
     per_row, scales = _of_each_row(path, kind, counted)
     # A loss times zero, or times NaN, is still a mean over the same number.
     amount = counted * abs(divisor) / (factor if math.isfinite(factor) and factor else 1.0)
@@ -174,7 +168,7 @@ def term_of(path: GraphPath, deciding: LossReduction, edge: Edge, in_batch: Coll
         masks and math.prod(path.by_data) == 1.0 and not all(bool(one.any()) for one in masks)
     ):
         amount = 0.0
-    of_part = shares.intersection(in_batch) - {num_rows}
+    of_part = shares.intersection(in_batch) - {num_rows} if kind == "sum" else set[int]()
     if of_part:
         # A part of a batch counts with the batch's samples, also where nothing is in it.
         num_rows, per_row = max(num_rows, *map(int, of_part)), 0.0
@@ -217,21 +211,6 @@ def _of_each_row(path: GraphPath, kind: TermKind, counted: Amount) -> tuple[floa
         else:
             scales.append(1 / value if value else 0.0)
     return elements, tuple(scales)
-
-
-def _over_samples(node: Node, path: GraphPath, in_batch: Collection[int]) -> str | None:
-    """Return in words how a penalty of parameters depends on this rank's number of samples; ``None`` if it does not."""
-    by, times = list(path.by_python), list(path.times_python)
-    while (name := operation_of(node)) in SCALING and len(inputs_of(node)) == 1:
-        factor = saved(node, "other")
-        if isinstance(factor, torch.Tensor) and not factor.dim() and factor.device.type == "cpu":
-            (by if name == "Div" else times).append(float(factor))
-        node = inputs_of(node)[0][0]
-    if any(abs(one) in in_batch and abs(one) != 1 for one in (*by, *times)) or any(
-        _is_reciprocal(one, in_batch) for one in times
-    ):
-        return "a penalty scaled by the number of samples"
-    return None
 
 
 def _is_reciprocal(value: float, sizes: Collection[int]) -> bool:
@@ -281,8 +260,8 @@ class LossReader:
 
     models: Sequence[LossModel]
     """Whose samples the terms are over."""
-    num_given: int = 0
-    """How many samples a loader gave this rank; 0 if none did."""
+    num_given: Callable[[], int] = lambda: 0
+    """Returns how many samples a loader gave this rank; 0 if none did."""
     terms: list[Term] = field(default_factory=list)
     calls: dict[int, ForwardCall | None] = field(default_factory=dict)
     """By number of the model, the call whose outputs the terms come from first, of those that have samples if some do;
@@ -341,8 +320,7 @@ class LossReader:
             # The same on each rank that has samples: its gradients are averaged over these.
             self.terms.append(Term("mean", "whole_batch", path.by_parameters or node))
         elif not is_of_samples and self._shape(edge) == () and is_of_parameters(node):
-            shared = _over_samples(node, path, self._in_batch())
-            self.terms.append(Term("unknown", shared, node) if shared else Term("same", operation_of(node), node))
+            self.terms.append(Term("same", operation_of(node), node))
         elif is_output and self._shape(edge) != ():
             self._stop(edge, path, "no reduction")
         elif (kind := saved(node, "reduction")) in (1, 2):
@@ -400,9 +378,9 @@ class LossReader:
             factor = saved(node, "self")
         if isinstance(factor, torch.Tensor) and factor.dim():
             if path.reductions and self._is_reduced(live[0]):
-                if name == "Div" and self._is_summed(live[0]):
+                if name == "Div" and self._is_summed(live[0]) and bool((factor == factor.round()).all()):
                     # A mean for each output, over a number of its own.
-                    self._end(edge, path, "Div of a sum by a tensor")
+                    self._end(edge, path, "Div of a sum by counts")
                 else:
                     self._read(live[0], path)
             else:
@@ -448,8 +426,9 @@ class LossReader:
 
     def _in_batch(self) -> set[int]:
         """Return numbers of this rank's samples: those that a loader gave, and the rows of the models' inputs."""
-        rows = {call.sizes[0] for call in self.calls.values() if call is not None and call.sizes}
-        return {one for one in (*rows, self.num_given) if one}
+        # One is what a part without samples is divided by, max(len(x), 1).
+        rows = {call.sizes[0] for call in self.calls.values() if call is not None and call.sizes} - {1}
+        return {one for one in (*rows, self.num_given()) if one}
 
     def _splits(self, name: str, shape: tuple[int, ...], live: list[Edge], path: GraphPath) -> bool:
         """Return whether each input of a node is a term of its own, by dims, which do not depend on samples."""
@@ -473,8 +452,7 @@ class LossReader:
         elif coupling is not None:
             term = Term("unknown", coupling, deciding.node)
         else:
-            has_numbers = path.by_python or path.times_python or path.times_small
-            term = term_of(path, deciding, edge, self._in_batch() if has_numbers else ())
+            term = term_of(path, deciding, edge, self._in_batch() if path.by_python or path.times_python else ())
         self.terms.append(term)
 
     def _note_marks(self, start: Node) -> str | None:

@@ -33,6 +33,8 @@ _MAYBE = re.compile(r"_RANK$")
 _ID = re.compile(r"(^|_)(NODE|HOST|MACHINE|POD|REPLICA|PROCESS|WORKER)_ID$")
 """A number only below its own count, as WORKER_ID=1 below NUM_WORKERS=2."""
 _COUNT = re.compile(rf"(^|_)(WORLD_SIZE|(N|NUM_?|TOTAL_){_MEMBER}S|{_MEMBER}S?_(NUM|COUNT|TOTAL))$|^VC_[A-Z]+_NUM$")
+_WORKERS = re.compile("^NUM_WORKERS$")
+"""Of a job, or of a loader."""
 _TASKS_OF_LSF = re.compile("^LSB_DJOB_NUMPROC$")
 _OTHER = re.compile(
     # The rows of Slurm and rankwise know their variables. CI services number parts of tests, and members of an array
@@ -73,7 +75,9 @@ def counts(variables: Mapping[str, str]) -> str:
     """Return the variables that count several processes, as a text; empty if there are none."""
     # Where no task has a number, it counts the cores of a job.
     tasks = _several(_TASKS_OF_LSF, variables) if variables.get("LSF_PM_TASKID") else {}
-    return told(variables, sorted(_several(_COUNT, variables) | tasks))
+    is_worker = any(variables.get(name) for name in ("WORKER_ID", "WORKER_INDEX"))
+    workers = _several(_WORKERS, variables) if is_worker else {}
+    return told(variables, sorted(_several(_COUNT, variables) | tasks | workers))
 
 
 def _numbers_and_counts(variables: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -99,7 +103,9 @@ def _counts_of(name: str) -> re.Pattern[str]:
         return re.compile("^$")
     turned = rf"{before}_(N|NUM_?|TOTAL_){last}(S|ES)?" if before else rf"(N|NUM_|TOTAL_){last}(S|ES)"
     plural = f"|{words}S" if _ID.search(name) else ""
-    return re.compile(rf"^({words}(S|ES)?_(WORLD_SIZE|SIZE|TOTAL|COUNT|NUM)|{words}_NPROCS|{turned}{plural})$")
+    return re.compile(
+        rf"^(?!NUM_WORKERS$)({words}(S|ES)?_(WORLD_SIZE|SIZE|TOTAL|COUNT|NUM)|{words}_NPROCS|{turned}{plural})$"
+    )
 
 
 def _several(pattern: re.Pattern[str], variables: Mapping[str, str]) -> dict[str, int]:
