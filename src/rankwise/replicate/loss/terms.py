@@ -424,11 +424,17 @@ class LossReader:
         name, inputs = operation_of(node), inputs_of(node)
         return name == "Sum" or (name in PASSING and len(inputs) == 1 and self._is_summed(inputs[0]))
 
-    def _in_batch(self) -> set[int]:
-        """Return numbers of this rank's samples: those that a loader gave, and the rows of the models' inputs."""
-        # One is what a part without samples is divided by, max(len(x), 1).
-        rows = {call.sizes[0] for call in self.calls.values() if call is not None and call.sizes} - {1}
-        return {one for one in (*rows, self.num_given()) if one}
+    def _in_batch(self, edge: Edge) -> set[int]:
+        """Return numbers of samples of this rank: the rows of the calls that a value is computed from, and a loader's.
+
+        Not one from a loader, which is also what a batch without samples is divided by: max(len(x), 1).
+        """
+        found = {self.num_given()} - {1}
+        for node in nodes_from(edge[0], FARTHEST_NODES, self._is_output):
+            call: ForwardCall | None = metadata_of(node).get(MARK)
+            if call is not None and call.sizes:
+                found.add(call.sizes[0])
+        return found - {0}
 
     def _splits(self, name: str, shape: tuple[int, ...], live: list[Edge], path: GraphPath) -> bool:
         """Return whether each input of a node is a term of its own, by dims, which do not depend on samples."""
@@ -452,7 +458,7 @@ class LossReader:
         elif coupling is not None:
             term = Term("unknown", coupling, deciding.node)
         else:
-            term = term_of(path, deciding, edge, self._in_batch() if path.by_python or path.times_python else ())
+            term = term_of(path, deciding, edge, self._in_batch(edge) if path.by_python or path.times_python else ())
         self.terms.append(term)
 
     def _note_marks(self, start: Node) -> str | None:
