@@ -31,10 +31,8 @@ _FIRST = {"PBS_NODENUM": 0, "PBS_VNODENUM": 0, "LSF_PM_TASKID": 1}
 _MAYBE = re.compile(r"_RANK$")
 """A number only below a count: models too have ranks, as NETWORK_RANK=32."""
 _ID = re.compile(r"(^|_)(NODE|HOST|MACHINE|POD|REPLICA|PROCESS|WORKER)_ID$")
-"""A number only below its own count, as WORKER_ID=1 below NUM_WORKERS=2."""
+"""A number only below its own count, as REPLICA_ID=1 below NUM_REPLICAS=2; NUM_WORKERS is a loader's setting."""
 _COUNT = re.compile(rf"(^|_)(WORLD_SIZE|(N|NUM_?|TOTAL_){_MEMBER}S|{_MEMBER}S?_(NUM|COUNT|TOTAL))$|^VC_[A-Z]+_NUM$")
-_WORKERS = re.compile("^NUM_WORKERS$")
-"""Of a job, or of a loader."""
 _TASKS_OF_LSF = re.compile("^LSB_DJOB_NUMPROC$")
 _OTHER = re.compile(
     # The rows of Slurm and rankwise know their variables. CI services number parts of tests, and members of an array
@@ -75,9 +73,7 @@ def counts(variables: Mapping[str, str]) -> str:
     """Return the variables that count several processes, as a text; empty if there are none."""
     # Where no task has a number, it counts the cores of a job.
     tasks = _several(_TASKS_OF_LSF, variables) if variables.get("LSF_PM_TASKID") else {}
-    is_worker = any(variables.get(name) for name in ("WORKER_ID", "WORKER_INDEX"))
-    workers = _several(_WORKERS, variables) if is_worker else {}
-    return told(variables, sorted(_several(_COUNT, variables) | tasks | workers))
+    return told(variables, sorted(_several(_COUNT, variables) | tasks))
 
 
 def _numbers_and_counts(variables: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
