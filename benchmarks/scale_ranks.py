@@ -258,7 +258,7 @@ class Socket:
             self._close()
 
     def drop(self) -> None:
-        """Close the connection, whoever uses it."""
+        """Close the connection for all its users."""
         if self._socket.fileno() >= 0:
             self._close()
 

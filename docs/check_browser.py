@@ -27,7 +27,7 @@ PAGE_WITH_HEADINGS = "security.html"
 """A page with three kinds of headings."""
 NOT_FOR_USERS = ("architecture.html", "contributors.html", "releasing.html", "decisions/")
 OUTPUT = ".highlight-text pre, .highlight-layers pre"
-"""What keeps its columns on a phone, and scrolls: output of programs. Other code goes on in the next line."""
+"""Keeps its columns on a phone, and scrolls: output of programs. Other code continues on the next line."""
 WIDE_TABLES = ("benchmarks.html", "frameworks.html")
 """Pages with a table of more columns than a phone has room for: it scrolls, too."""
 _CUT = """scrolls => [...document.querySelectorAll("article pre, article .table-wrapper, article td")]
